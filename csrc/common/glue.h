@@ -1,0 +1,206 @@
+// The torch side of an op: argument checks with one form of message, raw pointers, backend choice. Only *_op.cpp and
+// bindings/library.cpp include this.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/backend.h"
+#include "common/dtype.h"
+
+namespace samplex::glue {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Shape = std::vector<int64_t>;
+
+// ------------------------------------------------------------------------------------------------ messages
+template <typename... Parts>
+[[noreturn]] inline void fail(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+
+// Not STD_TORCH_CHECK: that puts the build machine's path into the message.
+template <typename... Parts>
+inline void check(bool ok, const Parts&... parts) {
+  if (!ok) [[unlikely]]
+    fail(parts...);
+}
+
+inline const char* dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Bool:
+      return "bool";
+    default:
+      return "another dtype";
+  }
+}
+
+inline std::string device_name(const Tensor& t) {
+  return t.is_cpu() ? "cpu" : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : "another device";
+}
+
+inline std::string describe(const Tensor& t) {
+  std::ostringstream text;
+  text << '[';
+  for (int64_t i = 0; i < t.dim(); ++i) text << (i ? ", " : "") << t.size(i);
+  text << "] " << dtype_name(t.scalar_type()) << " on " << device_name(t);
+  if (!t.is_contiguous()) text << " (not contiguous)";
+  return text.str();
+}
+
+// One dimension of a wanted shape: a fixed size, or -1 for any.
+inline bool shape_matches(const Tensor& t, const Shape& wanted) {
+  if (t.dim() != static_cast<int64_t>(wanted.size())) return false;
+  for (int64_t i = 0; i < t.dim(); ++i) {
+    if (wanted[i] >= 0 && t.size(i) != wanted[i]) return false;
+  }
+  return true;
+}
+
+// `wanted` is the shape to check, `text` the shape to print, e.g. "[B, d]". Device is that of `like`.
+inline void check_tensor(const char* op, const char* arg, const Tensor& t, const Shape& wanted, const char* text,
+                         ScalarType dtype, const Tensor& like) {
+  const bool device_ok = t.is_cpu() == like.is_cpu() && (t.is_cpu() || t.get_device_index() == like.get_device_index());
+  if (shape_matches(t, wanted) && t.scalar_type() == dtype && device_ok && t.is_contiguous()) return;
+  std::ostringstream sizes;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    sizes << (i ? ", " : "");
+    if (wanted[i] >= 0)
+      sizes << wanted[i];
+    else
+      sizes << '*';
+  }
+  fail(op, ": ", arg, " must be ", text, " = [", sizes.str(), "] ", dtype_name(dtype), " contiguous on ",
+       device_name(like), ", got ", describe(t));
+}
+
+inline DType dtype_tag(const char* op, const char* arg, const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::Double:
+      return DType::kFloat64;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    default:
+      fail(op, ": ", arg, " must be float32, float64, float16 or bfloat16, got ", describe(t));
+  }
+}
+
+inline ScalarType acc_type(ScalarType storage) {
+  return storage == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// ------------------------------------------------------------------------------------------------ backend
+inline Backend backend_of(const char* op, const Tensor& t) {
+  if (t.is_cpu()) return cpu_backend();
+  check(t.is_cuda(), op, ": tensors must be on cpu or cuda, got ", device_name(t));
+  check(built_with_cuda(), op, ": this build of samplex-cuda has no CUDA kernels; rebuild with nvcc on PATH and ",
+        "SAMPLEX_CUDA=ON, or move the tensors to the CPU");
+  return Backend::kCuda;
+}
+
+// Call once at the top of an op, before data pointers are taken.
+inline void begin_op() {
+#ifdef SAMPLEX_TEST_BACKENDS
+  if (cpu_backend() == Backend::kSimt) simt::forget_buffers();
+#endif
+}
+
+inline void note(const Tensor& t, const void* data, size_t item, bool writable) {
+#ifdef SAMPLEX_TEST_BACKENDS
+  if (t.is_cpu() && cpu_backend() == Backend::kSimt) simt::note_buffer(data, t.numel() * item, writable);
+#else
+  (void)t, (void)data, (void)item, (void)writable;
+#endif
+}
+
+template <typename T>
+inline const T* in(const Tensor& t) {
+  const void* data = t.const_data_ptr();
+  note(t, data, sizeof(T), false);
+  return static_cast<const T*>(data);
+}
+template <typename T>
+inline const T* in(const std::optional<Tensor>& t) {
+  return t.has_value() ? in<T>(*t) : nullptr;
+}
+template <typename T>
+inline T* out(const Tensor& t) {
+  void* data = t.mutable_data_ptr();
+  note(t, data, sizeof(T), true);
+  return static_cast<T*>(data);
+}
+// Untyped: the storage type is in the params as a DType.
+inline const void* in_any(const Tensor& t) {
+  const void* data = t.const_data_ptr();
+  note(t, data, t.element_size(), false);
+  return data;
+}
+inline void* out_any(const Tensor& t) {
+  void* data = t.mutable_data_ptr();
+  note(t, data, t.element_size(), true);
+  return data;
+}
+
+inline Tensor empty(const Tensor& like, const Shape& shape, ScalarType dtype) {
+  return torch::stable::new_empty(like, shape, dtype);
+}
+
+// Calls `launcher` of the right backend. A CUDA launch runs on the tensor's device and torch's current stream.
+#ifdef SAMPLEX_WITH_CUDA
+#define SX_CALL_CUDA(ref, launcher, params)                                                              \
+  if ((ref).is_cuda()) {                                                                                 \
+    const torch::stable::accelerator::DeviceGuard guard((ref).get_device_index());                       \
+    ::samplex::cuda::launcher(                                                                           \
+        params, torch::stable::accelerator::getCurrentStream((ref).get_device_index()).nativeHandle());  \
+  } else {                                                                                               \
+    ::samplex::cuda::launcher(params, nullptr);                                                          \
+  }
+#else
+#define SX_CALL_CUDA(ref, launcher, params)
+#endif
+#ifdef SAMPLEX_TEST_BACKENDS
+#define SX_CALL_SIMT(launcher, params) ::samplex::simt::launcher(params, nullptr)
+#else
+#define SX_CALL_SIMT(launcher, params) (void)0
+#endif
+#define SX_RUN(op, ref, launcher, params)                    \
+  switch (::samplex::glue::backend_of(op, ref)) {            \
+    case ::samplex::Backend::kCpu:                           \
+      ::samplex::cpu::launcher(params);                      \
+      break;                                                 \
+    case ::samplex::Backend::kSimt:                          \
+      SX_CALL_SIMT(launcher, params);                        \
+      break;                                                 \
+    case ::samplex::Backend::kCuda:                          \
+      SX_CALL_CUDA(ref, launcher, params) break;             \
+  }
+
+}  // namespace samplex::glue

@@ -1,0 +1,82 @@
+// The only compiler-dependent lines of csrc/: one source serves nvcc, g++ and the SIMT harness.
+//
+//   SX_HOST_DEVICE, SX_DEVICE   function qualifiers, empty for plain C++
+//   SX_LAUNCH(op, kernel, grid, block, smem, stream, args...)   the only way to start a kernel
+//   SX_DYN_SMEM(T, name)        the only way to reach dynamic shared memory (16-byte aligned)
+//   SX_ISA_NS                   inline namespace of header code, one per ISA translation unit
+//
+// A header function compiled in an AVX-512 unit and in a baseline unit would be one symbol to the linker,
+// which may keep the AVX-512 body for everybody. The inline namespace gives each unit its own symbols.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define SX_HOST_DEVICE __host__ __device__
+#define SX_DEVICE __device__
+#else
+#define SX_HOST_DEVICE
+#define SX_DEVICE
+#endif
+
+#ifndef SX_ISA_NS
+#define SX_ISA_NS baseline
+#endif
+
+// Namespace of the CUDA launchers: `cuda` under nvcc, `simt` when the harness compiles the same file.
+#ifndef SX_BACKEND_NS
+#define SX_BACKEND_NS cuda
+#endif
+
+#ifdef __CUDACC__
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace samplex {
+
+inline void check_cuda(const char* op, cudaError_t error) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string(op) + ": CUDA launch failed: " + cudaGetErrorString(error));
+  }
+}
+
+// Limits every CUDA device of compute capability >= 7.5 shares. Static shared memory comes on top of `smem`,
+// so launchers keep the sum under 48 KiB, the most a kernel gets without asking for more.
+inline void check_launch_limits(const char* op, dim3 grid, dim3 block, size_t smem) {
+  const uint64_t threads = uint64_t(block.x) * block.y * block.z;
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || threads == 0 || threads > 1024 || block.z > 64 || grid.y > 65535 ||
+      grid.z > 65535 || smem > 48 * 1024) {
+    throw std::runtime_error(std::string(op) + ": launch out of limits: grid " + std::to_string(grid.x) + "x" +
+                             std::to_string(grid.y) + "x" + std::to_string(grid.z) + ", threads " +
+                             std::to_string(threads) + ", dynamic shared memory " + std::to_string(smem));
+  }
+}
+
+}  // namespace samplex
+
+// cudaGetLastError before the launch clears an error that is not ours, so that it is not reported under our name.
+#define SX_LAUNCH(op, kernel, grid, block, smem, stream, ...)                                              \
+  do {                                                                                                     \
+    ::samplex::check_launch_limits(op, dim3(grid), dim3(block), smem);                                     \
+    (void)cudaGetLastError();                                                                              \
+    (kernel)<<<dim3(grid), dim3(block), (smem), static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__);         \
+    ::samplex::check_cuda(op, cudaGetLastError());                                                         \
+  } while (0)
+
+#define SX_DYN_SMEM(T, name)                                            \
+  extern __shared__ __align__(16) unsigned char sx_dynamic_smem_bytes[]; \
+  T* name = reinterpret_cast<T*>(sx_dynamic_smem_bytes)
+
+#elif defined(SX_SIMT)
+
+#include <cuda_runtime.h>  // tests/simt/include: the harness
+
+#define SX_LAUNCH(op, kernel, grid, block, smem, stream, ...) \
+  ::sx_simt::launch((op), #kernel, dim3(grid), dim3(block), (smem), [=]() { (kernel)(__VA_ARGS__); })
+
+#define SX_DYN_SMEM(T, name) T* name = static_cast<T*>(::sx_simt::dynamic_smem())
+
+#endif

@@ -1,0 +1,62 @@
+// Warp and block collectives: the only users of __shfl_*_sync, __ballot_sync and block reductions.
+// Every collective takes the full mask, so all 32 lanes must arrive: guard the work, never return before one.
+#pragma once
+
+#include "common/macros.h"
+#include "common/numeric.h"
+
+namespace samplex {
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kFullMask = 0xFFFFFFFFu;
+
+SX_DEVICE inline int lane_id() { return int(threadIdx.x) % kWarpSize; }
+SX_DEVICE inline int warp_id() { return int(threadIdx.x) / kWarpSize; }
+
+template <typename T>
+SX_DEVICE inline T shuffle_xor(T x, int lane_mask) {
+  return __shfl_xor_sync(kFullMask, x, lane_mask);
+}
+template <typename T>
+SX_DEVICE inline T shuffle_from(T x, int source_lane) {
+  return __shfl_sync(kFullMask, x, source_lane);
+}
+SX_DEVICE inline bool warp_any(bool predicate) { return __any_sync(kFullMask, predicate) != 0; }
+
+// Sum over aligned groups of `Width` lanes; every lane of the group gets the same bits.
+template <int Width, typename T>
+SX_DEVICE inline T group_sum(T x) {
+  for (int step = Width / 2; step > 0; step /= 2) x += shuffle_xor(x, step);
+  return x;
+}
+template <int Width, typename T>
+SX_DEVICE inline T group_max(T x) {
+  for (int step = Width / 2; step > 0; step /= 2) x = max_nan(x, shuffle_xor(x, step));
+  return x;
+}
+
+// Sum over the block of `Warps` warps, the same bits in every thread. `scratch` holds Warps values and is free again
+// after the call. Two barriers.
+template <int Warps, typename T>
+SX_DEVICE inline T block_sum(T x, T* scratch) {
+  x = group_sum<kWarpSize>(x);
+  if (lane_id() == 0) scratch[warp_id()] = x;
+  __syncthreads();
+  T total = scratch[0];
+  for (int w = 1; w < Warps; ++w) total += scratch[w];
+  __syncthreads();
+  return total;
+}
+
+template <int Warps, typename T>
+SX_DEVICE inline T block_max(T x, T* scratch) {
+  x = group_max<kWarpSize>(x);
+  if (lane_id() == 0) scratch[warp_id()] = x;
+  __syncthreads();
+  T total = scratch[0];
+  for (int w = 1; w < Warps; ++w) total = max_nan(total, scratch[w]);
+  __syncthreads();
+  return total;
+}
+
+}  // namespace samplex
