@@ -2,13 +2,18 @@
 // builders. All state lives in the op library; this module only asks it.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <array>
 #include <cstdint>
+#include <string>
 
 #include "common/backend.h"
 #include "common/build_info.h"
 #include "common/pages.h"
+#include "common/selftest.h"
 #include "common/simd.h"
+#include "sampler/alias_table.h"
 
 namespace py = pybind11;
 
@@ -31,6 +36,35 @@ py::dict build_info() {
   return info;
 }
 
+using DoubleArray = py::array_t<double, py::array::c_style | py::array::forcecast>;
+
+py::tuple build_alias(const DoubleArray& weights) {
+  if (weights.ndim() != 1) throw py::value_error("build_alias: weights must be 1-D");
+  const py::ssize_t classes = weights.shape(0);
+  py::array_t<int64_t> table({classes, py::ssize_t(3)}), prefix(classes + 1);
+  const double* in = weights.data();
+  int64_t *table_data = table.mutable_data(), *prefix_data = prefix.mutable_data();
+  {
+    const py::gil_scoped_release release;
+    samplex::build_alias(in, classes, table_data, prefix_data);
+  }
+  return py::make_tuple(table, prefix);
+}
+
+py::tuple philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
+  uint32_t words[4];
+  samplex::selftest_philox(counter.data(), key.data(), words);
+  return py::make_tuple(words[0], words[1], words[2], words[3]);
+}
+
+DoubleArray exact_math(const std::string& name, const DoubleArray& x) {
+  DoubleArray result(x.size());
+  if (!samplex::selftest_exact_math(name.c_str(), x.data(), result.mutable_data(), x.size())) {
+    throw py::value_error("exact_math: name must be exp, log or log1p, got " + name);
+  }
+  return result;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
@@ -51,4 +85,8 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
       [](std::uintptr_t data, size_t bytes) { return samplex::advise_huge_pages(reinterpret_cast<void*>(data), bytes); },
       py::arg("data_ptr"), py::arg("nbytes"),
       "Ask for huge pages behind a buffer that was not touched yet; returns whether the system took the hint.");
+  m.def("build_alias", &build_alias, py::arg("weights"),
+        "weights [C] float64 -> (table [C, 3] int64, prefix [C + 1] int64) for alias_sample.");
+  m.def("philox", &philox, py::arg("counter"), py::arg("key"), "Philox4x32-10: 4 and 2 words of 32 bits -> 4 words.");
+  m.def("exact_math", &exact_math, py::arg("name"), py::arg("x"), "exp, log or log1p of common/numeric.h, elementwise.");
 }

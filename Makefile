@@ -1,0 +1,122 @@
+# Each target does its whole set-up: `make test` in a fresh clone needs Python >= 3.10, a C++20 compiler and make.
+#
+#   VENV=dir         environment to use; created when it does not exist (default .venv)
+#   PYTHON=python3   interpreter a new environment is made from
+#   CUDA=AUTO        AUTO: the CUDA kernels where nvcc is found; ON, OFF
+#   CUDA_ARCHS=...   architectures of this build; the default embeds one PTX that any GPU from sm_75 on can load
+#   ARCHS="75 ..."   architectures of the gate
+#   JOBS=n           parallel compile jobs (default: all cores)
+#   ARGS="..."       passed on to pytest, the demo or the benchmark
+
+VENV ?= .venv
+PYTHON ?= python3
+CUDA ?= AUTO
+CUDA_ARCHS ?= 75-virtual
+ARCHS ?= 75 80 86 89 90 100 120
+JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+PTXRUN ?=
+ARGS ?=
+
+TORCH := torch==2.13.0
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+STAMPS := $(VENV)/.samplex
+NATIVE := CMakeLists.txt pyproject.toml $(shell find cmake csrc tests/simt -type f -not -name '*.md' -not -name '*.py')
+CONFIG := CUDA=$(CUDA) CUDA_ARCHS=$(CUDA_ARCHS)
+
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help build demo test test-slow test-emulated sanitize bench lint format cuda-gate docs wheel clean distclean FORCE
+
+help: ## Show this list
+	@echo "samplex-cuda"
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
+	@sed -nE 's/^#   ([A-Z_]+=.*)/  \1/p' Makefile
+
+build: $(STAMPS)/build ## Environment, torch, build tools, the extension (editable, with the test backends)
+
+demo: $(STAMPS)/build ## Train with full and with sampled softmax side by side; a table and a plot
+	$(PY) -m samplex_cuda.demo $(ARGS)
+
+test: $(STAMPS)/build ## The test suite on every backend this machine has, without the slow studies
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(STAMPS)/build ## The slow studies: larger statistics, wheel in a clean environment
+	$(PY) -m pytest -m slow $(ARGS)
+
+sanitize: $(STAMPS)/build ## The op suite under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(PY) scripts/side_build.py sanitize $(ARGS)
+
+test-emulated: $(STAMPS)/build ## The op suite on nvcc's code under an emulated CUDA runtime; needs PTXRUN=dir
+	$(PY) scripts/side_build.py emulated --ptxrun "$(PTXRUN)" $(ARGS)
+
+bench: $(STAMPS)/build ## All benchmarks; tables in bench/results and the README, plot in docs/images
+	@status=0; for script in bench/bench_*.py; do \
+	  echo "== $$script"; $(PY) $$script $(ARGS) || status=1; \
+	done; $(PY) bench/update_readme.py || status=1; exit $$status
+
+lint: $(STAMPS)/lint $(STAMPS)/build ## ruff, clang-format and mypy; changes nothing
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	find csrc tests/simt -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+
+format: $(STAMPS)/lint ## Rewrite the sources in the project's format
+	$(VENV)/bin/ruff check --fix-only .
+	$(VENV)/bin/ruff format .
+	find csrc tests/simt -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format -i
+
+cuda-gate: $(STAMPS)/tools ## Compile every kernel for every listed architecture; no spills; docs/cuda_resources.md
+	$(PY) scripts/cuda_gate.py --archs $(ARCHS) --jobs $(JOBS)
+
+docs: $(STAMPS)/docs $(STAMPS)/build ## API pages from the docstrings, in docs/api
+	$(PY) -m pdoc samplex_cuda --docformat markdown --output-directory docs/api
+	@echo "open docs/api/index.html"
+
+wheel: $(STAMPS)/tools ## A wheel in dist/ for every listed CUDA architecture (where nvcc is found)
+	$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir dist -Ccmake.define.SAMPLEX_CUDA=$(CUDA)
+	@ls dist/*.whl
+
+clean: ## Remove what was built; keep the environment
+	rm -rf build dist docs/api .pytest_cache .mypy_cache .ruff_cache $(STAMPS)/build
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Also remove the environment in .venv
+	rm -rf .venv
+
+# ------------------------------------------------------------------------------------------------ set-up
+# Torch comes first and pinned: an open requirement would fetch whatever build is newest. An environment that has a
+# torch >= 2.13 keeps it.
+$(STAMPS)/torch:
+	@test -x $(PY) || { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=python3.12 ...")' \
+	  && echo "== environment $(VENV)" && $(PYTHON) -m venv $(VENV); }
+	@$(PY) scripts/has_torch.py || { echo "== $(TORCH)"; $(PIP) install $(TORCH); }
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/tools: $(STAMPS)/torch
+	@echo "== build tools"
+	@$(PIP) install "scikit-build-core>=0.11" "pybind11>=3.0" "cmake>=3.24" ninja numpy
+	@touch $@
+
+$(STAMPS)/lint: $(STAMPS)/torch pyproject.toml
+	@echo "== lint tools"
+	@$(PIP) install $$($(PY) scripts/extra.py lint)
+	@touch $@
+
+$(STAMPS)/docs: $(STAMPS)/torch pyproject.toml
+	@$(PIP) install $$($(PY) scripts/extra.py docs)
+	@touch $@
+
+# Rewritten only when a setting changed, so that another CUDA_ARCHS rebuilds and the same one does not.
+$(STAMPS)/config: FORCE | $(STAMPS)/tools
+	@echo '$(CONFIG)' | cmp -s - $@ || echo '$(CONFIG)' > $@
+
+# A build directory of its own: a plain `pip install .` must never meet a cache with the test backends on.
+$(STAMPS)/build: $(STAMPS)/tools $(STAMPS)/config $(NATIVE)
+	@echo "== extension ($(CONFIG))"
+	@$(PIP) install --no-build-isolation -e ".[demo,bench,test]" \
+	  -Cbuild-dir="build/dev-{wheel_tag}" -Ccmake.define.SAMPLEX_TEST_BACKENDS=ON \
+	  -Ccmake.define.SAMPLEX_CUDA=$(CUDA) "-Ccmake.define.SAMPLEX_CUDA_ARCHS=$(CUDA_ARCHS)"
+	@touch $@

@@ -1,0 +1,128 @@
+// A vector of floats of the widest kind this translation unit is compiled for (16 with AVX-512, 8 with AVX2, 1 else),
+// loaded from any storage type. Only *_cpu*.cpp files include it; no std containers here (see macros.h).
+#pragma once
+
+#include "common/numeric.h"
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace samplex {
+inline namespace SX_ISA_NS {
+
+#if defined(__AVX512F__)
+
+struct Vec {
+  static constexpr int kSize = 16;
+  __m512 v;
+  static Vec zero() { return {_mm512_setzero_ps()}; }
+  static Vec all(float x) { return {_mm512_set1_ps(x)}; }
+  static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Vec load(const BFloat16* p) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+  }
+  static Vec load(const Half* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  }
+  void store(float* p) const { _mm512_storeu_ps(p, v); }
+  void stream(float* p) const { _mm512_stream_ps(p, v); }  // p 64-byte aligned
+  float sum() const { return _mm512_reduce_add_ps(v); }
+  friend Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+  friend Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+  friend Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+  // a * b + c
+  friend Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+  // A nan in `x` is dropped: max(x, keep) = keep.
+  friend Vec max(Vec x, Vec keep) { return {_mm512_max_ps(x.v, keep.v)}; }
+  friend Vec min(Vec x, Vec keep) { return {_mm512_min_ps(x.v, keep.v)}; }
+  friend Vec round(Vec x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+  // x * 2^n for integral n
+  friend Vec scale2(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+  friend Vec keep_nan(Vec result, Vec x) {
+    return {_mm512_mask_mov_ps(result.v, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), x.v)};
+  }
+};
+
+#elif defined(__AVX2__)
+
+struct Vec {
+  static constexpr int kSize = 8;
+  __m256 v;
+  static Vec zero() { return {_mm256_setzero_ps()}; }
+  static Vec all(float x) { return {_mm256_set1_ps(x)}; }
+  static Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static Vec load(const BFloat16* p) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
+  }
+  static Vec load(const Half* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+  void store(float* p) const { _mm256_storeu_ps(p, v); }
+  void stream(float* p) const { _mm256_stream_ps(p, v); }  // p 32-byte aligned
+  float sum() const {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    s = _mm_add_ss(s, _mm_shuffle_ps(s, s, 1));
+    return _mm_cvtss_f32(s);
+  }
+  friend Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+  friend Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+  friend Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+  friend Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+  friend Vec max(Vec x, Vec keep) { return {_mm256_max_ps(x.v, keep.v)}; }
+  friend Vec min(Vec x, Vec keep) { return {_mm256_min_ps(x.v, keep.v)}; }
+  friend Vec round(Vec x) { return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+  friend Vec scale2(Vec x, Vec n) {
+    // Two steps so that results below the smallest normal round once, and 2^n itself is always normal.
+    const __m256i k = _mm256_cvtps_epi32(n.v);
+    const __m256i half = _mm256_srai_epi32(k, 1);
+    const __m256i bias = _mm256_set1_epi32(127);
+    const __m256 a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+    const __m256 b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(k, half), bias), 23));
+    return {_mm256_mul_ps(_mm256_mul_ps(x.v, a), b)};
+  }
+  friend Vec keep_nan(Vec result, Vec x) {
+    return {_mm256_blendv_ps(result.v, x.v, _mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q))};
+  }
+};
+
+#endif
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+
+// exp to about 1 ulp (degree-6 polynomial after x = n ln2 + r). exp(-inf) = 0, exp(nan) = nan, overflow gives inf.
+inline Vec vexp(Vec x) {
+  // Below -104 the result is 0 in float, above 89 it is inf: clamping there keeps 2^n in range.
+  const Vec y = min(max(x, Vec::all(-104.0f)), Vec::all(89.0f));
+  const Vec n = round(y * Vec::all(1.44269504088896f));
+  Vec r = fma(n, Vec::all(-0.693359375f), y);
+  r = fma(n, Vec::all(2.12194440e-4f), r);
+  Vec p = Vec::all(1.9875691500e-4f);
+  p = fma(p, r, Vec::all(1.3981999507e-3f));
+  p = fma(p, r, Vec::all(8.3334519073e-3f));
+  p = fma(p, r, Vec::all(4.1665795894e-2f));
+  p = fma(p, r, Vec::all(1.6666665459e-1f));
+  p = fma(p, r, Vec::all(5.0000001201e-1f));
+  p = fma(p, r * r, r + Vec::all(1.0f));
+  return keep_nan(scale2(p, n), x);
+}
+
+// The first `n` < kSize elements, zeros behind: for the tail of a row.
+template <typename T>
+inline Vec load_tail(const T* p, int n) {
+  T padded[Vec::kSize];
+  for (int i = 0; i < Vec::kSize; ++i) padded[i] = i < n ? p[i] : T(0.0f);
+  return Vec::load(padded);
+}
+
+inline void store_tail(Vec x, float* p, int n) {
+  float padded[Vec::kSize];
+  x.store(padded);
+  for (int i = 0; i < n; ++i) p[i] = padded[i];
+}
+
+#endif
+
+}  // namespace SX_ISA_NS
+}  // namespace samplex

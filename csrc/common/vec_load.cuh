@@ -1,0 +1,44 @@
+// 16-byte loads of storage types into accumulation registers, and their stores.
+#pragma once
+
+#include "common/macros.h"
+#include "common/numeric.h"
+
+namespace samplex {
+
+// out[0 .. Width) = row[0 .. Width). Width is 1, or 16 / sizeof(T) with `row` 16-byte aligned.
+template <int Width, typename T>
+SX_DEVICE inline void load_values(const T* row, float* out) {
+  if constexpr (Width == 1) {
+    out[0] = to_acc(row[0]);
+  } else if constexpr (sizeof(T) == 4) {
+    const float4 x = *reinterpret_cast<const float4*>(row);
+    out[0] = x.x;
+    out[1] = x.y;
+    out[2] = x.z;
+    out[3] = x.w;
+  } else {
+    const uint4 x = *reinterpret_cast<const uint4*>(row);
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      out[2 * i] = to_acc(bit_copy<T>(uint16_t(words[i])));
+      out[2 * i + 1] = to_acc(bit_copy<T>(uint16_t(words[i] >> 16)));
+    }
+  }
+}
+
+// row[0 .. Width) = in[0 .. Width), float in shared or global memory. Width is 1 or a multiple of 4 with 16-byte alignment.
+template <int Width>
+SX_DEVICE inline void store_floats(float* row, const float* in) {
+  if constexpr (Width == 1) {
+    row[0] = in[0];
+  } else {
+#pragma unroll
+    for (int i = 0; i < Width; i += 4) {
+      *reinterpret_cast<float4*>(row + i) = make_float4(in[i], in[i + 1], in[i + 2], in[i + 3]);
+    }
+  }
+}
+
+}  // namespace samplex

@@ -1,0 +1,78 @@
+// Launchers: one block per batch row; the one-pass kernel is chosen by storage type, alignment and d.
+#include "loss/sampled_softmax_kernel.cuh"
+
+namespace samplex {
+namespace SX_BACKEND_NS {
+namespace {
+
+template <typename T, int kWidth, int kChunks, int kGroup, bool kFull>
+void launch_one_pass(const SampledSoftmaxParams& params, void* stream) {
+  using Body = OnePass<T, kWidth, kChunks, kGroup, kFull>;
+  constexpr size_t kBuffer = sizeof(float) * Body::kGroups * Body::kSpan;
+  SX_LAUNCH("sampled_softmax", (sampled_softmax_kernel<T, kWidth, kChunks, kGroup, kFull>), unsigned(params.batch),
+            kThreads, params.need_grad ? kBuffer : 0, stream, params);
+}
+
+// kPer = columns of a lane; whole rows need no column checks.
+template <typename T, int kWidth, int kPer, int kGroup>
+void launch_span(const SampledSoftmaxParams& params, void* stream) {
+  if (params.dim == kPer * kGroup)
+    launch_one_pass<T, kWidth, kPer / kWidth, kGroup, true>(params, stream);
+  else
+    launch_one_pass<T, kWidth, kPer / kWidth, kGroup, false>(params, stream);
+}
+
+template <typename T>
+void launch(const SampledSoftmaxParams& params, void* stream) {
+  constexpr int kWidth = 16 / sizeof(T);
+  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  const bool vectors = params.dim % kWidth == 0 && aligned(params.hidden) && aligned(params.weight);
+  const int64_t d = params.dim;
+  if (params.shared || d > 1024) {
+    SX_LAUNCH("sampled_softmax", (sampled_softmax_wide_kernel<T>), unsigned(params.batch), kThreads, 0, stream, params);
+  } else if (!vectors) {
+    if (d <= 128)
+      launch_one_pass<T, 1, 16, 8, false>(params, stream);
+    else if (d <= 512)
+      launch_one_pass<T, 1, 16, 32, false>(params, stream);
+    else
+      launch_one_pass<T, 1, 32, 32, false>(params, stream);
+  } else if (d <= 64) {
+    launch_span<T, kWidth, 8, 8>(params, stream);
+  } else if (d <= 128) {
+    launch_span<T, kWidth, 16, 8>(params, stream);
+  } else if (d <= 256) {
+    launch_span<T, kWidth, 16, 16>(params, stream);
+  } else if (d <= 512) {
+    launch_span<T, kWidth, 16, 32>(params, stream);
+  } else {
+    launch_span<T, kWidth, 32, 32>(params, stream);
+  }
+}
+
+}  // namespace
+
+void launch_sampled_softmax(const SampledSoftmaxParams& params, void* stream) {
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return launch<float>(params, stream);
+    case DType::kFloat16:
+      return launch<Half>(params, stream);
+    case DType::kBFloat16:
+      return launch<BFloat16>(params, stream);
+    case DType::kFloat64:
+      SX_LAUNCH("sampled_softmax", (sampled_softmax_wide_kernel<double>), unsigned(params.batch), kThreads, 0, stream,
+                params);
+  }
+}
+
+void launch_sampled_softmax_bwd(const SampledSoftmaxBwdParams& params, void* stream) {
+  dispatch_dtype("sampled_softmax_bwd", params.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    SX_LAUNCH("sampled_softmax_bwd", (sampled_softmax_bwd_kernel<T>), unsigned(params.batch), kThreads, 0, stream,
+              params);
+  });
+}
+
+}  // namespace SX_BACKEND_NS
+}  // namespace samplex

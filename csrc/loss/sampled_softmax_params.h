@@ -1,0 +1,73 @@
+// Params of the fused sampled softmax and of its backward. A = accumulation type (float, or double for double storage).
+//
+// Entries of row b: its P targets (columns 0 .. P-1), then its m draws (columns P .. P+m-1).
+//   s_k  = scale * (h_b . w_k + bias_k), or its absolute value
+//   o_k  = s_k for a target, s_k - log_q_k - log m for a draw; a masked draw does not take part
+//   lse  = log sum exp o_k,   p_k = exp(o_k - lse)
+//   a_k  = (1 - eps) cw_k / #targets for a target, + eps cw_k / #entries for every entry (eps = label smoothing)
+//   loss = sum_k a_k (lse - s_k),   total = sum_k a_k,   denom = mean cw over the targets
+// A row without targets (all ignore_index) is zero everywhere; a row without unmasked draws has loss 0 and total 0.
+// push_k = scale sign_k p_k and pull_k = scale sign_k a_k, so that for upstream gradients g (of loss) and l (of lse)
+//   d s_k = alpha push_k - g pull_k  with  alpha = g total + l,   d h = alpha d_push - g d_pull.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/launchers.h"
+
+namespace samplex {
+
+struct SampledSoftmaxParams {
+  const void* hidden;            // [B, d]
+  const void* weight;            // [C, d]
+  const int64_t* target;         // [B, P]; ignore_index, and kPadding where P > 1, are skipped
+  const int64_t* ids;            // [B, m], or [m] when shared
+  const void* log_q;             // A, shape of ids
+  const void* dots;              // A [B, m]: h_b . w_ids, given when shared, else nullptr
+  const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
+  const int64_t* known_ids;      // [known_offsets[B]]
+  ScalarTable bias;              // [C] or absent
+  ScalarTable class_weight;      // [C] or absent
+  void* loss;                    // A [B]
+  void* lse;                     // A [B]
+  void* denom;                   // A [B]
+  void* total;                   // A [B]      the rest only when need_grad
+  void* push;                    // A [B, P + m]
+  void* pull;                    // A [B, P + m] with label smoothing, else [B, P]
+  void* d_push;                  // A [B, d]; when shared, the targets' part only
+  void* d_pull;                  // A [B, d]; likewise
+  void* signs;                   // A [B, P + m]: scratch of the GPU kernels, only when absolute and need_grad
+  int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index;
+  double scale, label_smoothing;
+  DType dtype;
+  bool shared, absolute, need_grad, debug;
+};
+
+constexpr int64_t kPadding = -100;  // pads rows of a [B, P] target
+
+struct SampledSoftmaxBwdParams {
+  const void* grad_loss;  // A [B]
+  const void* grad_lse;   // A [B] or nullptr
+  const void* total;      // A [B]
+  const void* push;       // A [B, P + m]
+  const void* pull;       // A [B, pull_width]
+  const void* d_push;     // A [B, d]
+  const void* d_pull;     // A [B, d]
+  void* coef_target;      // A [B, P]
+  void* coef_draw;        // A [B, m]
+  void* d_hidden;         // [B, d] in `dtype`
+  int64_t batch, num_targets, num_samples, dim, pull_width;
+  DType dtype;
+};
+
+SX_DECLARE_LAUNCHER(launch_sampled_softmax, SampledSoftmaxParams)
+SX_DECLARE_LAUNCHER(launch_sampled_softmax_bwd, SampledSoftmaxBwdParams)
+
+// ISA bodies of the forward, float/half/bfloat16 storage; rows [begin, end).
+namespace cpu {
+void sampled_softmax_rows_avx2(const SampledSoftmaxParams& params, int64_t begin, int64_t end);
+void sampled_softmax_rows_avx512(const SampledSoftmaxParams& params, int64_t begin, int64_t end);
+}  // namespace cpu
+
+}  // namespace samplex

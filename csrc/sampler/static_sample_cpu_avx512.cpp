@@ -1,0 +1,1 @@
+#include "sampler/static_sample_cpu_impl.h"

@@ -1,0 +1,78 @@
+// Segment sums over a sorted list of entries: the body shared by the scalar and the SIMD translation units.
+#pragma once
+
+#include "common/vec.h"
+#include "update/row_reduce_params.h"
+
+namespace samplex {
+inline namespace SX_ISA_NS {
+
+// out = coef * row, or out += coef * row
+template <bool kFirst, typename T, typename A>
+inline void add_row(A* out, A coef, const T* row, int64_t d) {
+  int64_t c = 0;
+#if defined(__AVX2__)
+  if constexpr (sizeof(A) == 4 && sizeof(T) <= 4) {
+    const Vec k = Vec::all(coef);
+    for (; c + Vec::kSize <= d; c += Vec::kSize) {
+      const Vec x = Vec::load(row + c);
+      (kFirst ? k * x : fma(k, x, Vec::load(out + c))).store(out + c);
+    }
+  }
+#endif
+  for (; c < d; ++c) {
+    const A term = coef * A(to_acc(row[c]));
+    out[c] = kFirst ? term : out[c] + term;
+  }
+}
+
+template <bool kFirst, typename A>
+inline void add_entry(A* out, const RowReduceSource& source, int64_t entry, A coef, int64_t d) {
+  const int64_t at = entry / source.entries_per_row * d;
+  switch (source.dtype) {
+    case DType::kFloat32:
+      return add_row<kFirst>(out, coef, static_cast<const float*>(source.rows) + at, d);
+    case DType::kFloat64:
+      return add_row<kFirst>(out, coef, static_cast<const double*>(source.rows) + at, d);
+    case DType::kFloat16:
+      return add_row<kFirst>(out, coef, static_cast<const Half*>(source.rows) + at, d);
+    case DType::kBFloat16:
+      return add_row<kFirst>(out, coef, static_cast<const BFloat16*>(source.rows) + at, d);
+  }
+}
+
+template <typename A>
+inline void row_reduce_range(const RowReduceParams& p, const cpu::RowReduceRange& range) {
+  const uint64_t entry_mask = (uint64_t(1) << range.entry_bits) - 1;
+  A* grads = static_cast<A*>(p.row_grads);
+  A* bias = static_cast<A*>(p.row_bias);
+  const int64_t split = p.source[0].entries;
+  int64_t row = range.first_row - 1;
+  int64_t i = range.begin;
+  // Entries at the front that continue a row begun before this range belong to that row's owner.
+  while (i < range.end && i > 0 && (range.keys[i] >> range.entry_bits) == (range.keys[i - 1] >> range.entry_bits)) ++i;
+  while (i < range.end) {
+    const uint64_t id = range.keys[i] >> range.entry_bits;
+    ++row;
+    p.row_ids[row] = int64_t(id);
+    A* out = grads + row * p.dim;
+    A coef_sum = 0;
+    bool first = true;
+    for (; i < range.num_keys && (range.keys[i] >> range.entry_bits) == id; ++i) {
+      const int64_t entry = int64_t(range.keys[i] & entry_mask);
+      const RowReduceSource& source = p.source[entry < split ? 0 : 1];
+      const int64_t at = entry < split ? entry : entry - split;
+      const A coef = source.coef ? static_cast<const A*>(source.coef)[at] : A(1);
+      if (first)
+        add_entry<true>(out, source, at, coef, p.dim);
+      else
+        add_entry<false>(out, source, at, coef, p.dim);
+      coef_sum += source.bias ? static_cast<const A*>(source.bias)[at] : coef;
+      first = false;
+    }
+    if (bias) bias[row] = coef_sum;
+  }
+}
+
+}  // namespace SX_ISA_NS
+}  // namespace samplex

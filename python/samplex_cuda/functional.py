@@ -1,0 +1,224 @@
+"""Losses as functions. They take what a sampler drew, `Draw(ids, log_q)`, and never guess its probabilities."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from samplex_cuda.ops import sampled_softmax as _sampled_softmax  # noqa: F401  registers fakes and autograd
+
+__all__ = ["sampled_softmax"]
+
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def _got(t: object) -> str:
+    if isinstance(t, Tensor):
+        return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
+    return f"{type(t).__name__}"
+
+
+def _check_tensor(op: str, name: str, t: object, wanted: str) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor {wanted}, got {_got(t)}")
+
+
+def _check_ids(op: str, name: str, t: Tensor, device: torch.device) -> None:
+    if t.dtype != torch.int64:
+        raise TypeError(f"{op}: {name} must be int64, got {_got(t)}")
+    if t.device != device:
+        raise ValueError(f"{op}: {name} must be on {device} like weight, got {_got(t)}")
+
+
+def _flatten(op: str, h: Tensor, weight: Tensor, target: Tensor, ids: Tensor, log_q: Tensor) -> tuple[Tensor, ...]:
+    """Leading dimensions [*, d] -> [B, d]; target [*] or [*, P] -> [B, P]; draws [*, m] -> [B, m], or [m]."""
+    lead = h.shape[:-1]
+    if target.shape == lead:
+        target = target.reshape(-1, 1)
+    elif target.dim() == len(lead) + 1 and target.shape[:-1] == lead:
+        target = target.reshape(-1, target.shape[-1])
+    else:
+        raise ValueError(f"{op}: target must be {list(lead)} or {[*lead, 'P']} to fit h {list(h.shape)}, got {_got(target)}")
+    if ids.shape != log_q.shape:
+        raise ValueError(f"{op}: log_q must have the shape of ids {list(ids.shape)}, got {_got(log_q)}")
+    if ids.dim() != 1 or (len(lead) == 0):
+        if ids.shape[:-1] != lead or ids.dim() == 0:
+            raise ValueError(
+                f"{op}: ids must be {[*lead, 'm']} (per row) or [m] (shared) to fit h {list(h.shape)}, got {_got(ids)}"
+            )
+        ids, log_q = ids.reshape(-1, ids.shape[-1]), log_q.reshape(-1, log_q.shape[-1])
+    return h.reshape(-1, h.shape[-1]), target, ids, log_q
+
+
+@overload
+def _reduce(op: str, loss: Tensor, denom: Tensor, reduction: str, lead: torch.Size) -> Tensor: ...
+@overload
+def _reduce(op: str, loss: Tensor, denom: Tensor, reduction: str, lead: tuple[int, ...]) -> Tensor: ...
+def _reduce(op: str, loss: Tensor, denom: Tensor, reduction: str, lead: tuple[int, ...]) -> Tensor:
+    if reduction == "none":
+        return loss.reshape(lead)
+    if reduction == "sum":
+        return loss.sum()
+    # No row left (B = 0, or all ignored): 0 / tiny = 0.
+    return loss.sum() / denom.sum().clamp_min(torch.finfo(loss.dtype).tiny)
+
+
+def sampled_softmax(
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    log_q: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    reduction: str = "mean",
+    absolute: bool = False,
+    label_smoothing: float = 0.0,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    positives: tuple[Tensor, Tensor] | None = None,
+    sparse: bool = True,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Cross-entropy over the target and a sample of the other classes, corrected for how they were drawn.
+
+    With logits :math:`s_k = \text{scale}\,(h \cdot w_k + b_k)`, the target keeps :math:`s_y` and a draw enters as
+    :math:`s_k - \log q_k - \log m` (Blanc & Rendle 2018), so that the sampled normaliser estimates the full one. A draw
+    that equals a target of its row, or one of its known `positives`, takes no part.
+
+    One pass over the gathered rows, forward and backward: no [B, m, d] and no [C, d] tensor is made. Gradients of `weight`
+    and `bias` are coalesced sparse COO tensors, good for `torch.optim.SGD`, `Adagrad` and `SparseAdam`.
+
+    Args:
+        h: [*, d] hidden vectors. Under autocast they are cast to the dtype of `weight`, which keeps its own.
+        weight: [C, d] in float32, float64, float16 or bfloat16; sums run in float32 (float64 for float64).
+        target: int64 [*], or [*, P] for several targets a row, padded with -100. With several, the loss is lse over all of
+            them and the draws, minus the mean target logit.
+        ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows.
+        log_q: log-probability of each draw, shape of `ids`. A row with nan or inf here (or in h) has loss nan.
+        bias: [C] or None, in the dtype of `weight` or float32.
+        scale: multiplies the logit (1 / temperature), before the correction.
+        reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
+        absolute: use \|s\| as logit: the absolute softmax, for samplers with a symmetric kernel.
+        label_smoothing: share of the target spread evenly over targets and unmasked draws, on the uncorrected logits.
+        class_weight: [C] float32 weights of the classes, as `weight` of `F.cross_entropy`.
+        ignore_index: a target of this value is skipped; a row without targets has loss 0 and does not count in the mean.
+        positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]): masked where drawn.
+        sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).
+        return_lse: also return the log-normaliser of each row ([*], differentiable).
+
+    Returns:
+        The loss in float32 (float64 for float64): a scalar, or [*] for "none"; with `return_lse`, (loss, lse).
+        A row whose draws are all masked (so also m = 0) has loss 0 and no gradient.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> h, weight = torch.randn(4, 16), torch.randn(1000, 16, requires_grad=True)
+        >>> target = torch.tensor([1, 2, 3, 4])
+        >>> draw = sx.samplers.LogUniform(1000).sample(h, 20, exclude=target)
+        >>> loss = sx.functional.sampled_softmax(h, weight, target, draw.ids, draw.log_q)
+        >>> loss.backward()
+        >>> weight.grad.is_coalesced(), weight.grad.shape
+        (True, torch.Size([1000, 16]))
+    """
+    op = "sampled_softmax"
+    for name, t, wanted in (
+        ("h", h, "[*, d]"),
+        ("weight", weight, "[C, d]"),
+        ("target", target, "[*] int64"),
+        ("ids", ids, "[*, m] or [m] int64"),
+        ("log_q", log_q, "of the shape of ids"),
+    ):
+        _check_tensor(op, name, t, wanted)
+    if weight.dim() != 2 or weight.dtype not in _FLOATS:
+        raise ValueError(f"{op}: weight must be [C, d] float32, float64, float16 or bfloat16, got {_got(weight)}")
+    if h.dim() == 0 or h.shape[-1] != weight.shape[1]:
+        raise ValueError(f"{op}: h must be [*, {weight.shape[1]}] to fit weight {list(weight.shape)}, got {_got(h)}")
+    if h.device != weight.device:
+        raise ValueError(f"{op}: h must be on {weight.device} like weight, got {_got(h)}")
+    if h.dtype != weight.dtype:
+        if not (h.dtype in _FLOATS and torch.is_autocast_enabled(h.device.type)):
+            raise TypeError(f"{op}: h must be {weight.dtype} like weight (or run under autocast), got {_got(h)}")
+        h = h.to(weight.dtype)
+    _check_ids(op, "target", target, weight.device)
+    _check_ids(op, "ids", ids, weight.device)
+    if not log_q.is_floating_point():
+        raise TypeError(f"{op}: log_q must be floating point, got {_got(log_q)}")
+    if log_q.device != weight.device:
+        raise ValueError(f"{op}: log_q must be on {weight.device} like weight, got {_got(log_q)}")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"{op}: reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    acc = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    for name, table in (("bias", bias), ("class_weight", class_weight)):
+        if table is None:
+            continue
+        _check_tensor(op, name, table, "[C]")
+        if table.shape != weight.shape[:1] or table.dtype not in (weight.dtype, acc) or table.device != weight.device:
+            raise ValueError(
+                f"{op}: {name} must be [{weight.shape[0]}] {weight.dtype} or {acc} on {weight.device}, got {_got(table)}"
+            )
+    lead = h.shape[:-1]
+    h, target, ids, log_q = _flatten(op, h, weight, target, ids, log_q)
+    offsets, known = _csr(op, positives, h.shape[0], weight.device)
+    needs_grad = torch.is_grad_enabled() and (
+        h.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    args = (
+        h.contiguous(),
+        weight.contiguous(),
+        target.contiguous(),
+        ids.contiguous(),
+        log_q.detach().to(acc).contiguous(),
+        None if bias is None else bias.contiguous(),
+        None if class_weight is None else class_weight.detach().contiguous(),
+        offsets,
+        known,
+        float(scale),
+        float(label_smoothing),
+        int(ignore_index),
+        bool(absolute),
+        needs_grad,
+        bool(sparse),
+    )
+    loss, lse, denom = _call(args)[:3]
+    loss = _reduce(op, loss, denom.detach(), reduction, lead)
+    return (loss, lse.reshape(lead)) if return_lse else loss
+
+
+def _csr(
+    op: str, rows: tuple[Tensor, Tensor] | None, batch: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    if rows is None:
+        return None, None
+    if not (isinstance(rows, tuple) and len(rows) == 2):
+        raise TypeError(f"{op}: positives must be a tuple (offsets [B + 1], ids [n]), got {_got(rows)}")
+    offsets, ids = rows
+    for name, t in (("positives offsets", offsets), ("positives ids", ids)):
+        _check_tensor(op, name, t, "int64")
+        _check_ids(op, name, t, device)
+    if offsets.shape != (batch + 1,) or ids.dim() != 1:
+        raise ValueError(
+            f"{op}: positives must be (offsets [{batch + 1}], ids [n]), got offsets {_got(offsets)}, ids {_got(ids)}"
+        )
+    return offsets.contiguous(), ids.contiguous()
+
+
+def _call(args: tuple[object, ...]) -> tuple[Tensor, ...]:
+    if torch.compiler.is_compiling():
+        return torch.ops.samplex.sampled_softmax(*args)
+    try:
+        return torch.ops.samplex.sampled_softmax(*args)
+    except RuntimeError as error:
+        # The stable ABI knows only RuntimeError; an id out of range is an IndexError to Python people.
+        text = str(error)
+        if "must be in [0, " in text and ", got " in text:
+            raise IndexError(text.splitlines()[0]) from None
+        if "offsets must ascend" in text:
+            raise ValueError(text.splitlines()[0]) from None
+        raise

@@ -1,0 +1,425 @@
+"""`SampledClassifier`: the module that takes the place of `nn.Linear(d, C)` + `nn.CrossEntropyLoss`.
+
+In training a step costs O(num_samples) per row, whatever C is; in evaluation the answers are exact and cost O(C).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from samplex_cuda import functional
+from samplex_cuda._library import _native
+from samplex_cuda.prediction import _describe, exact_log_prob, exact_nll, exact_topk, valid_targets
+
+if TYPE_CHECKING:
+    from samplex_cuda.rng import Key
+
+__all__ = ["SampledClassifier"]
+
+_LOSSES = ("sampled_softmax",)
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+class SampledClassifier(nn.Module):
+    """A linear classifier over C classes that trains on sampled classes and evaluates exactly.
+
+    In training mode `head(h, y)` draws `num_samples` classes per row (or once for the batch, with `shared=True`) and
+    returns the sampled softmax loss; gradients reach only the rows that were touched. In eval mode `head(h, y)` is the
+    exact negative log-likelihood over all classes, computed in chunks, without gradient.
+
+    `weight` [C, d] and `bias` [C] have the names, shapes and initial values of `nn.Linear(d, C)`:
+
+    - `head.load_state_dict(linear.state_dict())` works as it is: a checkpoint that says nothing of the sampler leaves
+      the sampler as it is;
+    - `head.linear()` is an `nn.Linear` that shares the parameters; its `state_dict()` holds nothing else.
+
+    The sampler is a submodule: `state_dict()` keeps its state under `sampler.`, and `.to(device)` moves it.
+
+    Args:
+        in_features: d, the width of `h`.
+        num_classes: C.
+        sampler: where negatives come from, for the same C.
+        num_samples: draws per row, or per batch with `shared=True`.
+        loss: "sampled_softmax".
+        bias: whether there is a bias per class.
+        shared: draw once for the whole batch. Targets among the draws are then masked, where per-row draws exclude
+            them beforehand; both leave the expected normaliser right.
+        scale: inverse temperature; the logit is `scale * (h @ w + b)`.
+        absolute: the logit is `|scale * (h @ w + b)|` (for samplers that favour large absolute logits).
+        label_smoothing: as in `F.cross_entropy`, over the target and the draws; training only.
+        class_weight: [C], as `weight` of `F.cross_entropy`. It moves with the module, keeps at least fp32 and is not
+            part of `state_dict()`.
+        ignore_index: rows of this target have no loss and no gradient.
+        sparse: give `weight` and `bias` sparse COO gradients (`torch.optim.SGD`, `Adagrad` and `SparseAdam` take
+            them); otherwise dense ones, which cost O(C) per step.
+        reduction: "mean", "sum" or "none".
+        device: where the parameters live.
+        dtype: of the parameters.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> head = sx.SampledClassifier(16, 1000, sampler=sx.samplers.LogUniform(1000), num_samples=20)
+        >>> h, y = torch.randn(8, 16), torch.randint(1000, (8,))
+        >>> loss = head(h, y)  # sampled
+        >>> loss.backward()
+        >>> head.weight.grad.is_sparse
+        True
+        >>> nll = head.eval()(h, y)  # exact
+        >>> logits, ids = head.topk(h, 5)
+        >>> ids.shape
+        torch.Size([8, 5])
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        sampler: nn.Module,
+        num_samples: int,
+        loss: str = "sampled_softmax",
+        bias: bool = True,
+        *,
+        shared: bool = False,
+        scale: float = 1.0,
+        absolute: bool = False,
+        label_smoothing: float = 0.0,
+        class_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        sparse: bool = True,
+        reduction: str = "mean",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("in_features", in_features), ("num_classes", num_classes), ("num_samples", num_samples)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"SampledClassifier: {name} must be an int of at least 1, got {value!r}")
+        if loss not in _LOSSES:
+            raise ValueError(f"SampledClassifier: loss must be one of {', '.join(_LOSSES)}, got {loss!r}")
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"SampledClassifier: reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+        if not isinstance(sampler, nn.Module) or not hasattr(sampler, "sample"):
+            raise TypeError(f"SampledClassifier: sampler must be a sampler of samplex_cuda.samplers, got {sampler!r}")
+        if getattr(sampler, "num_classes", num_classes) != num_classes:
+            raise ValueError(
+                f"SampledClassifier: sampler must have num_classes = {num_classes}, got {sampler.num_classes}"
+            )
+        if not math.isfinite(scale):
+            raise ValueError(f"SampledClassifier: scale must be finite, got {scale!r}")
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(f"SampledClassifier: label_smoothing must be in [0, 1], got {label_smoothing!r}")
+        if class_weight is not None and (
+            class_weight.shape != (num_classes,) or not class_weight.dtype.is_floating_point
+        ):
+            raise ValueError(
+                f"SampledClassifier: class_weight must be [{num_classes}] float32, got {_describe(class_weight)}"
+            )
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"SampledClassifier: dtype must be floating point, got {dtype}")
+
+        self.in_features = in_features
+        self.num_classes = num_classes
+        self.num_samples = num_samples
+        self.loss = loss
+        self.shared = shared
+        self.scale = float(scale)
+        self.absolute = absolute
+        self.label_smoothing = float(label_smoothing)
+        self.ignore_index = ignore_index
+        self.sparse = sparse
+        self.reduction = reduction
+        self.weight = nn.Parameter(_empty_table(num_classes, in_features, device, dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.sampler = sampler
+        if class_weight is not None:
+            class_weight = class_weight.detach().to(device=self.weight.device, dtype=self._wide())
+        # Not persistent: a checkpoint holds what nn.Linear's does.
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values of `nn.Linear`: the same bits after the same `torch.manual_seed`."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1.0 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(
+        self,
+        h: Tensor,
+        y: Tensor,
+        *,
+        features: Tensor | None = None,
+        index: Tensor | None = None,
+        context: Any = None,
+        sample_weight: Tensor | None = None,
+        positives: tuple[Tensor, Tensor] | None = None,
+        key: Key | Tensor | None = None,
+    ) -> Tensor:
+        """Sampled loss in training mode, exact NLL in eval mode.
+
+        Args:
+            h: [*, d].
+            y: int64 [*], or [*, P] for several targets per row, padded with -100.
+            features: [*, f], what the sampler looks at where that is not `h`.
+            index: int64 [*], example numbers, for losses that keep state per example; others ignore it.
+            context: what context-dependent samplers need; others ignore it.
+            sample_weight: [*], multiplies the loss of each row; "mean" divides by the sum of the weights.
+            positives: CSR pair (offsets int64 [B + 1], ids int64): further known positives of each row, never counted
+                as negatives in training. The exact NLL of eval mode ignores them.
+            key: where the draw comes from, a `Key` or its reserved tensor; by default torch's generator.
+
+        Returns:
+            fp32 scalar, or [*] with `reduction="none"` (fp64 with fp64 parameters).
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10, reduction="none")
+            >>> head(torch.randn(2, 3, 4), torch.randint(50, (2, 3))).shape
+            torch.Size([2, 3])
+        """
+        lead = self._check_h("forward", h)
+        if not isinstance(y, Tensor) or y.dtype != torch.int64 or y.shape[: len(lead)] != lead or y.dim() > h.dim():
+            want = ", ".join(str(n) for n in lead)
+            several = f"{want}, P" if want else "P"
+            raise ValueError(f"SampledClassifier: y must be [{want}] or [{several}] int64 to fit h, got {_describe(y)}")
+        if sample_weight is not None and (sample_weight.shape != lead or not sample_weight.is_floating_point()):
+            raise ValueError(
+                f"SampledClassifier: sample_weight must be {list(lead)} floating point, got {_describe(sample_weight)}"
+            )
+        if features is not None and features.shape[:-1] != lead:
+            want = ", ".join([*(str(n) for n in lead), "f"])
+            raise ValueError(f"SampledClassifier: features must be [{want}] to fit h, got {_describe(features)}")
+        rows = h.reshape(-1, self.in_features)
+        target = y.reshape(rows.shape[0], *y.shape[len(lead) :])
+        valid = valid_targets(target, self.ignore_index)
+        if self.training:
+            # The reduction is left to the op unless rows are weighted here.
+            reduction = "none" if sample_weight is not None else self.reduction
+            loss = self._sampled_loss(rows, target, valid, features, context, positives, key, reduction)
+            if sample_weight is None:
+                return loss.reshape(lead) if reduction == "none" else loss
+            row_weight = self._row_weight(target, valid)
+        else:
+            loss = exact_nll(
+                rows,
+                self.weight,
+                target,
+                self.bias,
+                scale=self.scale,
+                absolute=self.absolute,
+                class_weight=self.class_weight,
+                ignore_index=self.ignore_index,
+            )
+            row_weight = self._row_weight(target, valid)
+        if sample_weight is not None:
+            flat = sample_weight.reshape(-1).to(loss.dtype)
+            loss = loss * flat
+            row_weight = row_weight * flat
+        if self.reduction == "none":
+            return loss.reshape(lead)
+        if self.reduction == "sum":
+            return loss.sum()
+        total = row_weight.sum().to(loss.dtype)
+        return loss.sum() / torch.where(total == 0, 1.0, total)
+
+    def _sampled_loss(
+        self,
+        h: Tensor,
+        target: Tensor,
+        valid: Tensor,
+        features: Tensor | None,
+        context: Any,
+        positives: tuple[Tensor, Tensor] | None,
+        key: Key | Tensor | None,
+        reduction: str,
+    ) -> Tensor:
+        with torch.no_grad():
+            seen = h.detach() if features is None else features.detach().reshape(h.shape[0], features.shape[-1])
+            exclude = None if self.shared else torch.where(valid, target, -1)
+            sampler: Any = self.sampler
+            draw = sampler.sample(seen, self.num_samples, shared=self.shared, key=key, exclude=exclude, context=context)
+        loss = functional.sampled_softmax(
+            h,
+            self.weight,
+            target,
+            draw.ids,
+            draw.log_q,
+            self.bias,
+            scale=self.scale,
+            reduction=reduction,
+            absolute=self.absolute,
+            label_smoothing=self.label_smoothing,
+            class_weight=self.class_weight,
+            ignore_index=self.ignore_index,
+            positives=positives,
+            sparse=self.sparse,
+        )
+        assert isinstance(loss, Tensor)  # a pair only with return_lse
+        return loss
+
+    def _row_weight(self, target: Tensor, valid: Tensor) -> Tensor:
+        """What a row counts in a mean, [B]: the mean class weight of its targets; 0 for an ignored row."""
+        if self.class_weight is None:
+            return (valid if valid.dim() == 1 else valid.any(1)).to(torch.float32)
+        weight = torch.where(valid, self.class_weight[target.clamp(0, self.num_classes - 1)], 0.0)
+        return weight if valid.dim() == 1 else weight.sum(1) / valid.sum(1).clamp(min=1)
+
+    def log_prob(self, h: Tensor, *, features: Tensor | None = None, chunk_size: int | None = None) -> Tensor:
+        """Exact log-probabilities of all classes; [*, C] by definition, beyond it only a chunk is held.
+
+        Args:
+            h: [*, d].
+            features: [*, f]; no loss of today needs it here.
+            chunk_size: classes per chunk; chosen from the shapes when not given.
+
+        Returns:
+            [*, C] fp32 (fp64 with fp64 parameters), without gradient.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10)
+            >>> h = torch.randn(3, 4)
+            >>> torch.allclose(head.log_prob(h), torch.log_softmax(head.linear()(h), -1), atol=1e-5)
+            True
+        """
+        lead = self._check_h("log_prob", h)
+        out = exact_log_prob(
+            h.reshape(-1, self.in_features),
+            self.weight,
+            self.bias,
+            scale=self.scale,
+            absolute=self.absolute,
+            chunk_size=chunk_size,
+        )
+        return out.reshape(*lead, self.num_classes)
+
+    def predict(self, h: Tensor, *, features: Tensor | None = None, chunk_size: int | None = None) -> Tensor:
+        """The most probable class of each row; of equal ones the lowest id.
+
+        Args:
+            h: [*, d].
+            features: [*, f]; no loss of today needs it here.
+            chunk_size: classes per chunk; chosen from the shapes when not given.
+
+        Returns:
+            int64 [*].
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10)
+            >>> head.predict(torch.randn(3, 4)).shape
+            torch.Size([3])
+        """
+        return self.topk(h, 1, features=features, chunk_size=chunk_size)[1].squeeze(-1)
+
+    def topk(
+        self, h: Tensor, k: int, *, features: Tensor | None = None, chunk_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The k most probable classes of each row, exactly, without an [*, C].
+
+        Args:
+            h: [*, d].
+            k: how many, 1 to C.
+            features: [*, f]; no loss of today needs it here.
+            chunk_size: classes per chunk; chosen from the shapes when not given.
+
+        Returns:
+            (logits [*, k], ids int64 [*, k]), largest first, equal logits in ascending id order.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10)
+            >>> logits, ids = head.topk(torch.randn(3, 4), 5)
+            >>> logits.shape, ids.shape
+            (torch.Size([3, 5]), torch.Size([3, 5]))
+        """
+        lead = self._check_h("topk", h)
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= self.num_classes:
+            raise ValueError(f"SampledClassifier.topk: k must be an int in [1, {self.num_classes}], got {k!r}")
+        logits, ids = exact_topk(
+            h.reshape(-1, self.in_features),
+            self.weight,
+            k,
+            self.bias,
+            scale=self.scale,
+            absolute=self.absolute,
+            chunk_size=chunk_size,
+        )
+        return logits.reshape(*lead, k), ids.reshape(*lead, k)
+
+    def linear(self) -> nn.Linear:
+        """An `nn.Linear` that shares `weight` and `bias`, for export; it knows no `scale` and no `absolute`.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Unigram(torch.ones(50)), num_samples=10)
+            >>> sorted(head.linear().state_dict())
+            ['bias', 'weight']
+        """
+        # On meta nothing is allocated before the parameters are put in.
+        linear = nn.Linear(self.in_features, self.num_classes, bias=self.bias is not None, device="meta")
+        linear.weight = self.weight
+        if self.bias is not None:
+            linear.bias = self.bias
+        return linear
+
+    def _check_h(self, method: str, h: Tensor) -> torch.Size:
+        where = "SampledClassifier" if method == "forward" else f"SampledClassifier.{method}"
+        if not isinstance(h, Tensor) or h.dim() == 0 or h.shape[-1] != self.in_features or not h.is_floating_point():
+            raise ValueError(f"{where}: h must be [*, {self.in_features}] floating point, got {_describe(h)}")
+        return h.shape[:-1]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SampledClassifier:
+        exact = self.class_weight
+        super()._apply(fn, recurse)
+        # `.to(bfloat16)` is about the parameters; rounded class weights would shift the loss.
+        if exact is not None and self.class_weight is not None and self.class_weight.dtype != self._wide():
+            self.class_weight = exact.to(device=self.class_weight.device, dtype=self._wide())
+        return self
+
+    def _wide(self) -> torch.dtype:
+        return torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # A checkpoint of nn.Linear has no `sampler.` entry at all: load it strictly all the same, and keep the sampler.
+        if not any(name.startswith(f"{prefix}sampler.") for name in state_dict):
+            state_dict.update(self.sampler.state_dict(prefix=f"{prefix}sampler."))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """What `print(head)` shows; options at their defaults are left out."""
+        parts = [
+            f"in_features={self.in_features}, num_classes={self.num_classes}, num_samples={self.num_samples}",
+            f"loss={self.loss}, bias={self.bias is not None}",
+        ]
+        defaults = {
+            "shared": False,
+            "scale": 1.0,
+            "absolute": False,
+            "label_smoothing": 0.0,
+            "ignore_index": -100,
+            "sparse": True,
+            "reduction": "mean",
+        }
+        parts += [f"{name}={getattr(self, name)}" for name, value in defaults.items() if getattr(self, name) != value]
+        if self.class_weight is not None:
+            parts.append("class_weight=True")
+        return ", ".join(parts)
+
+
+def _empty_table(rows: int, width: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
+    """An uninitialised [rows, width] that asks for huge pages: rows gathered at random then miss the TLB less."""
+    table = torch.empty(rows, width, device=device, dtype=dtype)
+    if table.device.type == "cpu":
+        _native.advise_huge_pages(table.data_ptr(), table.nbytes)
+    return table

@@ -1,0 +1,1 @@
+"""Torch ops: thin wrappers, fake kernels and autograd, one module per op."""

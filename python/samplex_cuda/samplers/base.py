@@ -1,0 +1,168 @@
+"""The surface every sampler has."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from samplex_cuda.draw import Draw
+from samplex_cuda.rng import Key
+
+__all__ = ["Exclude", "Sampler"]
+
+# int64 [B] | [B, P] padded with -1 | CSR pair (offsets [B + 1], ids [nnz])
+Exclude: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+MAX_BATCH = 1 << 32
+MAX_SAMPLES = 1 << 24
+
+
+def describe(t: Tensor) -> str:
+    """Shape and dtype as error messages print them."""
+    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+
+
+def check_int64(op: str, name: str, t: object) -> Tensor:
+    """`t` if it is an int64 tensor; TypeError otherwise."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} must be an int64 tensor, got {type(t).__name__}")
+    if t.dtype != torch.int64:
+        raise TypeError(f"{op}: {name} must be int64, got {describe(t)}")
+    return t
+
+
+class Sampler(torch.nn.Module):
+    """A distribution over classes, possibly another one for each query.
+
+    Subclasses give `_op` (their name in error messages), `num_classes`, `sample` and `log_prob`.
+    """
+
+    _op = "sampler"
+    num_classes: int
+
+    def sample(
+        self,
+        h: Tensor | None,
+        num_samples: int,
+        *,
+        shared: bool = False,
+        key: Key | Tensor | None = None,
+        exclude: Exclude | None = None,
+        context: Tensor | None = None,
+        batch_size: int | None = None,
+    ) -> Draw:
+        """Draw `num_samples` classes, for each query or for the whole batch.
+
+        Args:
+            h: [*, d] queries; the leading dimensions are flattened to B.
+            num_samples: m.
+            shared: one set of draws [m] for the whole batch instead of [B, m].
+            key: where the randomness comes from; see `samplex_cuda.Key`. None: torch's default generator.
+            exclude: classes a row must not draw, int64: [B] | [B, P] padded with -1 | CSR (offsets [B + 1], ids).
+                The draws follow the law conditioned on the other classes, and log_q is of that law. A row with no
+                class left gets its first excluded id with log_q = 0. Not with `shared`: losses mask shared draws.
+            context: what some samplers condition on besides h.
+            batch_size: B, for samplers that do not look at h and get None.
+        """
+        raise NotImplementedError
+
+    def log_prob(
+        self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None
+    ) -> Tensor:
+        """Log-probability of given ids, float32.
+
+        Args:
+            h: [*, d] queries, flattened to B rows.
+            ids: int64 [B] | [B, n] | [n] (n other than B: the same ids for every row).
+            exclude: as in `sample`; an excluded id has log-probability -inf.
+            context: as in `sample`.
+
+        Returns:
+            [B] | [B, n] | [B, n].
+        """
+        raise NotImplementedError
+
+    def log_prob_all(self, h: Tensor | None = None) -> Tensor:
+        """Log-probability of every class, [B, C] float32: for tests and small C. h = None counts as one row."""
+        raise NotImplementedError
+
+    def update(self, ids: Tensor, rows: Tensor) -> None:
+        """Tell the sampler that these rows [n, d] of the class table changed (ids [n])."""
+        raise NotImplementedError
+
+    def rebuild(self, weight: Tensor) -> None:
+        """Build the sampler anew from the whole class table [C, d]."""
+        raise NotImplementedError
+
+    # -------------------------------------------------------------------------------------------- checks
+    def _check_count(self, num_samples: int) -> int:
+        try:
+            count = operator.index(num_samples)
+        except TypeError:
+            count = None
+        if count is None or isinstance(num_samples, bool):
+            raise TypeError(f"{self._op}: num_samples must be an int, got {type(num_samples).__name__}")
+        if not 0 <= count <= MAX_SAMPLES:
+            raise ValueError(f"{self._op}: num_samples must be in [0, 2^24], got {count}")
+        return count
+
+    def _rows_of(self, h: Tensor) -> int:
+        if not isinstance(h, Tensor):
+            raise TypeError(f"{self._op}: h must be a tensor [*, d] or None, got {type(h).__name__}")
+        if h.dim() < 1:
+            raise ValueError(f"{self._op}: h must be [*, d], got {describe(h)}")
+        return math.prod(h.shape[:-1])
+
+    def _check_batch(self, h: Tensor | None, batch_size: int | None, exclude: Exclude | None) -> int:
+        """B, from whichever of the arguments say it; they must agree."""
+        if batch_size is not None:
+            if isinstance(batch_size, bool) or not isinstance(batch_size, int | torch.SymInt):
+                raise TypeError(f"{self._op}: batch_size must be an int, got {type(batch_size).__name__}")
+            if batch_size < 0:
+                raise ValueError(f"{self._op}: batch_size must not be negative, got {batch_size}")
+        if h is not None:
+            rows = self._rows_of(h)
+            if batch_size is not None and batch_size != rows:
+                raise ValueError(f"{self._op}: batch_size must be {rows} as h {describe(h)} says, got {batch_size}")
+            batch_size = rows
+        if batch_size is None and exclude is not None:
+            batch_size = exclude.shape[0] if isinstance(exclude, Tensor) else exclude[0].shape[0] - 1
+        if batch_size is None:
+            raise ValueError(f"{self._op}: batch_size must be given where h is None, got None")
+        if batch_size > MAX_BATCH:
+            raise ValueError(f"{self._op}: batch_size must be at most 2^32, got {batch_size}")
+        return batch_size
+
+    def _check_exclude(self, exclude: Exclude | None, device: torch.device, batch: int) -> Exclude | None:
+        if exclude is None:
+            return None
+        if isinstance(exclude, Tensor):
+            check_int64(self._op, "exclude", exclude)
+            if exclude.dim() not in (1, 2) or exclude.shape[0] != batch:
+                raise ValueError(
+                    f"{self._op}: exclude must be [B] or [B, P] with B = {batch}, got {describe(exclude)}"
+                )
+            parts = [exclude]
+        else:
+            if not isinstance(exclude, tuple | list) or len(exclude) != 2:
+                raise TypeError(
+                    f"{self._op}: exclude must be a tensor or a pair (offsets, ids), got {type(exclude).__name__}"
+                )
+            offsets = check_int64(self._op, "exclude offsets", exclude[0])
+            ids = check_int64(self._op, "exclude ids", exclude[1])
+            if offsets.shape != (batch + 1,):
+                raise ValueError(
+                    f"{self._op}: exclude offsets must be [B + 1] with B = {batch}, got {describe(offsets)}"
+                )
+            if ids.dim() != 1:
+                raise ValueError(f"{self._op}: exclude ids must be [nnz], got {describe(ids)}")
+            parts = [offsets, ids]
+            exclude = (offsets, ids)
+        for part in parts:
+            if part.device != device:
+                raise ValueError(f"{self._op}: exclude must be on {device}, got {part.device}")
+        return exclude

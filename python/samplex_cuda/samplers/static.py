@@ -1,0 +1,300 @@
+"""Samplers whose law does not look at the query: Uniform, LogUniform, Unigram."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samplex_cuda._library import _native
+from samplex_cuda.draw import Draw
+from samplex_cuda.ops import static_sample as ops
+from samplex_cuda.rng import Key, key_tensor
+from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, describe
+
+__all__ = ["LogUniform", "StaticSampler", "Uniform", "Unigram"]
+
+MAX_CLASSES = 1 << 52
+
+T = TypeVar("T")
+
+
+def _call(op: Callable[[], T]) -> T:
+    """The op, with its complaint about a value as the Python error it is."""
+    if torch.compiler.is_compiling():
+        return op()
+    try:
+        return op()
+    except RuntimeError as error:
+        text = str(error)
+        if " in [0, " in text and ", got " in text:
+            raise IndexError(text) from None
+        if "exclude_offsets must" in text:
+            raise ValueError(text) from None
+        raise
+
+
+class StaticSampler(Sampler):
+    """What the static samplers share. `h` only says how many rows there are; `context` is not looked at."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        if isinstance(num_classes, bool) or not isinstance(num_classes, int):
+            raise TypeError(f"{self._op}: num_classes must be an int, got {type(num_classes).__name__}")
+        if not 1 <= num_classes <= MAX_CLASSES:
+            raise ValueError(f"{self._op}: num_classes must be in [1, 2^52], got {num_classes}")
+        self.num_classes = num_classes
+        # Follows .to(device), so that the sampler knows where to draw when there is no h.
+        self.register_buffer("_anchor", torch.empty(0), persistent=False)
+
+    def _sample_op(
+        self, key: Tensor, batch: int, count: int, exclude: Tensor | None, offsets: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def _device(self, *tensors: object) -> torch.device:
+        for t in tensors:
+            if isinstance(t, Tensor):
+                return t.device
+        return self.get_buffer("_anchor").device
+
+    def sample(
+        self,
+        h: Tensor | None,
+        num_samples: int,
+        *,
+        shared: bool = False,
+        key: Key | Tensor | None = None,
+        exclude: Exclude | None = None,
+        context: Tensor | None = None,
+        batch_size: int | None = None,
+    ) -> Draw:
+        """Draw `num_samples` classes for each row, or once for the batch; see `Sampler.sample`.
+
+        Only the number of rows of `h` matters: it may be None, with `batch_size` (needless where `shared`).
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sampler = sx.samplers.Uniform(4)
+            >>> target = torch.tensor([0, 3])
+            >>> draw = sampler.sample(None, 100, exclude=target, key=sx.Key(1))
+            >>> bool((draw.ids == target[:, None]).any()), draw.log_q[0, 0].exp().item()
+            (False, 0.3333333432674408)
+            >>> sampler.sample(None, 6, shared=True).ids.shape
+            torch.Size([6])
+        """
+        count = self._check_count(num_samples)
+        if shared:
+            if exclude is not None:
+                raise ValueError(
+                    f"{self._op}: exclude must be None with shared=True (shared draws are masked by the loss instead), "
+                    f"got {type(exclude).__name__}"
+                )
+            if h is not None or batch_size is not None:
+                self._check_batch(h, batch_size, None)
+            pair = key_tensor(self._op, key, self._device(h, key))
+            ids, log_q = _call(lambda: self._sample_op(pair, 1, count, None, None))
+            return Draw(ids[0], log_q[0])
+        if exclude is not None and not isinstance(exclude, Tensor | tuple | list):
+            raise TypeError(
+                f"{self._op}: exclude must be a tensor or a pair (offsets, ids), got {type(exclude).__name__}"
+            )
+        batch = self._check_batch(h, batch_size, exclude)
+        device = self._device(h, exclude, *(exclude if isinstance(exclude, tuple | list) else ()), key)
+        flat, offsets = ops.sort_exclude(self._check_exclude(exclude, device, batch))
+        pair = key_tensor(self._op, key, device)
+        return Draw(*_call(lambda: self._sample_op(pair, batch, count, flat, offsets)))
+
+    def log_prob(
+        self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None
+    ) -> Tensor:
+        """Log-probability of given ids; see `Sampler.log_prob`. The same numbers as the log_q of a draw.
+
+        Without h and exclude, 1-D ids count as one per row: [B] -> [B].
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sx.samplers.LogUniform(3).log_prob(None, torch.tensor([0, 1, 2])).exp()
+            tensor([0.5000, 0.2925, 0.2075])
+        """
+        check_int64(self._op, "ids", ids)
+        if ids.dim() not in (1, 2):
+            raise ValueError(f"{self._op}: ids must be [B], [B, n] or [n], got {describe(ids)}")
+        for name, t in (("h", h), ("ids", ids)):
+            if isinstance(t, Tensor) and t.device != self._device(h, ids):
+                raise ValueError(f"{self._op}: {name} must be on {self._device(h, ids)}, got {t.device}")
+        batch = ids.shape[0] if h is None and exclude is None else self._check_batch(h, None, exclude)
+        flat, offsets = ops.sort_exclude(self._check_exclude(exclude, ids.device, batch))
+        if ids.dim() == 2:
+            if ids.shape[0] != batch:
+                raise ValueError(f"{self._op}: ids must be [B, n] with B = {batch}, got {describe(ids)}")
+            return _call(lambda: self._log_prob_op(ids.contiguous(), flat, offsets))
+        if ids.shape[0] == batch:
+            return _call(lambda: self._log_prob_op(ids.unsqueeze(1).contiguous(), flat, offsets)).squeeze(1)
+        if exclude is None:  # the same for every row: once
+            return _call(lambda: self._log_prob_op(ids.unsqueeze(0).contiguous(), None, None)).expand(batch, -1)
+        return _call(lambda: self._log_prob_op(ids.expand(batch, -1).contiguous(), flat, offsets))
+
+    def log_prob_all(self, h: Tensor | None = None) -> Tensor:
+        """Log-probability of every class: [B, C], a view of one row of C numbers.
+
+        Example:
+            >>> import samplex_cuda as sx
+            >>> sx.samplers.Unigram([1, 0, 3]).log_prob_all().exp()
+            tensor([[0.2500, 0.0000, 0.7500]])
+        """
+        batch = 1 if h is None else self._check_batch(h, None, None)
+        ids = torch.arange(self.num_classes, device=self._device(h))
+        return self._log_prob_op(ids.unsqueeze(0), None, None).expand(batch, -1)
+
+    def update(self, ids: Tensor, rows: Tensor) -> None:
+        """Nothing to do: a static law does not depend on the class table."""
+
+    def rebuild(self, weight: Tensor) -> None:
+        """Nothing to do: a static law does not depend on the class table."""
+
+    def extra_repr(self) -> str:
+        """The number of classes."""
+        return f"{self.num_classes}"
+
+
+class Uniform(StaticSampler):
+    """Every class with probability 1 / C.
+
+    Args:
+        num_classes: C, up to 2^52.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> draw = sx.samplers.Uniform(1_000_000).sample(torch.randn(8, 16), 64)
+        >>> draw.ids.shape, draw.ids.dtype
+        (torch.Size([8, 64]), torch.int64)
+    """
+
+    _op = "uniform"
+
+    def _sample_op(
+        self, key: Tensor, batch: int, count: int, exclude: Tensor | None, offsets: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return ops.uniform_sample(key, batch, count, self.num_classes, exclude, offsets)
+
+    def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
+        return ops.uniform_log_prob(ids, self.num_classes, exclude, offsets)
+
+
+class LogUniform(StaticSampler):
+    """P(k) = log((k+2)/(k+1)) / log(C+1): about Zipf's law, for classes numbered by falling frequency.
+
+    Closed form, no table: memory and time do not depend on C. Class probabilities are right to a relative C * 5e-16.
+
+    Args:
+        num_classes: C, up to 2^52.
+
+    Example:
+        >>> import samplex_cuda as sx
+        >>> draw = sx.samplers.LogUniform(10**9).sample(None, 3, batch_size=2, key=sx.Key(0))
+        >>> draw.ids.shape, bool(draw.log_q.isfinite().all())
+        (torch.Size([2, 3]), True)
+    """
+
+    _op = "log_uniform"
+
+    def _sample_op(
+        self, key: Tensor, batch: int, count: int, exclude: Tensor | None, offsets: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return ops.log_uniform_sample(key, batch, count, self.num_classes, exclude, offsets)
+
+    def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
+        return ops.log_uniform_log_prob(ids, self.num_classes, exclude, offsets)
+
+
+class Unigram(StaticSampler):
+    """P(k) proportional to counts[k] ** power, by an alias table: one memory access a draw, whatever C is.
+
+    The weights are turned into integers whose sum is just below 2^61, so that the table, the law after an exclusion and
+    log_q agree exactly; counts with a sum below 2^53 and power 1 keep their exact ratios. A class of count 0 is never
+    drawn; a positive weight below 2^-61 of the sum counts as that much. 32 bytes a class.
+
+    Args:
+        counts: [C] non-negative numbers: a tensor, an array or a list.
+        power: exponent on the counts; 0 makes every class with a positive count equally likely.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> sampler = sx.samplers.Unigram([8, 0, 1, 1], power=1.0)
+        >>> sampler.log_prob_all().exp()
+        tensor([[0.8000, 0.0000, 0.1000, 0.1000]])
+        >>> sampler.sample(None, 4, exclude=torch.tensor([0]), key=sx.Key(0)).log_q.exp()
+        tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
+    """
+
+    _op = "unigram"
+    table: Tensor
+    prefix: Tensor
+
+    def __init__(self, counts: Tensor | np.ndarray | Sequence[float], power: float = 1.0) -> None:
+        device = counts.device if isinstance(counts, Tensor) else torch.device("cpu")
+        values = self._check_counts(counts)
+        if isinstance(power, bool) or not isinstance(power, int | float):
+            raise TypeError(f"unigram: power must be a number, got {type(power).__name__}")
+        if not 0.0 <= power < float("inf"):
+            raise ValueError(f"unigram: power must be finite and not negative, got {power}")
+        super().__init__(values.shape[0])
+        self.power = float(power)
+        weights = values if power == 1.0 else self._raise_to_power(values, self.power)
+        table, prefix = _native.build_alias(weights)
+        self.register_buffer("table", torch.from_numpy(table).to(device))
+        self.register_buffer("prefix", torch.from_numpy(prefix).to(device))
+
+    @staticmethod
+    def _check_counts(counts: Tensor | np.ndarray | Sequence[float]) -> np.ndarray:
+        """Counts as float64 [C]."""
+        if isinstance(counts, Tensor):
+            counts = counts.detach().cpu().double().numpy()
+        array = np.asarray(counts)
+        if array.dtype.kind not in "iufb":
+            raise TypeError(f"unigram: counts must be numbers, got {array.dtype}")
+        if array.ndim != 1 or array.shape[0] < 1:
+            raise ValueError(f"unigram: counts must be [C] with C >= 1, got {list(array.shape)}")
+        values = array.astype(np.float64)
+        bad = ~(np.isfinite(values) & (values >= 0))
+        if bad.any():
+            first = int(bad.argmax())
+            raise ValueError(f"unigram: counts must be finite and not negative, got {values[first]} for class {first}")
+        if not values.any():
+            raise ValueError("unigram: counts must have a positive sum, got all zero")
+        return values
+
+    @staticmethod
+    def _raise_to_power(values: np.ndarray, power: float) -> np.ndarray:
+        # Relative to the largest, so that nothing overflows; what then underflows was below 2^-1000 of it. 0 ** 0 is 0.
+        weights = (values / values.max()) ** power
+        weights[values == 0] = 0.0
+        return weights
+
+    def _device(self, *tensors: object) -> torch.device:
+        for t in tensors:
+            if isinstance(t, Tensor) and t.device != self.table.device:
+                raise ValueError(
+                    f"unigram: tensors must be on {self.table.device}, where the table is, got {t.device}; "
+                    "move the sampler with .to(device)"
+                )
+        return self.table.device
+
+    def _sample_op(
+        self, key: Tensor, batch: int, count: int, exclude: Tensor | None, offsets: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return ops.alias_sample(key, batch, count, self.table, self.prefix, exclude, offsets)
+
+    def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
+        return ops.alias_log_prob(ids, self.table, self.prefix, exclude, offsets)
+
+    def extra_repr(self) -> str:
+        """The number of classes and the power."""
+        return f"{self.num_classes}, power={self.power}"

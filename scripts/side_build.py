@@ -1,0 +1,131 @@
+"""Build the extension in an environment of its own beside the current one, and run tests there.
+
+    python scripts/side_build.py sanitize [pytest arguments]
+    python scripts/side_build.py emulated --ptxrun DIR [pytest arguments]
+
+sanitize   AddressSanitizer and UndefinedBehaviorSanitizer over the op suite (CPU kernels and SIMT harness)
+emulated   nvcc's own code, linked with the shared CUDA runtime, on CPU tensors under an emulated runtime (ptxrun)
+
+The side environment (build/side/NAME) sees the packages of the current one (torch, pytest) through a .pth file, but not
+its editable install of this project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def side_environment(directory: Path) -> Path:
+    """Create the environment if it is not there; returns its interpreter.
+
+    A plain path in a .pth file extends sys.path but does not run the .pth files it finds there, so the editable
+    install of the parent stays out of sight.
+    """
+    python = directory / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
+    site = subprocess.run(
+        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    parents = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    (Path(site) / "parent.pth").write_text("\n".join(parents) + "\n")
+    return python
+
+
+def install(python: Path, source: Path, *, build_dir: str | None = None, defines: dict[str, str] | None = None) -> None:
+    """Install `source` (this tree or a wheel) into the environment of `python`, without touching dependencies."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", str(python)]
+    command += ["install", "--no-deps", "--no-build-isolation", "--force-reinstall", str(source)]
+    if build_dir is not None:
+        command.append(f"-Cbuild-dir={build_dir}")
+    command += [f"-Ccmake.define.{name}={value}" for name, value in (defines or {}).items()]
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
+def sanitizer_runtime(name: str) -> str:
+    """Path of gcc's libasan or libubsan: it must be in the process before Python is."""
+    compiler = os.environ.get("CXX", "g++")
+    path = subprocess.run(
+        [compiler, f"-print-file-name={name}"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    if not Path(path).is_absolute():
+        raise SystemExit(f"side_build.py: {compiler} has no {name}; install the compiler's sanitizer libraries")
+    return str(Path(path).resolve())
+
+
+def run_tests(python: Path, arguments: list[str], environment: dict[str, str]) -> int:
+    """Run pytest in the side environment; returns its exit status."""
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=False).returncode
+
+
+def sanitize(python: Path, arguments: list[str]) -> int:
+    """Op suite under ASan and UBSan."""
+    # No CUDA: the sanitizers do not see device code, and the harness runs the same source.
+    defines = {
+        "SAMPLEX_SANITIZE": "address;undefined",
+        "SAMPLEX_TEST_BACKENDS": "ON",
+        "SAMPLEX_CUDA": "OFF",
+        "CMAKE_BUILD_TYPE": "RelWithDebInfo",
+    }
+    install(python, ROOT, build_dir="build/sanitize-{wheel_tag}", defines=defines)
+    environment = {
+        # libstdc++ too: ASan must find the real __cxa_throw when it starts, and Python itself does not link it.
+        "LD_PRELOAD": " ".join(sanitizer_runtime(f"lib{name}.so") for name in ("asan", "ubsan", "stdc++")),
+        # Leaks: Python keeps memory until exit. Fibers of the harness swap stacks: no use-after-return bookkeeping.
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:abort_on_error=0:exitcode=99",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        # torch.compile starts compilers, which the preloaded runtimes would break.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    return run_tests(python, arguments or ["tests/ops", "-m", "not slow", "-q"], environment)
+
+
+def emulated(python: Path, ptxrun: Path, arguments: list[str]) -> int:
+    """Op suite on nvcc's code under ptxrun, with race detection."""
+    preload = ptxrun / "libptxrun_preload.so"
+    if not preload.exists():
+        raise SystemExit(f"side_build.py: --ptxrun must name a directory with libptxrun_preload.so, got '{ptxrun}'")
+    defines = {
+        "SAMPLEX_TEST_BACKENDS": "ON",
+        "SAMPLEX_CUDA": "ON",
+        "SAMPLEX_CUDA_ARCHS": "80-virtual",
+        "SAMPLEX_CUDART": "shared",
+    }
+    install(python, ROOT, build_dir="build/emulated-{wheel_tag}", defines=defines)
+    environment = {
+        "SAMPLEX_CPU_BACKEND": "cuda",
+        "LD_LIBRARY_PATH": str(ptxrun / "shim"),
+        "LD_PRELOAD": str(preload),
+        "PTXRUN_RACE": os.environ.get("PTXRUN_RACE", "1"),
+        "PTXRUN_UNINIT": os.environ.get("PTXRUN_UNINIT", "1"),
+        "PTXRUN_RANDOM": os.environ.get("PTXRUN_RANDOM", "1"),
+        "PTXRUN_SEED": os.environ.get("PTXRUN_SEED", "1"),
+    }
+    return run_tests(python, arguments or ["tests/ops", "-m", "not slow", "-q"], environment)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=["sanitize", "emulated"])
+    parser.add_argument("--ptxrun", type=Path, default=Path(), help="directory of the emulated CUDA runtime")
+    args, rest = parser.parse_known_args()
+    python = side_environment(ROOT / "build" / "side" / args.kind)
+    if args.kind == "sanitize":
+        return sanitize(python, rest)
+    return emulated(python, args.ptxrun.resolve(), rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""A wheel, built the way a user builds it, works in another environment; and the gate's arithmetic is right."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def script(name: str):
+    """A module of scripts/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+USE = """
+import torch
+import samplex_cuda as sx
+info = sx._native.build_info()
+assert not info["test_backends"], "a wheel must not carry the test backends"
+h = torch.randn(4, 8, requires_grad=True)
+weight = torch.randn(100, 8, requires_grad=True)
+draw = sx.samplers.LogUniform(100).sample(None, 5, batch_size=4, key=sx.Key(1, 0))
+loss = sx.functional.sampled_softmax(h, weight, torch.arange(4), draw.ids, draw.log_q)
+loss.backward()
+assert torch.isfinite(loss) and h.grad.shape == (4, 8) and weight.grad.shape == (100, 8)
+print(sx.__file__)
+"""
+
+
+@pytest.mark.slow
+def test_wheel_works_in_another_environment(tmp_path):
+    side_build = script("side_build")
+    wheels = tmp_path / "wheels"
+    # Without CUDA: what is tested is the wheel, not nvcc. A build directory of its own, as a fresh clone has.
+    subprocess.run(
+        [
+            *[sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-build-isolation", "--no-deps", "--quiet"],
+            *["--wheel-dir", str(wheels), f"-Cbuild-dir={tmp_path / 'build'}", "-Ccmake.define.SAMPLEX_CUDA=OFF"],
+        ],
+        check=True,
+    )
+    [wheel] = wheels.glob("samplex_cuda-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "samplex_cuda/libsamplex.so" in names
+    assert "samplex_cuda/py.typed" in names
+    assert any(name.startswith("samplex_cuda/_native.") for name in names)
+    strange = [name for name in names if not name.startswith(("samplex_cuda/", "samplex_cuda-"))]
+    assert strange == [], "a wheel puts nothing beside the package"
+    assert not [name for name in names if "simt" in name or "libtorch" in name or "libc10" in name]
+
+    python = side_build.side_environment(tmp_path / "other")
+    side_build.install(python, wheel)
+    # Isolated (-I) and elsewhere: neither the tree nor PYTHONPATH may help.
+    done = subprocess.run([str(python), "-I", "-c", USE], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "other")
+
+
+def test_extras_are_read_from_pyproject():
+    extra = script("extra")
+    text = '[project.optional-dependencies]\nlint = ["ruff>=0.6", "mypy"]\n\n[tool.x]\ndocs = ["no"]\n'
+    assert extra.requirements(text, "lint") == ["ruff>=0.6", "mypy"]
+    with pytest.raises(SystemExit, match="no extra 'docs'"):
+        extra.requirements(text, "docs")
+    for name in ("lint", "docs", "test", "demo", "bench"):
+        assert extra.requirements((ROOT / "pyproject.toml").read_text(), name)
+
+
+# Expected values worked out by hand from the limits of one multiprocessor.
+@pytest.mark.parametrize(
+    ("arch", "threads", "registers", "shared", "wanted"),
+    [
+        (80, 256, 32, 0, 1.0),  # 8 blocks of 8 warps
+        (80, 256, 64, 0, 0.5),  # 65536 / (64 * 32) = 32 warps
+        (80, 256, 255, 0, 0.125),  # 256 registers a thread allocated: 8 warps, one block
+        (80, 32, 16, 0, 0.5),  # 32 blocks of one warp
+        (75, 256, 64, 0, 1.0),  # 32 warps is all sm_75 has
+        (75, 128, 32, 32 * 1024, 0.25),  # two blocks of 4 warps share 64 KiB
+        (86, 128, 32, 49 * 1024, 8 / 48),  # 50 KiB with the reserved one: two blocks in 100 KiB
+        (120, 1024, 40, 0, 32 / 48),  # one block of 32 warps
+    ],
+)
+def test_occupancy(arch, threads, registers, shared, wanted):
+    gate = script("cuda_gate")
+    assert gate.occupancy(gate.LIMITS[arch], threads, registers, shared) == pytest.approx(wanted)
+
+
+def test_spare_shared_memory_keeps_the_occupancy():
+    gate = script("cuda_gate")
+    for limits in gate.LIMITS.values():
+        for threads, registers, shared in [(128, 40, 512), (256, 64, 0), (1024, 32, 4096)]:
+            spare = gate.spare_shared(limits, threads, registers, shared)
+            blocks = gate.resident_blocks(limits, threads, registers, shared)
+            assert gate.resident_blocks(limits, threads, registers, shared + spare) == blocks
+            if shared + spare < 48 * 1024:
+                more = shared + spare + limits.shared_unit
+                assert gate.resident_blocks(limits, threads, registers, more) < blocks
+
+
+PTXAS = """
+ptxas info    : 9 bytes gmem
+ptxas info    : Compiling entry function '_Z1aPf' for 'sm_80'
+ptxas info    : Function properties for _Z1aPf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 24 registers, used 1 barriers, 1024 bytes smem, 368 bytes cmem[0]
+ptxas info    : Compiling entry function '_Z1bPf' for 'sm_80'
+ptxas info    : Function properties for _Z1bPf
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 255 registers, 368 bytes cmem[0]
+"""
+PTX = """
+.visible .entry _Z1aPf(
+\t.param .u64 p
+)
+.maxntid 128, 2, 1
+{
+\tret;
+}
+.visible .entry _Z1bPf(
+\t.param .u64 p
+)
+{
+\tcall.uni (retval0), vprintf, (a, b);
+\tret;
+}
+"""
+
+
+def test_gate_reads_ptxas_and_ptx():
+    gate = script("cuda_gate")
+    a, b = gate.parse_ptxas(PTXAS, "x.cu", 80)
+    assert (a.registers, a.shared, a.stack, a.spill_stores) == (24, 1024, 0, 0)
+    assert (b.registers, b.shared, b.stack, b.spill_stores, b.spill_loads) == (255, 0, 16, 8, 12)
+    entries = gate.parse_ptx(PTX)
+    assert entries == {"_Z1aPf": (256, False), "_Z1bPf": (None, True)}
+    a.threads, a.prints = entries["_Z1aPf"]
+    b.threads, b.prints = entries["_Z1bPf"]
+    assert a.faults() == []
+    assert [fault.split()[0] for fault in b.faults()] == ["spills", "no"]
+    a.stack = 8
+    assert [fault.split()[0] for fault in a.faults()] == ["stack"]
+
+
+def test_gate_uses_the_flags_of_the_build():
+    gate = script("cuda_gate")
+    cmake = (ROOT / "cmake" / "cuda.cmake").read_text()
+    loss = gate.nvcc_command(Path("csrc/loss/x_cuda.cu"), 80, Path("d"), Path("t"))
+    sampler = gate.nvcc_command(Path("csrc/sampler/x_cuda.cu"), 80, Path("d"), Path("t"))
+    assert "-fmad=false" in sampler
+    assert "-fmad=false" not in loss
+    for flag in ("-lineinfo", "--expt-relaxed-constexpr", "-fmad=false"):
+        assert flag in cmake
+        assert flag in sampler
+
+
+def test_gate_names_are_short():
+    gate = script("cuda_gate")
+    name = "void samplex::cuda::(anonymous namespace)::fwd<float, (int)4, true>(samplex::Params)"
+    assert gate.short_name(name) == "fwd<float, 4, true>"
+    assert gate.short_name("plain(float*)") == "plain"
