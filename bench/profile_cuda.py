@@ -47,9 +47,8 @@ def run(argv: list[str]) -> None:
     argv = [shutil.which(argv[0], path=search_path()) or argv[0], *argv[1:]]
     done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "PATH": search_path()})
     if done.returncode != 0:
-        raise SystemExit(
-            f"profile_cuda: {' '.join([Path(argv[0]).name, *argv[1:3]])} ... failed\n{(done.stdout + done.stderr)[-4000:]}"
-        )
+        said = (done.stdout + done.stderr)[-4000:]
+        raise SystemExit(f"profile_cuda: {Path(argv[0]).name} {' '.join(argv[1:3])} ... failed\n{said}")
 
 
 def build_site(work: Path) -> Path:
@@ -138,6 +137,7 @@ def child(ptxrun_dir: str, ptx: str, dim: int) -> None:
                 "warp_instructions": sum(r["exec"] for r in rows),
                 "bank_extra": sum(r["ways"] - r["groups"] for r in rows if r["groups"] > 0),
                 "hot": hot_lines(rows),
+                "opcodes": opcodes(rows),
             }
         )
         return 0
@@ -174,7 +174,7 @@ def demangled(module: Any, name: str) -> str:
     return text.split("(")[0].removeprefix("void ")
 
 
-def hot_lines(rows: list[dict[str, Any]], most: int = 12) -> list[list[Any]]:
+def hot_lines(rows: list[dict[str, Any]], most: int = 20) -> list[list[Any]]:
     """Source lines with the most thread instructions: [file:line, thread instructions, sectors loaded]."""
     by_line: dict[str, list[int]] = {}
     for r in rows:
@@ -184,6 +184,18 @@ def hot_lines(rows: list[dict[str, Any]], most: int = 12) -> list[list[Any]]:
         entry[1] += r["sectors"] if r["kind"] == 1 else 0
     ranked = sorted(by_line.items(), key=lambda item: -item[1][0])[:most]
     return [[place, *counts] for place, counts in ranked]
+
+
+def opcodes(rows: list[dict[str, Any]], most: int = 16) -> dict[str, int]:
+    """Thread instructions by PTX opcode, the most frequent first."""
+    counts: dict[str, int] = {}
+    for r in rows:
+        words = r["text"].split()
+        if words and words[0].startswith("@"):  # a predicate
+            words = words[1:]
+        name = words[0].rstrip(";") if words else "?"
+        counts[name] = counts.get(name, 0) + r["lanes"]
+    return dict(sorted(counts.items(), key=lambda item: -item[1])[:most])
 
 
 # ----------------------------------------------------------------------------------------------------- the parent
@@ -223,7 +235,9 @@ def main() -> int:
         "--site", type=Path, help="a test build with shared cudart that exists already (default: build one)"
     )
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "profile", help="where to build")
-    parser.add_argument("--lines", action="store_true", help="also show the source lines with the most instructions")
+    parser.add_argument(
+        "--lines", action="store_true", help="also show source lines and opcodes with the most instructions"
+    )
     parser.add_argument("--no-fail", action="store_true", help="exit with 0 even where a target is missed")
     parser.add_argument("--no-store", action="store_true", help="print only, leave bench/results alone")
     options = parser.parse_args()
@@ -253,16 +267,28 @@ def main() -> int:
             add_rows(report, dim, mode, limit, max(mine, key=lambda launch: launch["sectors"]), got["error"])
             for launch in got["launches"]:
                 print(f"    {launch['kernel']} <<<{launch['grid']}, {launch['block']}, {launch['smem']}>>>")
-                for place, instructions, sectors in launch["hot"] if options.lines else []:
-                    per = instructions / (BATCH * (M + 1) * dim)
-                    print(f"      {place:<40} {per:8.3f} instructions per element  {sectors:>8} sectors")
+                if options.lines:
+                    print_hot(launch, BATCH * (M + 1) * dim)
     return report.finish(fail=not options.no_fail)
+
+
+def print_hot(launch: dict[str, Any], elements: int) -> None:
+    print("      thread instructions per gathered element, by source line (and sectors loaded), then by opcode")
+    for place, instructions, sectors in launch["hot"]:
+        print(f"      {place:<40} {instructions / elements:8.3f}  {sectors:>8}")
+    print("      " + ", ".join(f"{name} {n / elements:.3f}" for name, n in launch["opcodes"].items()))
 
 
 def add_rows(report: Report, dim: int, mode: str, limit: float, got: dict[str, Any], error: float) -> None:
     judged = mode == "training"  # the targets are for the training forward, which does all of the work
     checked = f"loss vs fp64: {error:.1e}"
-    config = {"d": dim, "m": M, "B": BATCH, "mode": mode, **{k: v for k, v in got.items() if k != "hot"}}
+    config = {
+        "d": dim,
+        "m": M,
+        "B": BATCH,
+        "mode": mode,
+        **{k: v for k, v in got.items() if k not in ("hot", "opcodes")},
+    }
     name = "training forward" if judged else "no_grad forward"
     figures = [
         ("sectors", "sectors loaded / fewest possible", got["sectors"] / fewest_sectors(dim), "ratio", "<=", 1.15),

@@ -219,12 +219,18 @@ def text_files() -> list[Path]:
     if listed.returncode == 0 and listed.stdout:
         names = [name for name in listed.stdout.split("\0") if name]
     else:  # an unpacked source distribution
-        skip = {"build", "dist", ".venv", ".git"}
         found = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
-        names = [str(path) for path in found if skip.isdisjoint(path.parts) and "__pycache__" not in path.parts]
+        names = [str(path) for path in found if not any(map(made_here, path.parts[:-1]))]
     paths = [ROOT / name for name in names]
     binary = (".png", ".npz", ".whl", ".so", ".pyc", ".pt")
     return [path for path in paths if path.is_file() and not path.name.endswith(binary)]
+
+
+def made_here(directory: str) -> bool:
+    """Whether a directory is no source: built, cached, an environment."""
+    if directory.startswith("."):
+        return directory not in (".ci", ".github")
+    return directory in ("build", "dist", "__pycache__")
 
 
 # In pieces, so that this file does not hold what it looks for.

@@ -113,7 +113,7 @@ def test_classes_can_be_told_apart():
 
 def test_a_million_classes_cost_little():
     data = HierarchicalZipf(1_000_000, 32, num_examples=10**9)
-    x, y = next(data.batches("train", 256))
+    x, _ = next(data.batches("train", 256))
     assert x.shape == (256, 32)
     assert torch.isfinite(x).all()
     held = sum(t.nbytes for t in vars(data).values() if isinstance(t, torch.Tensor))

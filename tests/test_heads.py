@@ -124,7 +124,7 @@ def test_all_rows_ignored_or_no_rows(training):
     assert head.log_prob(h[:0]).shape == (0, C)
 
 
-# ------------------------------------------------------------------------------------------------ predict, topk, log_prob
+# ------------------------------------------------------------------------------------------------ predict and topk
 
 
 def stable_topk(logits, k):

@@ -38,17 +38,18 @@ py::dict build_info() {
 
 using DoubleArray = py::array_t<double, py::array::c_style | py::array::forcecast>;
 
-py::tuple build_alias(const DoubleArray& weights) {
-  if (weights.ndim() != 1) throw py::value_error("build_alias: weights must be 1-D");
-  const py::ssize_t classes = weights.shape(0);
-  py::array_t<int64_t> table({classes, py::ssize_t(3)}), prefix(classes + 1);
+void build_alias(const DoubleArray& weights, py::array_t<int64_t> table, py::array_t<int64_t> prefix) {
+  const py::ssize_t classes = weights.size();
+  if (weights.ndim() != 1 || table.size() != 4 * classes || prefix.size() != classes + 1 ||
+      !(table.flags() & prefix.flags() & py::array::c_style)) {
+    throw py::value_error("build_alias: weights, table and prefix must be [C], [C, 4] and [C + 1], contiguous");
+  }
   const double* in = weights.data();
   int64_t *table_data = table.mutable_data(), *prefix_data = prefix.mutable_data();
   {
     const py::gil_scoped_release release;
     samplex::build_alias(in, classes, table_data, prefix_data);
   }
-  return py::make_tuple(table, prefix);
 }
 
 py::tuple philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
@@ -85,8 +86,8 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
       [](std::uintptr_t data, size_t bytes) { return samplex::advise_huge_pages(reinterpret_cast<void*>(data), bytes); },
       py::arg("data_ptr"), py::arg("nbytes"),
       "Ask for huge pages behind a buffer that was not touched yet; returns whether the system took the hint.");
-  m.def("build_alias", &build_alias, py::arg("weights"),
-        "weights [C] float64 -> (table [C, 3] int64, prefix [C + 1] int64) for alias_sample.");
+  m.def("build_alias", &build_alias, py::arg("weights"), py::arg("table").noconvert(), py::arg("prefix").noconvert(),
+        "Fills table [C, 4] int64 and prefix [C + 1] int64 for alias_sample from weights [C] float64.");
   m.def("philox", &philox, py::arg("counter"), py::arg("key"), "Philox4x32-10: 4 and 2 words of 32 bits -> 4 words.");
   m.def("exact_math", &exact_math, py::arg("name"), py::arg("x"), "exp, log or log1p of common/numeric.h, elementwise.");
 }

@@ -37,6 +37,8 @@ struct ScalarTable {
   DType dtype;
 };
 
+inline namespace SX_ISA_NS {
+
 template <typename A>
 SX_HOST_DEVICE inline A load_scalar(const ScalarTable& table, int64_t i, A absent) {
   if (table.data == nullptr) return absent;
@@ -52,4 +54,5 @@ SX_HOST_DEVICE inline A load_scalar(const ScalarTable& table, int64_t i, A absen
   }
 }
 
+}  // namespace SX_ISA_NS
 }  // namespace samplex

@@ -75,7 +75,7 @@ inline void check_launch_limits(const char* op, dim3 grid, dim3 block, size_t sm
 #include <cuda_runtime.h>  // tests/simt/include: the harness
 
 #define SX_LAUNCH(op, kernel, grid, block, smem, stream, ...) \
-  ::sx_simt::launch((op), #kernel, dim3(grid), dim3(block), (smem), [=]() { (kernel)(__VA_ARGS__); })
+  ((void)(stream), ::sx_simt::launch((op), #kernel, dim3(grid), dim3(block), (smem), [=]() { (kernel)(__VA_ARGS__); }))
 
 #define SX_DYN_SMEM(T, name) T* name = static_cast<T*>(::sx_simt::dynamic_smem())
 

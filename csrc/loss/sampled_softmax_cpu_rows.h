@@ -245,7 +245,7 @@ struct SampledSoftmaxRow {
       for (int64_t c = 0; c < p.dim; ++c) s.push[c] = s.pull[c] = 0;
     }
 
-    A weight_sum = 0, total = 0;
+    A weight_sum = 0, every_sum = 0;  // class weights of the targets, and of all entries when smoothing
     for (int64_t k = 0; k < num_entries; ++k) {
       const bool target = k < num_targets;
       A share = target ? (1 - eps) / A(num_targets) : A(0);
@@ -253,11 +253,15 @@ struct SampledSoftmaxRow {
       if (target || eps > 0) {
         const A class_weight = load_scalar<A>(p.class_weight, s.ids[k], A(1));
         if (target) weight_sum += class_weight;
+        every_sum += class_weight;
         share *= class_weight;
       }
       s.shares[k] = trivial ? A(0) : share;
-      total += s.shares[k];
     }
+    // Not the sum of the shares: many small equal terms drift, and without class weights this is 1.
+    A total = (1 - eps) / A(num_targets) * weight_sum;
+    if (eps > 0) total += eps / A(num_entries) * every_sum;
+    if (trivial) total = 0;
 
     OnlineSoftmax<A> online = online_empty<A>();
     A pulled = 0;  // sum a_k s_k
@@ -268,7 +272,8 @@ struct SampledSoftmaxRow {
     }
     if (p.shared) online = shared_tail(b, online, pulled, scale);
 
-    const A lse = online_lse(online);
+    // Every logit -inf (an infinite h): not a sum of nothing but a bad row.
+    const A lse = online.max == negative_infinity<A>() ? quiet_nan<A>() : online_lse(online);
     static_cast<A*>(p.lse)[b] = lse;
     static_cast<A*>(p.loss)[b] = trivial ? A(0) : total * lse - pulled;
     static_cast<A*>(p.denom)[b] = weight_sum / A(num_targets);

@@ -1,4 +1,5 @@
-// Launchers: one block per batch row; the one-pass kernel is chosen by storage type, alignment and d.
+// Launchers: one block per batch row; the one-pass kernel is chosen by storage type, alignment and d. The usual widths have
+// kernels of their own without column checks.
 #include "loss/sampled_softmax_kernel.cuh"
 
 namespace samplex {
@@ -8,18 +9,9 @@ namespace {
 template <typename T, int kWidth, int kChunks, int kGroup, bool kFull>
 void launch_one_pass(const SampledSoftmaxParams& params, void* stream) {
   using Body = OnePass<T, kWidth, kChunks, kGroup, kFull>;
-  constexpr size_t kBuffer = sizeof(float) * Body::kGroups * Body::kSpan;
+  constexpr size_t kBuffer = 2 * sizeof(float) * Body::kGroups * Body::kSpan;
   SX_LAUNCH("sampled_softmax", (sampled_softmax_kernel<T, kWidth, kChunks, kGroup, kFull>), unsigned(params.batch),
-            kThreads, params.need_grad ? kBuffer : 0, stream, params);
-}
-
-// kPer = columns of a lane; whole rows need no column checks.
-template <typename T, int kWidth, int kPer, int kGroup>
-void launch_span(const SampledSoftmaxParams& params, void* stream) {
-  if (params.dim == kPer * kGroup)
-    launch_one_pass<T, kWidth, kPer / kWidth, kGroup, true>(params, stream);
-  else
-    launch_one_pass<T, kWidth, kPer / kWidth, kGroup, false>(params, stream);
+            kOneThreads, params.need_grad ? kBuffer : 0, stream, params);
 }
 
 template <typename T>
@@ -28,31 +20,38 @@ void launch(const SampledSoftmaxParams& params, void* stream) {
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const bool vectors = params.dim % kWidth == 0 && aligned(params.hidden) && aligned(params.weight);
   const int64_t d = params.dim;
-  if (params.shared || d > 1024) {
+  if (params.shared || d > (vectors ? 1024 : 512)) {
     SX_LAUNCH("sampled_softmax", (sampled_softmax_wide_kernel<T>), unsigned(params.batch), kThreads, 0, stream, params);
   } else if (!vectors) {
     if (d <= 128)
       launch_one_pass<T, 1, 16, 8, false>(params, stream);
-    else if (d <= 512)
-      launch_one_pass<T, 1, 16, 32, false>(params, stream);
     else
-      launch_one_pass<T, 1, 32, 32, false>(params, stream);
-  } else if (d <= 64) {
-    launch_span<T, kWidth, 8, 8>(params, stream);
+      launch_one_pass<T, 1, 16, 32, false>(params, stream);
+  } else if (d == 64) {
+    launch_one_pass<T, kWidth, 16 / kWidth, 4, true>(params, stream);
+  } else if (d == 128) {
+    launch_one_pass<T, kWidth, 16 / kWidth, 8, true>(params, stream);
+  } else if (d == 256) {
+    launch_one_pass<T, kWidth, 16 / kWidth, 16, true>(params, stream);
+  } else if (d == 512) {
+    launch_one_pass<T, kWidth, 16 / kWidth, 32, true>(params, stream);
   } else if (d <= 128) {
-    launch_span<T, kWidth, 16, 8>(params, stream);
-  } else if (d <= 256) {
-    launch_span<T, kWidth, 16, 16>(params, stream);
+    launch_one_pass<T, kWidth, 16 / kWidth, 8, false>(params, stream);
   } else if (d <= 512) {
-    launch_span<T, kWidth, 16, 32>(params, stream);
+    launch_one_pass<T, kWidth, 16 / kWidth, 32, false>(params, stream);
   } else {
-    launch_span<T, kWidth, 32, 32>(params, stream);
+    launch_one_pass<T, kWidth, 32 / kWidth, 32, false>(params, stream);
   }
 }
 
 }  // namespace
 
 void launch_sampled_softmax(const SampledSoftmaxParams& params, void* stream) {
+  if (params.debug) {
+    const int64_t ids = params.batch * (params.num_targets + params.num_samples);
+    SX_LAUNCH("sampled_softmax", sampled_softmax_check_kernel, unsigned((ids + kThreads - 1) / kThreads), kThreads, 0,
+              stream, params);
+  }
   switch (params.dtype) {
     case DType::kFloat32:
       return launch<float>(params, stream);

@@ -1,14 +1,15 @@
-// Fused sampled softmax on the GPU: one block of 4 warps per batch row. Formulas in sampled_softmax_params.h.
+// Fused sampled softmax on the GPU: one block per batch row. Formulas in sampled_softmax_params.h.
 //
 //   sampled_softmax_kernel         float, half, bfloat16 storage and d <= 1024: one pass over the gathered rows
 //   sampled_softmax_wide_kernel    any d, double, and shared draws (whose products come from a GEMM)
 //   sampled_softmax_bwd_kernel     coefficients and d_hidden from what the forward saved
+//   sampled_softmax_check_kernel   SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 //
 // One pass: a group of kGroup lanes owns a class row, every lane kElements of its columns, with h and the running unit
 // gradient in registers. kRows class rows are in flight in a group; their products are folded so that lane q of a group
 // ends with the sum of row q / (kGroup / kRows), computes one exponential, and hands it back. All groups of a warp share
 // one running maximum, so their partial gradients simply add up in shared memory at the end. No float atomics, no order
-// that depends on scheduling: the same bits every time.
+// that depends on scheduling: the same bits every time. What bounds it is the gather: 4 d bytes a class row.
 #pragma once
 
 #include <cstdio>
@@ -20,22 +21,15 @@
 namespace samplex {
 namespace SX_BACKEND_NS {
 
-constexpr int kWarps = 4;
+constexpr int kOneWarps = 2;  // block of the one-pass kernel: few threads, so that what a block does once costs little
+constexpr int kOneThreads = kOneWarps * kWarpSize;
+constexpr int kWarps = 4;  // block of the others
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kStage = 512;  // entries staged in shared memory at a time
+constexpr int kStage = 256;  // entries staged in shared memory at a time, a multiple of every kRound
 
 // ------------------------------------------------------------------------------------------------ entries of a row
 SX_DEVICE inline bool counts_as_target(const SampledSoftmaxParams& p, int64_t id) {
   return id != p.ignore_index && !(p.num_targets > 1 && id == kPadding);
-}
-
-SX_DEVICE inline int64_t checked_id(const SampledSoftmaxParams& p, const char* arg, int64_t b, int64_t k, int64_t id) {
-  if (p.debug && (id < 0 || id >= p.num_classes)) {
-    printf("sampled_softmax: %s must be in [0, %lld), got %lld at row %lld, column %lld\n", arg,
-           (long long)p.num_classes, (long long)id, (long long)b, (long long)k);
-    __trap();
-  }
-  return id;
 }
 
 SX_DEVICE inline bool draw_masked(const SampledSoftmaxParams& p, int64_t b, int64_t id) {
@@ -55,10 +49,10 @@ SX_DEVICE inline bool draw_masked(const SampledSoftmaxParams& p, int64_t b, int6
 SX_DEVICE inline int64_t entry_id(const SampledSoftmaxParams& p, int64_t b, int64_t k) {
   if (k < p.num_targets) {
     const int64_t id = p.target[b * p.num_targets + k];
-    return counts_as_target(p, id) ? checked_id(p, "target", b, k, id) : -1;
+    return counts_as_target(p, id) ? id : -1;
   }
   const int64_t draw = k - p.num_targets;
-  const int64_t id = checked_id(p, "ids", b, draw, p.ids[(p.shared ? 0 : b * p.num_samples) + draw]);
+  const int64_t id = p.ids[(p.shared ? 0 : b * p.num_samples) + draw];
   return draw_masked(p, b, id) ? -1 : id;
 }
 
@@ -84,6 +78,12 @@ SX_DEVICE inline A sign_of(A x) {
   return x > 0 ? A(1) : x < 0 ? A(-1) : x;
 }
 
+// Every logit -inf (an infinite h) is not a sum of nothing but a bad row.
+template <typename A>
+SX_DEVICE inline A row_lse(A max, A sum) {
+  return max == negative_infinity<A>() ? quiet_nan<A>() : max + log_acc(sum);
+}
+
 // What a row knows before it reads any class row.
 template <typename A>
 struct RowSetup {
@@ -101,29 +101,29 @@ SX_DEVICE inline A entry_share(const SampledSoftmaxParams& p, const RowSetup<A>&
 }
 
 // Counts targets and, for label smoothing, entries. All threads of the block call it.
-template <typename A>
+template <int kBlockWarps, typename A>
 SX_DEVICE inline RowSetup<A> setup_row(const SampledSoftmaxParams& p, int64_t b, A* scratch) {
   RowSetup<A> row = {0, A(0), A(0), A(0)};
   for (int64_t k = 0; k < p.num_targets; ++k) {
     const int64_t id = p.target[b * p.num_targets + k];
     if (!counts_as_target(p, id)) continue;
     ++row.num_targets;
-    row.weight_sum += load_scalar<A>(p.class_weight, checked_id(p, "target", b, k, id), A(1));
+    row.weight_sum += load_scalar<A>(p.class_weight, id, A(1));
   }
   if (row.num_targets == 0) return row;
   row.target_share = A(1 - p.label_smoothing) / A(row.num_targets);
   if (p.label_smoothing > 0) {
     // Counted in the accumulation type: exact up to 2^24 draws, the most a key allows.
     A entries = 0;
-    for (int64_t k = threadIdx.x; k < p.num_targets + p.num_samples; k += kThreads) {
+    for (int64_t k = threadIdx.x; k < p.num_targets + p.num_samples; k += kBlockWarps * kWarpSize) {
       entries += entry_id(p, b, k) >= 0 ? A(1) : A(0);
     }
-    row.every_share = A(p.label_smoothing) / block_sum<kWarps>(entries, scratch);
+    row.every_share = A(p.label_smoothing) / block_sum<kBlockWarps>(entries, scratch);
   }
   return row;
 }
 
-template <typename A>
+template <int kBlock, typename A>
 SX_DEVICE inline void zero_row(const SampledSoftmaxParams& p, int64_t b) {
   const int64_t entries = p.num_targets + p.num_samples;
   const int64_t pull_width = p.label_smoothing > 0 ? entries : p.num_targets;
@@ -134,25 +134,25 @@ SX_DEVICE inline void zero_row(const SampledSoftmaxParams& p, int64_t b) {
     if (p.need_grad) static_cast<A*>(p.total)[b] = A(0);
   }
   if (!p.need_grad) return;
-  for (int64_t k = threadIdx.x; k < entries; k += kThreads) static_cast<A*>(p.push)[b * entries + k] = A(0);
-  for (int64_t k = threadIdx.x; k < pull_width; k += kThreads) static_cast<A*>(p.pull)[b * pull_width + k] = A(0);
-  for (int64_t c = threadIdx.x; c < p.dim; c += kThreads) {
+  for (int64_t k = threadIdx.x; k < entries; k += kBlock) static_cast<A*>(p.push)[b * entries + k] = A(0);
+  for (int64_t k = threadIdx.x; k < pull_width; k += kBlock) static_cast<A*>(p.pull)[b * pull_width + k] = A(0);
+  for (int64_t c = threadIdx.x; c < p.dim; c += kBlock) {
     static_cast<A*>(p.d_push)[b * p.dim + c] = A(0);
     static_cast<A*>(p.d_pull)[b * p.dim + c] = A(0);
   }
 }
 
 // Logits (kept in `push` meanwhile) become push; shares become pull. Masked entries hold -inf and get 0 even in a nan row.
-template <typename A>
+template <int kBlock, typename A>
 SX_DEVICE inline void finish_coefficients(const SampledSoftmaxParams& p, const RowSetup<A>& row, int64_t b, A lse,
                                           bool trivial) {
   const int64_t entries = p.num_targets + p.num_samples;
   const int64_t pull_width = p.label_smoothing > 0 ? entries : p.num_targets;
   A* push = static_cast<A*>(p.push) + b * entries;
   A* pull = static_cast<A*>(p.pull) + b * pull_width;
-  for (int64_t k = threadIdx.x; k < entries; k += kThreads) {
+  for (int64_t k = threadIdx.x; k < entries; k += kBlock) {
     const A logit = push[k];
-    const bool part = logit != negative_infinity<A>();
+    const bool part = logit != negative_infinity<A>() || (lse != lse && entry_id(p, b, k) >= 0);
     const A sign = p.absolute && part ? static_cast<const A*>(p.signs)[b * entries + k] : A(1);
     push[k] = part ? A(p.scale) * sign * exp_acc(logit - lse) : A(0);
     if (k < pull_width) {
@@ -163,62 +163,74 @@ SX_DEVICE inline void finish_coefficients(const SampledSoftmaxParams& p, const R
 }
 
 // ------------------------------------------------------------------------------------------------ one pass, d <= 1024
+// Written without branches around register arrays: a class row that is not there is replaced by h with weight 0, a column
+// that is not there by column 0 with h = 0.
 template <typename T, int kWidth, int kChunks, int kGroup, bool kFull>
 struct OnePass {
-  static constexpr int kElements = kWidth * kChunks;       // columns of a lane
-  static constexpr int kRows = kElements > 16 ? 2 : 4;     // class rows in flight in a group: 64 registers of a lane
-  static constexpr int kSpan = kElements * kGroup;         // columns of a group, >= d
-  static constexpr int kGroups = kThreads / kGroup;        // groups of a block
-  static constexpr int kWarpGroups = kWarpSize / kGroup;   // groups of a warp
-  static constexpr int kHolders = kGroup / kRows;          // lanes that hold the same folded sum
+  static constexpr int kElements = kWidth * kChunks;     // columns of a lane
+  static constexpr int kSpan = kElements * kGroup;       // columns of a group, >= d
+  static constexpr int kGroups = kOneThreads / kGroup;   // groups of a block
+  static constexpr int kRows = kElements > 16 ? 2 : 4;   // class rows in flight in a group: 64 registers of a lane
+  static constexpr int kHolders = kGroup / kRows;        // lanes that hold the same folded sum
+  static constexpr int kRound = kGroups * kRows;         // entries of a round of the block
 
   struct Shared {
     int64_t ids[kStage];
     float inside[kStage];
     float outside[kStage];
     float shares[kStage];
-    float warp_max[kWarps];
-    float warp_sum[kWarps];
-    float warp_pulled[kWarps];
-    float warp_drawn[kWarps];
-    float scratch[kWarps];
+    float warp_max[kOneWarps];
+    float warp_sum[kOneWarps];
+    float warp_pulled[kOneWarps];
+    float warp_drawn[kOneWarps];
+    float scratch[kOneWarps];
   };
 
   const SampledSoftmaxParams& p;
   Shared& s;
+  float* const pull;  // [groups, span] in shared memory: few entries pull, so it takes no registers
   const int64_t b;
   const int lane, group, place;  // lane in the warp, group in the block, lane in the group
-  float h[kElements], push[kElements], pull[kElements];
+  const int64_t dim;
+  const T *const hidden, *const weight;
+  float* const logits;  // where `push` of this row goes in the end
+  const float scale;
+  const bool absolute, need_grad;
+  float h[kElements], push[kElements];
   float max, sum, pulled;
 
-  SX_DEVICE OnePass(const SampledSoftmaxParams& params, Shared& shared, int64_t row)
+  SX_DEVICE OnePass(const SampledSoftmaxParams& params, Shared& shared, float* pull_buffer, int64_t row)
       : p(params),
         s(shared),
+        pull(pull_buffer),
         b(row),
         lane(lane_id()),
         group(int(threadIdx.x) / kGroup),
         place(int(threadIdx.x) % kGroup),
+        dim(params.dim),
+        hidden(static_cast<const T*>(params.hidden) + row * params.dim),
+        weight(static_cast<const T*>(params.weight)),
+        logits(static_cast<float*>(params.push) + row * (params.num_targets + params.num_samples)),
+        scale(float(params.scale)),
+        absolute(params.absolute),
+        need_grad(params.need_grad),
         max(negative_infinity<float>()),
         sum(0),
         pulled(0) {}
 
   SX_DEVICE int column(int chunk) const { return (chunk * kGroup + place) * kWidth; }
-  SX_DEVICE bool has(int chunk) const { return kFull || column(chunk) < p.dim; }
 
-  SX_DEVICE void load_row(const T* row, bool wanted, float* out) const {
+  SX_DEVICE void load_row(const T* row, float* out) const {
+    const T* mine = row + place * kWidth;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (wanted && has(chunk)) {
-        load_values<kWidth>(row + column(chunk), out + chunk * kWidth);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) out[chunk * kWidth + i] = 0;
-      }
+      const bool real = kFull || column(chunk) < dim;
+      load_values<kWidth>(real ? mine + chunk * kGroup * kWidth : row, out + chunk * kWidth);
     }
   }
 
   // kRows products of this lane's columns -> the whole product of row `place / kHolders`, in log2(kGroup) exchanges.
-  SX_DEVICE float fold(const float (&v)[kRows]) const {
+  SX_DEVICE float fold(const float* v) const {
     const bool high = place & (kGroup / 2);
     float x;
     if constexpr (kRows == 4) {
@@ -235,145 +247,161 @@ struct OnePass {
     return x;
   }
 
-  // The value that the holders of row `r` in this lane's group have.
-  SX_DEVICE float from_holder(float x, int r) const { return shuffle_from(x, (lane & ~(kGroup - 1)) + r * kHolders); }
-
-  // Scores the entries first .. first + kCount - 1 of the stage (kCount is 1 or kRows) of this lane's group.
+  // Scores entries first .. first + kCount - 1 of the stage for this lane's group; kCount is kRows, or 1 for the rest.
   template <int kCount>
-  SX_DEVICE void tile(int first, int num_staged, int64_t stage_begin) {
+  SX_DEVICE void tile(int first, int64_t stage_begin) {
+    constexpr int kSame = kCount == 1 ? kGroup : kHolders;  // lanes that speak for the same entry
     float rows[kCount][kElements];
-    float products[kRows];
+    float products[kCount];
     // All class rows are requested before any is used: the gather is bound by latency.
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      const int64_t id = first + r < num_staged ? s.ids[first + r] : -1;
-      load_row(static_cast<const T*>(p.weight) + (id < 0 ? 0 : id) * p.dim, id >= 0, rows[r]);
+      const int64_t id = s.ids[first + r];
+      load_row(id < 0 ? hidden : weight + id * dim, rows[r]);
     }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float product = 0;
-      if (r < kCount) {
-#pragma unroll
-        for (int i = 0; i < kElements; ++i) product += h[i] * rows[r < kCount ? r : 0][i];
-      }
-      products[r] = product;
-    }
-    float dot;
-    if constexpr (kCount == kRows) {
-      dot = fold(products);
-    } else {
-      dot = group_sum<kGroup>(products[0]);
-    }
-
-    // From here on a lane speaks for one row of its group.
-    const int mine = first + (kCount == 1 ? 0 : place / kHolders);
-    const bool part = mine < num_staged && s.ids[mine < num_staged ? mine : 0] >= 0;
-    float value = 0, sign = 0, share = 0, logit = negative_infinity<float>();
-    if (part) {
-      value = float(p.scale) * dot + s.inside[mine];
-      sign = 1;
-      if (p.absolute) {
-        sign = sign_of(value);
-        value = value < 0 ? -value : value;
-      }
-      logit = value + s.outside[mine];
-      share = s.shares[mine];
-      pulled += share != 0 ? share * value : 0.0f;
-      if (p.need_grad && place % (kCount == 1 ? kGroup : kHolders) == 0) {
-        const int64_t at = b * (p.num_targets + p.num_samples) + stage_begin + mine;
-        static_cast<float*>(p.push)[at] = logit;
-        if (p.absolute) static_cast<float*>(p.signs)[at] = sign;
-      }
-    }
-    const float tile_max = group_max<kWarpSize>(logit);
-    if (tile_max > max) {  // the same in every lane of the warp
-      const float shrink = shifted_exp(max, tile_max);
-      sum *= shrink;
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) push[i] *= shrink;
-      max = tile_max;
-    }
-    // A nan logit never raises the maximum; exp(nan) carries it into the sum.
-    const float weight = part ? exp_acc(logit - max) : 0.0f;
-    // Lanes that hold the same entry all count it; the sums are divided by their number, a power of two, at the end.
-    sum += kCount == 1 ? weight * (float(kHolders) / kGroup) : weight;
-    if (kCount == 1 && part) pulled += (float(kHolders) / kGroup - 1.0f) * (share != 0 ? share * value : 0.0f);
-    if (!p.need_grad) return;
-    const float coefficient = weight * sign;
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      const float c = kCount == 1 ? coefficient : from_holder(coefficient, r);
+      products[r] = h[0] * rows[r][0];
+#pragma unroll
+      for (int i = 1; i < kElements; ++i) products[r] += h[i] * rows[r][i];
+    }
+    float dot;
+    if constexpr (kCount == 1)
+      dot = group_sum<kGroup>(products[0]);
+    else
+      dot = fold(products);
+
+    // From here on a lane speaks for one entry of its group.
+    const int mine = first + place / kSame;
+    const bool part = s.ids[mine] >= 0;
+    float value = scale * dot + s.inside[mine];
+    const float sign = absolute ? sign_of(value) : 1.0f;
+    value = absolute ? fabsf(value) : value;
+    const float logit = part ? value + s.outside[mine] : negative_infinity<float>();
+    if (need_grad && part && place % kSame == 0) {
+      logits[stage_begin + mine] = logit;
+      if (absolute) static_cast<float*>(p.signs)[(logits - static_cast<float*>(p.push)) + stage_begin + mine] = sign;
+    }
+    // One maximum for the warp. fmaxf drops a nan: exp carries it into the sum instead.
+    float new_max = fmaxf(max, logit);
+#pragma unroll
+    for (int step = kWarpSize / 2; step >= kSame; step /= 2) new_max = fmaxf(new_max, shuffle_xor(new_max, step));
+    const float base = new_max == negative_infinity<float>() ? 0.0f : new_max;
+    const float shrink = exp_acc(max - base);  // 0 the first time: max is -inf, and there is nothing to shrink
+    max = new_max;
+    const float mass = exp_acc(logit - base);
+    // Every holder counts its entry; the sums are divided by kHolders, a power of two, at the end.
+    sum = sum * shrink + mass * (float(kHolders) / kSame);
+    const float share = part ? s.shares[mine] : 0.0f;
+    if (warp_any(share != 0)) {
+      pulled += share != 0 ? share * value * (float(kHolders) / kSame) : 0.0f;
+      if (need_grad) add_pull<kCount>(rows, share * sign);
+    }
+    if (!need_grad) return;
+    const float coefficient = part ? mass * sign : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) push[i] *= shrink;
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) {
+      const float c = from_holder<kSame>(coefficient, r);
 #pragma unroll
       for (int i = 0; i < kElements; ++i) push[i] += c * rows[r][i];
-      const float a = kCount == 1 ? share * sign : from_holder(share * sign, r);
-      if (warp_any(a != 0)) {
-#pragma unroll
-        for (int i = 0; i < kElements; ++i) pull[i] += a * rows[r][i];
-      }
     }
   }
 
-  SX_DEVICE void stage(const RowSetup<float>& row, int64_t begin, int n, float log_m, bool& drawn) {
-    for (int j = threadIdx.x; j < n; j += kThreads) {
-      const int64_t k = begin + j;
-      const int64_t id = entry_id(p, b, k);
-      s.ids[j] = id;
-      if (id >= 0) {
-        const EntryOffsets<float> offsets = entry_offsets<float>(p, b, k, id, log_m);
-        s.inside[j] = offsets.inside;
-        s.outside[j] = offsets.outside;
-        s.shares[j] = entry_share(p, row, k, id);
-        drawn = drawn || k >= p.num_targets;
-      } else if (p.need_grad) {
-        static_cast<float*>(p.push)[b * (p.num_targets + p.num_samples) + k] = negative_infinity<float>();
-      }
-    }
+  // The value that the holders of row `r` in this lane's group have.
+  template <int kSame>
+  SX_DEVICE float from_holder(float x, int r) const {
+    return shuffle_from(x, (lane & ~(kGroup - 1)) + r * kSame);
   }
 
-  // Sums the groups' partial gradients, scaled by `factor` of their warp, into out [d].
-  SX_DEVICE void merge_groups(float* buffer, const float* partial, float factor, int num_groups, float out_factor,
-                              float* out) {
-    if (group < num_groups) {
+  template <int kCount>
+  SX_DEVICE void add_pull(const float (&rows)[kCount][kElements], float amount) {
+    constexpr int kSame = kCount == 1 ? kGroup : kHolders;
+    for (int r = 0; r < kCount; ++r) {
+      const float a = from_holder<kSame>(amount, r);
+      if (a == 0) continue;
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        float scaled[kWidth];
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) scaled[i] = partial[chunk * kWidth + i] * factor;
-        store_floats<kWidth>(buffer + group * kSpan + column(chunk), scaled);
+        for (int i = 0; i < kWidth; ++i) {
+          pull[group * kSpan + column(chunk) + i] += a * rows_at<kCount>(rows, r, chunk * kWidth + i);
+        }
       }
     }
-    __syncthreads();
-    for (int c = threadIdx.x; c < p.dim; c += kThreads) {
+  }
+
+  // rows[r][i] for a run-time r without an indexed register array
+  template <int kCount>
+  SX_DEVICE static float rows_at(const float (&rows)[kCount][kElements], int r, int i) {
+    float x = rows[0][i];
+#pragma unroll
+    for (int k = 1; k < kCount; ++k) x = r == k ? rows[k][i] : x;
+    return x;
+  }
+
+  // Entries [begin, begin + n) into shared memory, and empty ones up to `padded`.
+  SX_DEVICE void stage(const RowSetup<float>& row, int64_t begin, int n, int padded, float log_m, bool& drawn) {
+    for (int j = threadIdx.x; j < padded; j += kOneThreads) {
+      const int64_t k = begin + j;
+      const int64_t id = j < n ? entry_id(p, b, k) : -1;
+      EntryOffsets<float> offsets = {0.0f, 0.0f};
+      float share = 0;
+      if (id >= 0) {
+        offsets = entry_offsets<float>(p, b, k, id, log_m);
+        share = entry_share(p, row, k, id);
+        drawn = drawn || k >= p.num_targets;
+      } else if (need_grad && j < n) {
+        logits[k] = negative_infinity<float>();
+      }
+      s.ids[j] = id;
+      s.inside[j] = offsets.inside;
+      s.outside[j] = offsets.outside;
+      s.shares[j] = share;
+    }
+  }
+
+  // out[c] = factor * sum over the groups of buffer[., c]
+  SX_DEVICE void sum_groups(const float* buffer, int num_groups, float factor, float* out) const {
+    for (int c = threadIdx.x; c < dim; c += kOneThreads) {
       float total = buffer[c];
       for (int g = 1; g < num_groups; ++g) total += buffer[g * kSpan + c];
-      out[c] = total * out_factor;
+      out[c] = total * factor;
     }
-    __syncthreads();
   }
 
   SX_DEVICE void run(float* buffer) {
-    const RowSetup<float> row = setup_row<float>(p, b, s.scratch);
-    if (row.num_targets == 0) return zero_row<float>(p, b);  // the whole block
+    const RowSetup<float> row = setup_row<kOneWarps, float>(p, b, s.scratch);
+    if (row.num_targets == 0) return zero_row<kOneThreads, float>(p, b);  // the whole block
     const float log_m = logf(float(p.num_samples > 0 ? p.num_samples : 1));
-    load_row(static_cast<const T*>(p.hidden) + b * p.dim, true, h);
+    load_row(hidden, h);
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) push[i] = pull[i] = 0;
+    for (int i = 0; i < kElements; ++i) {
+      if (!kFull && column(i / kWidth) >= dim) h[i] = 0;
+      push[i] = 0;
+    }
+    // Without smoothing only targets pull; target k is in group k or k / kRows of a round.
+    const int pullers = p.label_smoothing > 0 || p.num_targets > kGroups ? kGroups : int(p.num_targets);
+    if (need_grad && group < pullers) {
+      for (int i = 0; i < kElements; ++i) pull[group * kSpan + i * kGroup + place] = 0;
+    }
 
     const int64_t entries = p.num_targets + p.num_samples;
     bool drawn = false;
     for (int64_t begin = 0; begin < entries; begin += kStage) {
       const int n = int(entries - begin < kStage ? entries - begin : kStage);
-      stage(row, begin, n, log_m, drawn);
+      // Whole rounds of kRows rows a group, then single rows, each round of them for all groups of a warp.
+      const int whole = n / kRound * kRound;
+      const int padded = (n + kGroups - 1) / kGroups * kGroups;
+      stage(row, begin, n, padded, log_m, drawn);
       __syncthreads();
-      // Whole rounds of kRows rows for every group, then what is left one row a group.
-      const int whole = n / (kGroups * kRows) * (kGroups * kRows);
-      for (int first = group * kRows; first < whole; first += kGroups * kRows) tile<kRows>(first, n, begin);
-      const int warp_group = group / kWarpGroups * kWarpGroups;  // the loop is the same for all lanes of a warp
-      for (int at = whole; at + warp_group < n; at += kGroups) tile<1>(at + group, n, begin);
+      for (int first = group * kRows; first < whole; first += kRound) tile<kRows>(first, begin);
+      const int warp_first = int(threadIdx.x) / kWarpSize * (kWarpSize / kGroup);  // first group of this warp
+      for (int at = whole; at + warp_first < n; at += kGroups) tile<1>(at + group, begin);
       __syncthreads();
     }
 
-    // Warps -> block. Lane w < kWarps speaks for warp w.
+    // Warps -> block. Lane w of a warp speaks for warp w.
     const float warp_sum = group_sum<kWarpSize>(sum) / float(kHolders);
     const float warp_pulled = group_sum<kWarpSize>(pulled) / float(kHolders);
     const bool warp_drawn = warp_any(drawn);
@@ -384,48 +412,57 @@ struct OnePass {
       s.warp_drawn[warp_id()] = warp_drawn ? 1.0f : 0.0f;
     }
     __syncthreads();
-    const int w = lane % kWarps;
-    const float their_max = s.warp_max[w];
-    const float block_max = group_max<kWarps>(their_max);
-    const float their_factor = shifted_exp(their_max, block_max);
-    const float total_sum = group_sum<kWarps>(s.warp_sum[w] * their_factor);
-    const float total_pulled = group_sum<kWarps>(s.warp_pulled[w]);
-    const bool trivial = group_sum<kWarps>(s.warp_drawn[w]) == 0.0f;
-    const float my_factor = shuffle_from(their_factor, warp_id());
-    const float lse = block_max + logf(total_sum);
+    float block_max = negative_infinity<float>();
+#pragma unroll
+    for (int w = 0; w < kOneWarps; ++w) block_max = fmaxf(block_max, s.warp_max[w]);
+    float total_sum = 0, total_pulled = 0, total_drawn = 0;
+#pragma unroll
+    for (int w = 0; w < kOneWarps; ++w) {
+      total_sum += s.warp_sum[w] * shifted_exp(s.warp_max[w], block_max);
+      total_pulled += s.warp_pulled[w];
+      total_drawn += s.warp_drawn[w];
+    }
+    const bool trivial = total_drawn == 0.0f;
+    const float lse = row_lse(block_max, total_sum);
 
     float total = row.weight_sum * row.target_share;
     if (p.label_smoothing > 0) {
       float mine = 0;
-      for (int64_t k = threadIdx.x; k < entries; k += kThreads) {
+      for (int64_t k = threadIdx.x; k < entries; k += kOneThreads) {
         const int64_t id = entry_id(p, b, k);
         if (id >= 0) mine += entry_share(p, row, k, id);
       }
-      total = block_sum<kWarps>(mine, s.scratch);
+      total = block_sum<kOneWarps>(mine, s.scratch);
     }
     if (trivial) total = 0;
     if (threadIdx.x == 0) {
       static_cast<float*>(p.loss)[b] = trivial ? 0.0f : total * lse - total_pulled;
       static_cast<float*>(p.lse)[b] = lse;
       static_cast<float*>(p.denom)[b] = row.weight_sum / float(row.num_targets);
-      if (p.need_grad) static_cast<float*>(p.total)[b] = total;
+      if (need_grad) static_cast<float*>(p.total)[b] = total;
     }
-    if (!p.need_grad) return;  // the whole block
-    const float scale = float(p.scale);
-    merge_groups(buffer, push, my_factor, kGroups, scale / total_sum, static_cast<float*>(p.d_push) + b * p.dim);
-    // Without smoothing only the groups that held targets pulled; entry k < P was in group k or k / kRows.
-    const int pullers = p.label_smoothing > 0 || p.num_targets > kGroups ? kGroups : int(p.num_targets);
-    merge_groups(buffer, pull, 1.0f, pullers, trivial ? 0.0f : scale, static_cast<float*>(p.d_pull) + b * p.dim);
-    finish_coefficients<float>(p, row, b, lse, trivial);
+    if (!need_grad) return;  // the whole block
+    const float factor = shifted_exp(max, block_max) * scale / total_sum;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      float scaled[kWidth];
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) scaled[i] = push[chunk * kWidth + i] * factor;
+      store_floats<kWidth>(buffer + group * kSpan + column(chunk), scaled);
+    }
+    __syncthreads();
+    sum_groups(buffer, kGroups, 1.0f, static_cast<float*>(p.d_push) + b * dim);
+    sum_groups(pull, pullers, trivial ? 0.0f : scale, static_cast<float*>(p.d_pull) + b * dim);
+    finish_coefficients<kOneThreads, float>(p, row, b, lse, trivial);
   }
 };
 
 template <typename T, int kWidth, int kChunks, int kGroup, bool kFull>
-__global__ void __launch_bounds__(kThreads) sampled_softmax_kernel(SampledSoftmaxParams p) {
+__global__ void __launch_bounds__(kOneThreads) sampled_softmax_kernel(SampledSoftmaxParams p) {
   using Body = OnePass<T, kWidth, kChunks, kGroup, kFull>;
   __shared__ typename Body::Shared shared;
-  SX_DYN_SMEM(float, buffer);  // [groups, span]
-  Body body(p, shared, blockIdx.x);
+  SX_DYN_SMEM(float, buffer);  // [2, groups, span]
+  Body body(p, shared, buffer + Body::kGroups * Body::kSpan, blockIdx.x);
   body.run(buffer);
 }
 
@@ -433,15 +470,15 @@ __global__ void __launch_bounds__(kThreads) sampled_softmax_kernel(SampledSoftma
 // A warp scores an entry; draws that come with their product are scored one a thread. The unit gradient takes a second
 // pass over the rows, one column a thread.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) sampled_softmax_wide_kernel(SampledSoftmaxParams p) {
+__global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(SampledSoftmaxParams p) {
   using A = acc_t<T>;
   __shared__ A scratch[kWarps];
   __shared__ A coefs[kThreads];
   __shared__ A pulls[kThreads];
   __shared__ int64_t ids[kThreads];
   const int64_t b = blockIdx.x, P = p.num_targets, m = p.num_samples, entries = P + m;
-  const RowSetup<A> row = setup_row<A>(p, b, scratch);
-  if (row.num_targets == 0) return zero_row<A>(p, b);  // the whole block
+  const RowSetup<A> row = setup_row<kWarps, A>(p, b, scratch);
+  if (row.num_targets == 0) return zero_row<kThreads, A>(p, b);  // the whole block
   const A log_m = log_acc(A(m > 0 ? m : 1));
   const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
   const T* weight = static_cast<const T*>(p.weight);
@@ -467,7 +504,7 @@ __global__ void __launch_bounds__(kThreads) sampled_softmax_wide_kernel(SampledS
       online.sum *= shifted_exp(online.max, logit);
       online.max = logit;
     }
-    online.sum += exp_acc(logit - online.max);
+    online.sum += shifted_exp(logit, online.max);
     if (p.need_grad) {
       push[k] = logit;
       if (p.absolute) signs[k] = sign;
@@ -502,7 +539,7 @@ __global__ void __launch_bounds__(kThreads) sampled_softmax_wide_kernel(SampledS
 
   const A block_max_value = block_max<kWarps>(online.max, scratch);
   const A block_total = block_sum<kWarps>(online.sum * shifted_exp(online.max, block_max_value), scratch);
-  const A lse = block_max_value + log_acc(block_total);
+  const A lse = row_lse(block_max_value, block_total);
   const bool trivial = block_sum<kWarps>(drawn, scratch) == A(0);
   const A total = block_sum<kWarps>(shares, scratch) * (trivial ? A(0) : A(1));
   const A total_pulled = block_sum<kWarps>(pulled, scratch);
@@ -513,7 +550,7 @@ __global__ void __launch_bounds__(kThreads) sampled_softmax_wide_kernel(SampledS
     if (p.need_grad) static_cast<A*>(p.total)[b] = total;
   }
   if (!p.need_grad) return;  // the whole block
-  finish_coefficients<A>(p, row, b, lse, trivial);
+  finish_coefficients<kThreads, A>(p, row, b, lse, trivial);
   __syncthreads();
 
   A* d_push = static_cast<A*>(p.d_push) + b * p.dim;
@@ -547,6 +584,21 @@ __global__ void __launch_bounds__(kThreads) sampled_softmax_wide_kernel(SampledS
       d_pull[c] = pulled_here;
     }
   }
+}
+
+// ------------------------------------------------------------------------------------------------ debug check
+// A kernel of its own: a printf in the hot kernels costs them a stack frame and registers.
+__global__ void __launch_bounds__(kThreads) sampled_softmax_check_kernel(SampledSoftmaxParams p) {
+  const int64_t targets = p.batch * p.num_targets, draws = (p.shared ? 1 : p.batch) * p.num_samples;
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= targets + draws) return;
+  const bool target = i < targets;
+  const int64_t at = target ? i : i - targets;
+  const int64_t id = target ? p.target[at] : p.ids[at];
+  if ((id >= 0 && id < p.num_classes) || (target && !counts_as_target(p, id))) return;
+  printf("sampled_softmax: %s must be in [0, %lld), got %lld at flat position %lld\n", target ? "target" : "ids",
+         (long long)p.num_classes, (long long)id, (long long)at);
+  __trap();
 }
 
 // ------------------------------------------------------------------------------------------------ backward

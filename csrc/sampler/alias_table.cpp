@@ -51,15 +51,14 @@ void build_alias(const double* weights, int64_t num_classes, int64_t* table, int
   const Wide full = Wide(total);
 
   AliasEntry* entries = reinterpret_cast<AliasEntry*>(table);
-  const double log_total = exact_log(double(total));
   for (int64_t k = 0; k < num_classes; ++k) {
-    const float log_p = weight(k) == 0 ? negative_infinity<float>() : float(exact_log(double(weight(k))) - log_total);
-    entries[k] = {~uint64_t(0), k, log_p, log_p};  // a full column, whatever the uniform says
+    const double log_weight = weight(k) == 0 ? negative_infinity<double>() : exact_log(double(weight(k)));
+    entries[k] = {~uint64_t(0), k, log_weight, log_weight};  // a full column, whatever the uniform says
   }
   const auto set = [&](int64_t column, Wide own, int64_t alias) {
     entries[column].threshold = uint64_t((own << 64) / full);
     entries[column].alias = alias;
-    entries[column].log_p_alias = entries[alias].log_p;
+    entries[column].log_weight_alias = entries[alias].log_weight;
   };
   // Two cursors that only go up: the next light column and the next heavy one. The heavy column's rest fills light
   // columns until it is light itself; then the next heavy column fills that one.

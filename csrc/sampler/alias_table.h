@@ -7,7 +7,7 @@
 
 namespace samplex {
 
-// weights [C] >= 0, finite, not all zero  ->  table [C, 3] (C AliasEntry), prefix [C + 1]. O(C), no randomness.
+// weights [C] >= 0, finite, not all zero  ->  table [C, 4] (C AliasEntry), prefix [C + 1]. O(C), no randomness.
 //
 // Weights become integers first: times the power of two that puts their sum just below 2^61, rounded, at least 1 where
 // the weight is positive. From there everything is integer arithmetic: the table, the prefix sums, the mass left after

@@ -12,8 +12,9 @@
 
 #define SX_CONCAT_(a, b) a##b
 #define SX_CONCAT(a, b) SX_CONCAT_(a, b)
+#define SX_STATIC_NS SX_CONCAT(static_sample_, SX_ISA_NS)
 
-namespace samplex::SX_CONCAT(static_sample_, SX_ISA_NS) {
+namespace samplex::SX_STATIC_NS {
 
 constexpr int kBlock = 128;  // the block's arrays, about 8 KiB, stay in the first cache
 
@@ -23,7 +24,7 @@ struct Block {
   uint32_t row[kBlock], position[kBlock];  // Philox counter words 2 and 3 (attempt 0)
   int64_t b[kBlock];
   uint64_t bits0[kBlock], bits1[kBlock];
-  double n[kBlock], log_p[kBlock];
+  double n[kBlock], log_weight[kBlock];
 };
 
 // Two Philox words are kept in each 64-bit lane's low half; what lies above is never read by the 32-bit multiply.
@@ -75,9 +76,9 @@ inline void philox_block(Block& s, PhiloxKey key) {
   }
 #else
   for (; i < s.count; ++i) {
-    const PhiloxWords words = philox4x32_10(
-        {{uint32_t(key.offset), uint32_t(key.offset >> 32), s.row[i], s.position[i]}}, uint32_t(key.seed),
-        uint32_t(key.seed >> 32));
+    const PhiloxWords words =
+        philox4x32_10({{uint32_t(key.offset), uint32_t(key.offset >> 32), s.row[i], s.position[i]}}, uint32_t(key.seed),
+                      uint32_t(key.seed >> 32));
     s.bits0[i] = philox_u64(words, 0);
     s.bits1[i] = philox_u64(words, 1);
   }
@@ -90,7 +91,7 @@ inline int64_t below(uint64_t bits, int64_t n) {
 }
 
 inline void log_step_block(Block& s) {
-  for (int i = 0; i < kBlock; ++i) s.log_p[i] = exact_log(log_step(s.n[i]));
+  for (int i = 0; i < kBlock; ++i) s.log_weight[i] = exact_log(log_step(s.n[i]));
 }
 
 // What attempt 0 gives where nothing is excluded.
@@ -106,7 +107,7 @@ inline void first_attempt(const StaticSampleParams& p, Block& s) {
           ids[i] = row.left == 0 ? 0 : uniform_skip(p, row, below(s.bits0[i], row.left));
         }
       }
-      for (int i = 0; i < s.count; ++i) s.log_p[i] = 0.0;
+      for (int i = 0; i < s.count; ++i) s.log_weight[i] = 0.0;
       break;
     case StaticLaw::kLogUniform: {
       const double classes = double(p.num_classes), log_classes = p.whole.mass;
@@ -124,20 +125,20 @@ inline void first_attempt(const StaticSampleParams& p, Block& s) {
       for (int i = 0; i < s.count; ++i) {
         const AliasEntry& entry = p.table[ids[i]];
         const bool own = s.bits1[i] < entry.threshold;
-        s.log_p[i] = double(own ? entry.log_p : entry.log_p_alias);
+        s.log_weight[i] = own ? entry.log_weight : entry.log_weight_alias;
         ids[i] = own ? ids[i] : entry.alias;
       }
       break;
   }
 }
 
-inline void draw_block(const StaticSampleParams& p, PhiloxKey key, Block& s) {
+inline void draw_block(const StaticSampleParams& p, const StaticRow& whole, PhiloxKey key, Block& s) {
   philox_block(s, key);
   first_attempt(p, s);
   float* log_q = p.log_q + s.first;
   if (p.exclude == nullptr) {
-    const double log_mass = p.whole.log_mass;
-    for (int i = 0; i < s.count; ++i) log_q[i] = float(s.log_p[i] - log_mass);
+    const double log_mass = whole.log_mass;
+    for (int i = 0; i < s.count; ++i) log_q[i] = float(s.log_weight[i] - log_mass);
     return;
   }
   int64_t* ids = p.ids + s.first;
@@ -151,18 +152,19 @@ inline void draw_block(const StaticSampleParams& p, PhiloxKey key, Block& s) {
     if (p.law != StaticLaw::kUniform && is_excluded(p, row, ids[i])) {
       const StaticDraw drawn = draw_excluding(p, row, key, s.b[i], s.first + i - s.b[i] * p.num_samples, 1);
       ids[i] = drawn.id;
-      s.log_p[i] = drawn.log_p;
+      s.log_weight[i] = drawn.log_weight;
     }
-    log_q[i] = float(s.log_p[i] - row.log_mass);
+    log_q[i] = float(s.log_weight[i] - row.log_mass);
   }
 }
 
 // Draws (or given ids) begin <= i < end of the flat [B, m] result.
 void sample_range(const StaticSampleParams& p, int64_t begin, int64_t end) {
+  const StaticRow whole = whole_row_in_kernel(p);
   if (p.given != nullptr) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b = i / p.num_samples;
-      p.log_q[i] = log_q_of(p, p.exclude != nullptr ? p.rows[b] : p.whole, p.given[i]);
+      p.log_q[i] = log_q_of(p, p.exclude != nullptr ? p.rows[b] : whole, p.given[i]);
     }
     return;
   }
@@ -180,8 +182,8 @@ void sample_range(const StaticSampleParams& p, int64_t begin, int64_t end) {
         ++b;
       }
     }
-    draw_block(p, key, s);
+    draw_block(p, whole, key, s);
   }
 }
 
-}  // namespace samplex::SX_CONCAT(static_sample_, SX_ISA_NS)
+}  // namespace samplex::SX_STATIC_NS

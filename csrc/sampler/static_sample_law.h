@@ -1,9 +1,12 @@
-// The laws of static_sample, shared by host and device. Integer arithmetic and the exp and log of common/numeric.h only,
-// so that ids and log_q have the same bits everywhere.
+// The laws of static_sample, shared by host and device. Integer arithmetic and the exp and log of common/numeric.h
+// only, so that ids and log_q have the same bits everywhere.
 //
-//   uniform      P(k) = 1 / C                                    log_p = 0,                       log_mass = log C
-//   log-uniform  P(k) = log((k+2)/(k+1)) / log(C+1)              log_p = log log((k+2)/(k+1)),    log_mass = log log(C+1)
-//   alias        P(k) = w_k / T with integer weights, T < 2^62   log_p = log(w_k / T),            log_mass = 0
+//   law          weight of class k               mass of all classes
+//   uniform      1                               C
+//   log-uniform  log((k+2)/(k+1))                log(C+1)
+//   alias        an integer, from the table      their sum, below 2^62
+//
+// P(k) = weight / mass and log_q = log(weight) - log(mass), subtracted in double and rounded once.
 //
 // Excluded ids leave the conditional law over the rest. Uniform maps a smaller range past them. The others draw again
 // under the key up to kRejections times, then invert the distribution function over the gaps between the excluded ids;
@@ -20,8 +23,8 @@ inline namespace SX_ISA_NS {
 
 constexpr int kRejections = 8;
 
-// ------------------------------------------------------------------------------------------------ excluded ids of a row
-// Visits the maximal runs [lo, hi) of classes that are not excluded. Duplicates are harmless.
+// ------------------------------------------------------------------------------------------------ excluded ids of a
+// row Visits the maximal runs [lo, hi) of classes that are not excluded. Duplicates are harmless.
 struct GapWalk {
   const int64_t* ids;
   int64_t position, end, num_classes;
@@ -142,12 +145,23 @@ SX_HOST_DEVICE inline int64_t alias_from_gaps(const StaticSampleParams& p, const
 }
 
 // ------------------------------------------------------------------------------------------------ rows
+// What the host knows of the law with nothing excluded. For alias the sum of the weights lies in device memory; the
+// kernels add it by whole_row_in_kernel.
 SX_HOST_DEVICE inline StaticRow whole_row(StaticLaw law, int64_t num_classes) {
   StaticRow row = {0, 0, num_classes, 0.0, 0.0};
   if (law == StaticLaw::kUniform) row.log_mass = exact_log(double(num_classes));
   if (law == StaticLaw::kLogUniform) {
     row.mass = log_uniform_mass(0, num_classes);
     row.log_mass = exact_log(row.mass);
+  }
+  return row;
+}
+
+SX_HOST_DEVICE inline StaticRow whole_row_in_kernel(const StaticSampleParams& p) {
+  StaticRow row = p.whole;
+  if (p.law == StaticLaw::kAlias) {
+    row.left = p.prefix[p.num_classes];
+    row.log_mass = exact_log(double(row.left));
   }
   return row;
 }
@@ -171,20 +185,14 @@ SX_HOST_DEVICE inline StaticRow excluded_row(const StaticSampleParams& p, int64_
       if (p.law == StaticLaw::kLogUniform) row.mass += log_uniform_mass(gaps.lo, gaps.hi);
     }
   }
-  if (row.left > 0) {
-    if (p.law == StaticLaw::kUniform) row.log_mass = exact_log(double(row.left));
-    if (p.law == StaticLaw::kLogUniform) row.log_mass = exact_log(row.mass);
-    if (p.law == StaticLaw::kAlias) {
-      row.log_mass = exact_log(double(row.left)) - exact_log(double(p.prefix[p.num_classes]));
-    }
-  }
+  if (row.left > 0) row.log_mass = exact_log(p.law == StaticLaw::kLogUniform ? row.mass : double(row.left));
   return row;
 }
 
 // ------------------------------------------------------------------------------------------------ one draw
 struct StaticDraw {
   int64_t id;
-  double log_p;
+  double log_weight;
 };
 
 SX_HOST_DEVICE inline StaticDraw alias_draw(const AliasEntry* table, int64_t num_classes, uint64_t bits0,
@@ -193,13 +201,13 @@ SX_HOST_DEVICE inline StaticDraw alias_draw(const AliasEntry* table, int64_t num
   const AliasEntry entry = table[column];
   // Strictly below: threshold 0 never takes the column's own class.
   const bool own = bits1 < entry.threshold;
-  return {own ? column : entry.alias, double(own ? entry.log_p : entry.log_p_alias)};
+  return {own ? column : entry.alias, own ? entry.log_weight : entry.log_weight_alias};
 }
 
-SX_HOST_DEVICE inline double log_p_of(const StaticSampleParams& p, int64_t id) {
+SX_HOST_DEVICE inline double log_weight_of(const StaticSampleParams& p, int64_t id) {
   if (p.law == StaticLaw::kUniform) return 0.0;
   if (p.law == StaticLaw::kLogUniform) return exact_log(log_step(double(id + 1)));
-  return double(p.table[id].log_p);
+  return p.table[id].log_weight;
 }
 
 SX_HOST_DEVICE inline StaticDraw draw_at(const StaticSampleParams& p, const StaticRow& row, PhiloxKey key, int64_t b,
@@ -221,9 +229,8 @@ SX_HOST_DEVICE inline StaticDraw draw_excluding(const StaticSampleParams& p, con
     if (!is_excluded(p, row, drawn.id)) return drawn;
   }
   const uint64_t bits = philox_u64(philox_at(key, b, draw, kRejections), 0);
-  const int64_t id =
-      p.law == StaticLaw::kAlias ? alias_from_gaps(p, row, bits) : log_uniform_from_gaps(p, row, bits);
-  return {id, log_p_of(p, id)};
+  const int64_t id = p.law == StaticLaw::kAlias ? alias_from_gaps(p, row, bits) : log_uniform_from_gaps(p, row, bits);
+  return {id, log_weight_of(p, id)};
 }
 
 // Nothing left: the row's first excluded id stands in with log_q = 0, and the loss masks it.
@@ -238,7 +245,7 @@ SX_HOST_DEVICE inline float log_q_of(const StaticSampleParams& p, const StaticRo
     if (row.left == 0) return id == stand_in(p, row) ? 0.0f : negative_infinity<float>();
     if (is_excluded(p, row, id)) return negative_infinity<float>();
   }
-  return float(log_p_of(p, id) - row.log_mass);
+  return float(log_weight_of(p, id) - row.log_mass);
 }
 
 }  // namespace SX_ISA_NS

@@ -70,7 +70,7 @@ StaticSampleParams checked_params(StaticLaw law, bool given, const Tensor& ref, 
   p.num_classes = num_classes;
   p.whole = whole_row(law, num_classes);
   if (law == StaticLaw::kAlias) {
-    glue::check_tensor(op, "table", *table, {num_classes, 3}, "[C, 3]", ScalarType::Long, ref);
+    glue::check_tensor(op, "table", *table, {num_classes, 4}, "[C, 4]", ScalarType::Long, ref);
     glue::check_tensor(op, "prefix", *prefix, {num_classes + 1}, "[C + 1]", ScalarType::Long, ref);
   }
   glue::check(exclude.has_value() || !exclude_offsets.has_value(), op, ": exclude_offsets needs exclude, got None");
@@ -93,6 +93,8 @@ void take_pointers(StaticSampleParams& p, const Tensor* table, const Tensor* pre
   if (p.law == StaticLaw::kAlias) {
     p.table = reinterpret_cast<const AliasEntry*>(glue::in<int64_t>(*table));
     p.prefix = glue::in<int64_t>(*prefix);
+    glue::check(reinterpret_cast<uintptr_t>(p.table) % alignof(AliasEntry) == 0, op_name(p.law, p.key == nullptr),
+                ": table must be aligned to ", alignof(AliasEntry), " bytes, got a view that is not");
   }
   // An empty list excludes nothing; its data pointer may be null.
   if (exclude.has_value() && p.exclude_size > 0) {
@@ -118,8 +120,8 @@ std::tuple<Tensor, Tensor> sample(StaticLaw law, const Tensor& key, int64_t batc
   const char* op = op_name(law, false);
   glue::begin_op();
   glue::check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, key);
-  StaticSampleParams p = checked_params(law, false, key, batch, num_samples, num_classes, table, prefix, exclude,
-                                        exclude_offsets);
+  StaticSampleParams p =
+      checked_params(law, false, key, batch, num_samples, num_classes, table, prefix, exclude, exclude_offsets);
   p.key = glue::in<int64_t>(key);
   take_pointers(p, table, prefix, exclude, exclude_offsets);
   Tensor ids = glue::empty(key, {batch, num_samples}, ScalarType::Long);
@@ -135,8 +137,8 @@ Tensor log_prob(StaticLaw law, const Tensor& ids, int64_t num_classes, const Ten
   const char* op = op_name(law, true);
   glue::begin_op();
   glue::check_tensor(op, "ids", ids, {-1, -1}, "[B, n]", ScalarType::Long, ids);
-  StaticSampleParams p = checked_params(law, true, ids, ids.size(0), ids.size(1), num_classes, table, prefix, exclude,
-                                        exclude_offsets);
+  StaticSampleParams p =
+      checked_params(law, true, ids, ids.size(0), ids.size(1), num_classes, table, prefix, exclude, exclude_offsets);
   p.given = glue::in<int64_t>(ids);
   if (ids.is_cpu()) {
     for (int64_t i = 0; i < p.batch * p.num_samples; ++i) {
@@ -152,7 +154,7 @@ Tensor log_prob(StaticLaw law, const Tensor& ids, int64_t num_classes, const Ten
 }
 
 int64_t table_classes(const char* op, const Tensor& table) {
-  glue::check_tensor(op, "table", table, {-1, 3}, "[C, 3]", ScalarType::Long, table);
+  glue::check_tensor(op, "table", table, {-1, 4}, "[C, 4]", ScalarType::Long, table);
   return table.size(0);
 }
 
@@ -214,7 +216,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       tags);
 }
 
-#define SX_STATIC_IMPLS(m)                                    \
+#define SX_STATIC_IMPLS(m)                                          \
   m.impl("uniform_sample", TORCH_BOX(&uniform_sample));             \
   m.impl("log_uniform_sample", TORCH_BOX(&log_uniform_sample));     \
   m.impl("alias_sample", TORCH_BOX(&alias_sample));                 \

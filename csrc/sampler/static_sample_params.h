@@ -12,21 +12,21 @@ namespace samplex {
 
 enum class StaticLaw : int { kUniform = 0, kLogUniform = 1, kAlias = 2 };
 
-// One column of an alias table. A draw touches this and nothing else.
-struct AliasEntry {
+// One column of an alias table. A draw touches this and nothing else: 32 bytes, one sector of GPU memory.
+struct alignas(16) AliasEntry {
   uint64_t threshold;  // the column's own class if a 64-bit uniform is below this, else `alias`
   int64_t alias;
-  float log_p;        // of the column's own class; -inf for weight zero
-  float log_p_alias;  // of `alias`
+  double log_weight;        // of the column's own class; -inf for weight zero
+  double log_weight_alias;  // of `alias`
 };
-static_assert(sizeof(AliasEntry) == 24, "an int64 [C, 3] tensor holds C entries");
+static_assert(sizeof(AliasEntry) == 32, "an int64 [C, 4] tensor holds C entries");
 
 // What is left of a law in one row once the row's excluded ids are gone.
 struct StaticRow {
   int64_t begin, end;  // the row's ids inside `exclude`, those outside [0, C) cut off at both ends
   int64_t left;        // uniform: classes left; alias: integer weight left; log-uniform: classes left
   double mass;         // log-uniform: sum of log((k+2)/(k+1)) over what is left
-  double log_mass;     // log_q = log_p - log_mass, log_p as static_sample_law.h defines it
+  double log_mass;     // log_q = log_weight - log_mass
 };
 static_assert(sizeof(StaticRow) == 40, "an int64 [B, 5] tensor holds B rows");
 
@@ -41,7 +41,7 @@ struct StaticSampleParams {
   const int64_t* exclude_offsets;           // [B + 1] or nullptr for [B, P]
   int64_t exclude_width, exclude_size;      // P (0 with offsets), nnz
   StaticRow* rows;                          // [B] scratch, with `exclude` only
-  StaticRow whole;                          // the law with nothing excluded
+  StaticRow whole;                          // the law with nothing excluded; see whole_row
   int64_t* ids;                             // [B, m] out, nullptr with `given`
   float* log_q;                             // [B, m] out
 };

@@ -292,7 +292,7 @@ def _plot(path: Path, full: Run, sampled: Run, result: dict[str, Any], title: st
             )
             if ours < theirs:
                 axes.annotate(
-                    f"{level:.0%}: {theirs / ours:.0f}x sooner",
+                    f"{level:.0%}: {theirs / ours:.{0 if theirs >= 10 * ours else 1}f}x sooner",
                     ((ours * theirs) ** 0.5, level),
                     xytext=(0, 6),
                     textcoords="offset points",
@@ -336,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dim", type=int, default=64, help="width of the data and of the hidden layer (default %(default)s)")
     add("--batch-size", type=int, default=256, help="rows per step (default %(default)s)")
     add("--num-samples", type=int, default=64, help="draws per row (default %(default)s)")
-    add("--seconds", type=float, default=45.0, help="training time of each run (default %(default)s)")
+    add("--seconds", type=float, default=40.0, help="training time of each run (default %(default)s)")
     add("--steps", type=int, default=None, help="stop a run after so many steps, if that comes first")
     add("--lr", type=float, default=0.1, help="learning rate of Adagrad (default %(default)s)")
     add("--seed", type=int, default=0, help="of data, initial values and draws (default %(default)s)")

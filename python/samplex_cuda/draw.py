@@ -18,8 +18,8 @@ class Draw(NamedTuple):
     Example:
         >>> import samplex_cuda as sx
         >>> draw = sx.samplers.Uniform(1000).sample(None, 5, batch_size=2, key=sx.Key(0))
-        >>> draw.ids.shape, draw.log_q.exp()[0, 0].item()
-        (torch.Size([2, 5]), 0.0010000000474974513)
+        >>> draw.ids.shape, draw.log_q[0].exp()
+        (torch.Size([2, 5]), tensor([0.0010, 0.0010, 0.0010, 0.0010, 0.0010]))
     """
 
     ids: Tensor

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from samplex_cuda.ops import sampled_softmax as _sampled_softmax  # noqa: F401  registers fakes and autograd
+from samplex_cuda.ops.sampled_softmax import keep_coalesced
 
 __all__ = ["sampled_softmax"]
 
@@ -36,10 +37,11 @@ def _check_ids(op: str, name: str, t: Tensor, device: torch.device) -> None:
 def _flatten(op: str, h: Tensor, weight: Tensor, target: Tensor, ids: Tensor, log_q: Tensor) -> tuple[Tensor, ...]:
     """Leading dimensions [*, d] -> [B, d]; target [*] or [*, P] -> [B, P]; draws [*, m] -> [B, m], or [m]."""
     lead = h.shape[:-1]
+    batch = math.prod(lead)  # not -1: ambiguous where the last dimension is 0
     if target.shape == lead:
-        target = target.reshape(-1, 1)
+        target = target.reshape(batch, 1)
     elif target.dim() == len(lead) + 1 and target.shape[:-1] == lead:
-        target = target.reshape(-1, target.shape[-1])
+        target = target.reshape(batch, target.shape[-1])
     else:
         raise ValueError(f"{op}: target must be {list(lead)} or {[*lead, 'P']} to fit h {list(h.shape)}, got {_got(target)}")
     if ids.shape != log_q.shape:
@@ -49,8 +51,8 @@ def _flatten(op: str, h: Tensor, weight: Tensor, target: Tensor, ids: Tensor, lo
             raise ValueError(
                 f"{op}: ids must be {[*lead, 'm']} (per row) or [m] (shared) to fit h {list(h.shape)}, got {_got(ids)}"
             )
-        ids, log_q = ids.reshape(-1, ids.shape[-1]), log_q.reshape(-1, log_q.shape[-1])
-    return h.reshape(-1, h.shape[-1]), target, ids, log_q
+        ids, log_q = ids.reshape(batch, ids.shape[-1]), log_q.reshape(batch, ids.shape[-1])
+    return h.reshape(batch, h.shape[-1]), target, ids, log_q
 
 
 @overload
@@ -186,6 +188,10 @@ def sampled_softmax(
         needs_grad,
         bool(sparse),
     )
+    if needs_grad and sparse and not torch.compiler.is_compiling():
+        for parameter in (weight, bias):
+            if parameter is not None and parameter.requires_grad and parameter.is_leaf:
+                keep_coalesced(parameter)
     loss, lse, denom = _call(args)[:3]
     loss = _reduce(op, loss, denom.detach(), reduction, lead)
     return (loss, lse.reshape(lead)) if return_lse else loss

@@ -1,4 +1,4 @@
-"""Randomness as an argument: a key is a seed and an offset, and every draw is a function of the key and its position."""
+"""Randomness as an argument: every draw is a function of a key (seed and offset) and its position."""
 
 from __future__ import annotations
 
@@ -60,11 +60,13 @@ class Key:
         self.seed, self.offset = restored.seed, restored.offset
 
     def __eq__(self, other: object) -> bool:
+        """Same seed and same next offset."""
         return isinstance(other, Key) and (self.seed, self.offset) == (other.seed, other.offset)
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
+        """Seed and next offset."""
         return f"Key(seed={self.seed}, offset={self.offset})"
 
 

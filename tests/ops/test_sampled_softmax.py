@@ -1,4 +1,4 @@
-"""Fused sampled softmax against its specification, on every backend: values, gradients, corners, sparse gradients, bits.
+"""Fused sampled softmax against its specification, on every backend: values, gradients, corners, sparse rows, bits.
 
 Truth is `samplex_cuda.reference` in float64 on the same (rounded) inputs; the error budget is that of
 `samplex_cuda.testing`. For half-precision storage torch's side of the budget computes in float32 and rounds the result
@@ -181,7 +181,7 @@ def pairwise(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
             if c in row:
                 continue
 
-            def gain(k, c=c, row=row):
+            def gain(k, c=c, row=row, left=left):
                 return sum(((d, v, c, k) if d < c else (c, k, d, v)) in left for d, v in row.items())
 
             values = list(range(len(factors[names[c]])))
@@ -384,7 +384,10 @@ def test_all_draws_masked_is_loss_zero_and_no_gradient(backend, targets, shared,
     loss.sum().backward()
     assert loss.tolist() == [0.0] * 3
     assert not h.grad.any()
-    assert weight.grad._nnz() == bias.grad._nnz() == 0
+    assert not dense(weight.grad).any()
+    assert not dense(bias.grad).any()
+    if not shared:  # shared draws are rows of a GEMM: listed, though zero
+        assert weight.grad._nnz() == bias.grad._nnz() == 0
 
 
 def test_masked_row_beside_others(backend):
@@ -422,7 +425,7 @@ def test_all_rows_ignored_is_zero(backend, shared):
     loss.backward()
     assert loss == 0
     assert not h.grad.any()
-    assert weight.grad._nnz() == 0
+    assert not dense(weight.grad).any()
 
 
 def test_one_class(backend):
@@ -454,11 +457,11 @@ def test_a_bad_number_spoils_its_own_row_only(backend, bad, where, samples, abso
         assert found[name][good].isfinite().all()
     assert found["loss"][2].isnan()
     assert found["lse"][2].isnan()
-    assert found["d_h"][2].isnan().any()
+    assert not found["d_h"][2].isfinite().all()
     touched = torch.cat([case.ids[2], case.target[2:3]])
     others = torch.ones(1000, dtype=torch.bool).index_fill_(0, touched, False)
     assert torch.equal(found["d_weight"][others], clean["d_weight"][others])
-    assert found["d_weight"][touched].isnan().any()
+    assert not found["d_weight"][touched].isfinite().all()
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -628,8 +631,7 @@ def test_sparse_gradients_are_coalesced_and_equal_the_dense_ones(backend, shared
         loss = functional.sampled_softmax(
             case.h, weight, case.target, case.ids, case.log_q, bias, sparse=sparse, **case.options
         )
-        loss.backward()
-        grads[sparse] = weight.grad, bias.grad
+        grads[sparse] = torch.autograd.grad(loss, (weight, bias))
     for ours, full in zip(grads[True], grads[False], strict=True):
         assert ours.is_sparse
         assert ours.is_coalesced()
@@ -644,6 +646,7 @@ def test_sparse_gradients_are_coalesced_and_equal_the_dense_ones(backend, shared
     assert torch.equal(grads[True][0]._indices()[0], wanted)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch.optim itself
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "SparseAdam"])
 def test_torchs_optimizers_take_the_sparse_gradient(backend, optimizer):
     make = getattr(torch.optim, optimizer)
@@ -677,6 +680,25 @@ def test_gradients_accumulate_over_two_backwards(backend):
     for case in (a, b):
         functional.sampled_softmax(case.h, weight, case.target, case.ids, case.log_q).backward()
     torch.testing.assert_close(weight.grad.to_dense(), separate[0] + separate[1])
+
+
+def test_grad_knows_that_it_is_coalesced_and_a_sum_of_two_is_right(backend):
+    # Autograd's accumulation forgets the flag; an optimizer would sort again. It must not be set on a sum that is not.
+    a, b = (make_case(4, 6, 8, seed=s).to(backend.device) for s in (0, 1))
+    weight = leaf(a.weight)
+    losses = [functional.sampled_softmax(c.h, weight, c.target, c.ids, c.log_q) for c in (a, b)]
+    losses[0].backward(retain_graph=True)
+    assert weight.grad.is_coalesced()
+    first = dense(weight.grad)
+    weight.grad = None
+    losses[1].backward(retain_graph=True)
+    second = dense(weight.grad)
+    weight.grad = None
+    sum(losses).backward()  # one graph that uses the table twice
+    if weight.grad.is_coalesced():
+        ids = weight.grad._indices()[0]
+        assert (ids.diff() > 0).all()
+    torch.testing.assert_close(dense(weight.grad), first + second)
 
 
 def test_a_graph_can_be_walked_twice(backend):
@@ -795,13 +817,16 @@ def test_opcheck_forward(backend, options, flags):
     ("need_rows", "with_bias", "with_lse"), [(True, True, True), (True, False, False), (False, False, True)]
 )
 def test_opcheck_backward(backend, shared, need_rows, with_bias, with_lse):
-    case = make_case(3, 4, 5, classes=12, shared=shared, smoothing=0.1).to(backend.device)
+    # Every id once: rows behind `count` are unspecified, and opcheck would compare them.
+    case = make_case(3, 4, 5, classes=100, shared=shared, smoothing=0.1)
+    case.ids, case.target = torch.arange(case.ids.numel()).reshape(case.ids.shape), torch.tensor([50, 60, 70])
+    case = case.to(backend.device)
     args = op_args(case, requires_grad=False)
     saved = OP(*args)[3:]
     grads = [torch.randn(3, device=backend.device) for _ in range(2)]
     torch.library.opcheck(
         OP_BWD,
-        (grads[0], grads[1] if with_lse else None, args[0], args[2], args[3], *saved, 12, need_rows, with_bias),
+        (grads[0], grads[1] if with_lse else None, args[0], args[2], args[3], *saved, 100, need_rows, with_bias),
     )
 
 
@@ -811,10 +836,11 @@ def test_compile_with_a_dynamic_batch(backend, compiler, sparse):
     if compiler == "inductor" and backend.emulated:
         pytest.skip("what inductor makes of the graph does not depend on who serves the op")
     torch._dynamo.reset()
-    graphs = []
+    graphs: list[Any] = []
+    compiles: list[int] = []
 
     def step(h, weight, bias, target, ids, log_q):
-        return functional.sampled_softmax(2 * h, weight, target, ids, log_q, bias, sparse=sparse).exp()
+        return functional.sampled_softmax(2 * h, weight, target, ids, log_q, bias, sparse=sparse).square()
 
     def count(graph, example_inputs):
         graphs.append(graph)
@@ -830,9 +856,10 @@ def test_compile_with_a_dynamic_batch(backend, compiler, sparse):
             loss.backward()
             assert weight.grad.is_sparse == sparse
             results.append([loss.detach(), h.grad, weight.grad.to_dense(), bias.grad.to_dense()])
+        compiles.append(len(graphs))
         for eager, ours in zip(*results, strict=True):
-            torch.testing.assert_close(ours, eager)
-    assert len(graphs) == 1, "a new batch size must not compile again"
+            torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)  # inductor fuses the products
+    assert compiles[0] == compiles[-1] > 0, "a new batch size must not compile again"
 
 
 def test_double_backward_is_a_clear_error(backend):
@@ -890,8 +917,8 @@ def test_no_step_allocates_the_size_of_the_table(shared, autocast):
     weight.grad = bias.grad = None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
-    sizes = [event.cpu_memory_usage for event in profile.events() if event.name == "[memory]"]
-    allocated = [size for size in sizes if size > 0]
+    events = profile.profiler.kineto_results.events()
+    allocated = [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
     assert len(allocated) > 8, "the profiler saw nothing"
     # A handful of [B, d], [B, m] and [rows, d] tensors; the smallest table, one byte a class, would be 100 kB.
     entries = rows * (samples + 1)

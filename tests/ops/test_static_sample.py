@@ -47,8 +47,8 @@ def move(exclude, device):
     return None if exclude is None else exclude.to(device)
 
 
-# Three rows each, in every accepted form; duplicates, pads, heads that hold most of the mass (so that rejection gives up
-# and the inversion works), everything excluded, all but one, everything that has weight.
+# Three rows each, in every accepted form; duplicates, pads, heads that hold most of the mass (so that rejection
+# gives up and the inversion works), everything excluded, all but one, everything that has weight.
 EXCLUDES = {
     "none": (None, None),
     "target": (torch.tensor([6, 0, 12]), [[6], [0], [12]]),
@@ -61,7 +61,9 @@ EXCLUDES = {
         [[12, 6, 6, 3], [], [0, -1, 1]],
     ),
     "heavy": (
-        torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12], [6, 5, 11, 0, 7, 1, 4, 8, 12, 2, 3], [12, 11, 6] + [-1] * 8]),
+        torch.tensor(
+            [[0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12], [6, 5, 11, 0, 7, 1, 4, 8, 12, 2, 3], [12, 11, 6] + [-1] * 8]
+        ),
         [[0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12], [6, 5, 11, 0, 7, 1, 4, 8, 12, 2, 3], [12, 11, 6]],
     ),
     "nearly_all": (
@@ -96,19 +98,21 @@ def test_equals_reference(backend, law, form):
     np.testing.assert_allclose(draw.log_q.cpu().numpy(), log_q, rtol=3e-7, atol=1e-15)
 
 
-def test_heavy_exclusion_reaches_the_inversion():
-    """The rows of EXCLUDES["heavy"] really exhaust the attempts, or the test above would not cover the inversion."""
-    sampler = make("alias")
-    rows = EXCLUDES["heavy"][1]
-    for b in (0, 1):
-        exhausted = 0
-        for draw in range(40):
-            words = (reference.philox_bits(*KEY, b, draw, attempt) for attempt in range(reference.REJECTIONS))
-            column = ((bits0 * 13 >> 64, bits1) for bits0, bits1 in words)
-            table = sampler.table.numpy()
-            chosen = [c if bits1 < int(table[c, 0]) % 2**64 else int(table[c, 1]) for c, bits1 in column]
-            exhausted += all(c in rows[b] for c in chosen)
-        assert exhausted > 5
+@pytest.mark.parametrize("law", LAWS)
+def test_inversion_equals_reference(backend, law):
+    """Several far gaps with next to no mass are left: nearly every draw of a row exhausts its attempts."""
+    C, left = 1000, [500, 501, 700, 900, 901, 902, 903, 999]
+    counts = np.full(C, 10**6)
+    counts[left] = [1, 2, 3, 0, 5, 6, 7, 8]
+    sampler = sx.samplers.Unigram(counts).to(backend.device) if law == "alias" else make(law, C, backend.device)
+    excluded = [k for k in range(C) if k not in left]
+    exclude = torch.tensor([excluded, excluded[::-1]], device=backend.device)
+    draw = sampler.sample(None, 60, exclude=exclude, key=key_on(backend.device))
+    table = sampler.table.cpu().numpy() if law == "alias" else None
+    ids, log_q = reference.sample(law, weights_of(law, sampler), KEY, 2, 60, [excluded] * 2, table)
+    assert len(np.unique(ids)) >= 7
+    np.testing.assert_array_equal(draw.ids.cpu().numpy(), ids)
+    np.testing.assert_allclose(draw.log_q.cpu().numpy(), log_q, rtol=3e-7, atol=1e-15)
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -120,7 +124,7 @@ def test_log_prob_equals_the_law_and_log_q(backend, law, form):
     every = torch.arange(13, device=backend.device).expand(3, -1)
     got = sampler.log_prob(None, every, exclude=exclude).cpu().numpy()
     with np.errstate(divide="ignore"):
-        wanted = np.log([reference.conditional(weights_of(law, sampler), row) for row in rows])
+        wanted = np.log([reference.conditional(weights_of(law, sampler), row) for row in rows or [[]] * 3])
     np.testing.assert_allclose(got, wanted, rtol=3e-7, atol=1e-15)
     draw = sampler.sample(None, 50, batch_size=3, key=key_on(backend.device), exclude=exclude)
     assert torch.equal(sampler.log_prob(None, draw.ids, exclude=exclude), draw.log_q)
@@ -132,7 +136,7 @@ def test_one_class_left_has_log_q_exactly_zero(backend, law):
     exclude = torch.tensor([[1, 2, 3, 4], [0, 2, 3, 4], [0, 1, 3, 4], [0, 1, 2, 4], [0, 1, 2, 3]])
     draw = sampler.sample(None, 6, exclude=exclude.to(backend.device))
     assert draw.ids.cpu().equal(torch.arange(5)[:, None].expand(5, 6))
-    assert draw.log_q.eq(0).all() if law != "alias" else draw.log_q.abs().max() < 1e-6
+    assert draw.log_q.eq(0).all()
 
 
 # ------------------------------------------------------------------------------------------------ bit equality
@@ -307,10 +311,10 @@ def _table_law(counts):
     """The class probabilities a table implies, by exact fractions."""
     from fractions import Fraction
 
-    table, prefix = _native.build_alias(np.asarray(counts, dtype=np.float64))
+    table, prefix = (t.numpy() for t in ops.build_alias(counts))
     C = len(counts)
     law = [Fraction(0)] * C
-    for column, (threshold, alias, _) in enumerate(table.tolist()):
+    for column, (threshold, alias, *_) in enumerate(table.tolist()):
         own = Fraction(threshold % 2**64, 2**64)
         law[column] += own / C
         law[alias] += (1 - own) / C
@@ -348,15 +352,14 @@ def test_alias_table_has_the_law(counts):
 
 def test_integer_counts_keep_their_ratios():
     counts = np.array([3, 0, 10**9, 7, 1])
-    prefix = _native.build_alias(counts.astype(np.float64))[1]
-    weights = np.diff(prefix)
+    weights = np.diff(ops.build_alias(counts)[1].numpy())
     unit = int(weights[4])
     assert weights.tolist() == [int(c) * unit for c in counts]
 
 
 def test_full_columns_do_not_leak():
     """Equal weights fill every column exactly: no column points elsewhere."""
-    table, _ = _native.build_alias(np.full(1000, 3.0))
+    table, _ = ops.build_alias(np.full(1000, 3.0))
     assert table[:, 1].tolist() == list(range(1000))
 
 
@@ -436,8 +439,9 @@ def test_opcheck(backend, law, form):
     torch.library.opcheck(getattr(torch.ops.samplex, f"{law}_log_prob").default, (ids, *tables, flat, offsets))
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_compile_fullgraph_with_dynamic_batch(law):
+# One law goes through the code generator; the others stop at the traced graph, which is where laws can differ.
+@pytest.mark.parametrize(("law", "compiler"), [(law, "aot_eager") for law in LAWS] + [("alias", "inductor")])
+def test_compile_fullgraph_with_dynamic_batch(law, compiler):
     sampler = make(law, 1000)
 
     def step(h, target, key):
@@ -445,7 +449,7 @@ def test_compile_fullgraph_with_dynamic_batch(law):
         return draw.ids, draw.log_q, sampler.log_prob(h, target)
 
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=compiler)
     for B in (4, 7, 12):
         h, target, key = torch.randn(B, 3), torch.randint(0, 1000, (B,)), torch.tensor([1, B])
         _assert_same(compiled(h, target, key), step(h, target, key))
@@ -463,7 +467,9 @@ def test_compile_without_a_key_draws_anew():
 def test_compile_with_csr_and_padded_exclude():
     sampler = make("alias")
     torch._dynamo.reset()
-    compiled = torch.compile(lambda e, k: sampler.sample(None, 8, key=k, exclude=e)[:2], fullgraph=True)
+    compiled = torch.compile(
+        lambda e, k: sampler.sample(None, 8, key=k, exclude=e)[:2], fullgraph=True, backend="aot_eager"
+    )
     for form in ("padded", "csr"):
         exclude = EXCLUDES[form][0]
         _assert_same(compiled(exclude, key_on("cpu")), sampler.sample(None, 8, key=key_on("cpu"), exclude=exclude)[:2])
@@ -505,7 +511,7 @@ class TestErrors:
             sampler.sample(torch.tensor(1.0), 3)
 
     def test_exclude_with_shared(self):
-        with pytest.raises(ValueError, match="uniform: exclude must be None with shared=True .shared draws are masked"):
+        with pytest.raises(ValueError, match="uniform: exclude must be None with shared=True"):
             make("uniform").sample(None, 3, shared=True, exclude=torch.tensor([0]))
 
     @pytest.mark.parametrize("law", LAWS)
@@ -528,8 +534,16 @@ class TestErrors:
                 r"exclude offsets must be \[B \+ 1\] with B = 2, got \[2\] int64",
             ),
             ((torch.tensor([0, 1, 1]), torch.tensor([[0]])), ValueError, r"exclude ids must be \[nnz\], got \[1, 1\]"),
-            ((torch.tensor([0, 1, 2]), torch.tensor([3])), ValueError, "exclude_offsets must go from 0 to 1, got 0 and 2"),
-            ((torch.tensor([1, 1, 1]), torch.tensor([3])), ValueError, "exclude_offsets must go from 0 to 1, got 1 and 1"),
+            (
+                (torch.tensor([0, 1, 2]), torch.tensor([3])),
+                ValueError,
+                "exclude_offsets must go from 0 to 1, got 0 and 2",
+            ),
+            (
+                (torch.tensor([1, 1, 1]), torch.tensor([3])),
+                ValueError,
+                "exclude_offsets must go from 0 to 1, got 1 and 1",
+            ),
             ((torch.tensor([0, 5, 1]), torch.tensor([3])), ValueError, "exclude_offsets must not fall, got 5 then 1"),
         ],
     )
@@ -537,7 +551,7 @@ class TestErrors:
         if isinstance(exclude, torch.Tensor) and exclude.device.type == "meta" and law == "alias":
             text = "tensors must be on cpu, where the table is, got meta"
         with pytest.raises(error, match=text):
-            make(law).sample(None, 3, batch_size=2, exclude=exclude, key=sx.Key(0))
+            make(law).sample(torch.zeros(2, 1), 3, exclude=exclude, key=sx.Key(0))
 
     @pytest.mark.parametrize("law", LAWS)
     def test_log_prob(self, law):
@@ -598,7 +612,10 @@ class TestErrors:
             (lambda: uniform(key.float(), 1, 1, 5), r"uniform_sample: key must be \[2\] = \[2\] int64 contiguous"),
             (lambda: uniform(key[:1], 1, 1, 5), r"uniform_sample: key must be \[2\]"),
             (lambda: uniform(key, -1, 1, 5), r"uniform_sample: batch must be in \[0, 2\^32\], got -1"),
-            (lambda: uniform(key, 1, 2**24 + 1, 5), r"uniform_sample: num_samples must be in \[0, 2\^24\], got 16777217"),
+            (
+                lambda: uniform(key, 1, 2**24 + 1, 5),
+                r"uniform_sample: num_samples must be in \[0, 2\^24\], got 16777217",
+            ),
             (lambda: uniform(key, 1, 1, 0), r"uniform_sample: num_classes must be in \[1, 2\^52\], got 0"),
             (lambda: uniform(key, 1, 1, 5, ids.int()), r"uniform_sample: exclude must be \[B, P\] = \[1, \*\] int64"),
             (lambda: uniform(key, 1, 1, 5, None, ids), "uniform_sample: exclude_offsets needs exclude, got None"),
@@ -606,7 +623,11 @@ class TestErrors:
                 lambda: uniform(key, 1, 1, 5, torch.tensor([[3, 1]])),
                 "uniform_sample: exclude must ascend in each row, got 3 before 1 in row 0",
             ),
-            (lambda: alias(key, 1, 1, table.float(), prefix), r"alias_sample: table must be \[C, 3\]"),
+            (lambda: alias(key, 1, 1, table.float(), prefix), r"alias_sample: table must be \[C, 4\]"),
+            (
+                lambda: alias(key, 1, 1, torch.zeros(53, dtype=torch.int64)[1:].view(13, 4), prefix),
+                "alias_sample: table must be aligned to 16 bytes, got a view that is not",
+            ),
             (lambda: alias(key, 1, 1, table, prefix[:-1]), r"alias_sample: prefix must be \[C \+ 1\] = \[14\] int64"),
             (lambda: torch.ops.samplex.uniform_log_prob(ids[0], 5), r"uniform_log_prob: ids must be \[B, n\]"),
         ]:

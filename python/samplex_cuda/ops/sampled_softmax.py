@@ -5,6 +5,7 @@ The ops take what the kernels need and check it; `samplex_cuda.functional.sample
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -12,7 +13,37 @@ from torch import Tensor
 
 from samplex_cuda import _library  # noqa: F401  registers the ops
 
-__all__ = ["rows_to_coo"]
+__all__ = ["keep_coalesced", "rows_to_coo"]
+
+# Row ids of the last gradients made here. Holding them keeps their memory from being used again, so that a gradient whose
+# indices lie at the same address is one of ours. A few, for weight and bias of a few heads.
+_delivered: deque[Tensor] = deque(maxlen=8)
+
+
+def _mark_coalesced(parameter: Tensor) -> None:
+    grad = parameter.grad
+    if grad is None or not grad.is_sparse or grad.is_coalesced():
+        return
+    address = grad._indices().data_ptr()
+    if any(address == row_ids.data_ptr() and grad._nnz() <= row_ids.numel() for row_ids in _delivered):
+        grad._coalesced_(True)
+
+
+def keep_coalesced(parameter: Tensor) -> None:
+    """Let `parameter.grad` say that it is coalesced when it is.
+
+    Autograd's accumulation makes a shallow copy of a sparse gradient and forgets the flag on the way, so every optimizer
+    would sort and sum the rows once more. A hook after the accumulation puts the flag back, where the gradient is one of
+    ours alone; a sum of two gradients is left as it is. Registered once per parameter.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.ops.sampled_softmax import keep_coalesced
+        >>> keep_coalesced(torch.zeros(3, 2, requires_grad=True))
+    """
+    if not getattr(parameter, "_samplex_keeps_coalesced", False):
+        parameter.register_post_accumulate_grad_hook(_mark_coalesced)
+        parameter._samplex_keeps_coalesced = True  # type: ignore[attr-defined]
 
 
 def _acc(dtype: torch.dtype) -> torch.dtype:
@@ -94,6 +125,8 @@ def rows_to_coo(row_ids: Tensor, rows: Tensor, count: Tensor, size: tuple[int, .
     torch._check(n >= 0)
     torch._check(n <= row_ids.shape[0])
     values = rows[:n].to(dtype)
+    if not torch.compiler.is_compiling():
+        _delivered.append(row_ids)
     return torch.sparse_coo_tensor(row_ids[:n].unsqueeze(0), values, size, check_invariants=False, is_coalesced=True)
 
 

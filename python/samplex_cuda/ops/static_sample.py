@@ -5,14 +5,18 @@ Each comes with a `*_log_prob` op for given ids under the same law. `exclude` is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda import _library  # noqa: F401  registers the ops
+from samplex_cuda._library import _native  # also registers the ops
 
 __all__ = [
     "alias_log_prob",
     "alias_sample",
+    "build_alias",
     "log_uniform_log_prob",
     "log_uniform_sample",
     "sort_exclude",
@@ -88,16 +92,15 @@ def alias_sample(
         key: [2] int64.
         batch: B.
         num_samples: m.
-        table: [C, 3] int64, from `_native.build_alias`.
-        prefix: [C + 1] int64, from `_native.build_alias`.
+        table: [C, 4] int64, from `build_alias`.
+        prefix: [C + 1] int64, from `build_alias`.
         exclude: as in `uniform_sample`.
         exclude_offsets: as in `uniform_sample`.
 
     Example:
         >>> import torch
-        >>> from samplex_cuda import _native
-        >>> from samplex_cuda.ops.static_sample import alias_sample
-        >>> table, prefix = map(torch.from_numpy, _native.build_alias([0.0, 3.0, 0.0]))
+        >>> from samplex_cuda.ops.static_sample import alias_sample, build_alias
+        >>> table, prefix = build_alias([0.0, 3.0, 0.0])
         >>> ids, log_q = alias_sample(torch.tensor([0, 0]), 1, 3, table, prefix)
         >>> ids, log_q
         (tensor([[1, 1, 1]]), tensor([[0., 0., 0.]]))
@@ -140,13 +143,38 @@ def alias_log_prob(
 
     Example:
         >>> import torch
-        >>> from samplex_cuda import _native
-        >>> from samplex_cuda.ops.static_sample import alias_log_prob
-        >>> table, prefix = map(torch.from_numpy, _native.build_alias([1.0, 3.0]))
+        >>> from samplex_cuda.ops.static_sample import alias_log_prob, build_alias
+        >>> table, prefix = build_alias([1.0, 3.0])
         >>> alias_log_prob(torch.tensor([[0, 1]]), table, prefix).exp()
         tensor([[0.2500, 0.7500]])
     """
     return torch.ops.samplex.alias_log_prob(ids, table, prefix, exclude, exclude_offsets)
+
+
+def build_alias(weights: np.ndarray | Sequence[float]) -> tuple[Tensor, Tensor]:
+    """An alias table for `alias_sample`: O(C), without randomness, on the CPU.
+
+    The weights are turned into integers whose sum is just below 2^61. From there all is integer arithmetic, so that the
+    table, the prefix sums and the mass left after an exclusion agree exactly.
+
+    Args:
+        weights: [C] finite, not negative, not all zero.
+
+    Returns:
+        table [C, 4] int64 and prefix [C + 1] int64, the running sums of the integer weights.
+
+    Example:
+        >>> from samplex_cuda.ops.static_sample import build_alias
+        >>> table, prefix = build_alias([1.0, 0.0, 3.0])
+        >>> table.shape, (prefix / prefix[-1]).tolist()
+        (torch.Size([3, 4]), [0.0, 0.25, 0.25, 1.0])
+    """
+    array = np.ascontiguousarray(weights, dtype=np.float64)
+    # torch's own memory: aligned, so that a 32-byte column never lies in two cache lines.
+    table = torch.empty((array.shape[0], 4), dtype=torch.int64)
+    prefix = torch.empty(array.shape[0] + 1, dtype=torch.int64)
+    _native.build_alias(array, table.numpy(), prefix.numpy())
+    return table, prefix
 
 
 def sort_exclude(exclude: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
@@ -222,16 +250,12 @@ def _(
 
 
 @torch.library.register_fake("samplex::uniform_log_prob")
-def _(
-    ids: Tensor, num_classes: int, exclude: Tensor | None = None, exclude_offsets: Tensor | None = None
-) -> Tensor:
+def _(ids: Tensor, num_classes: int, exclude: Tensor | None = None, exclude_offsets: Tensor | None = None) -> Tensor:
     return ids.new_empty(ids.shape, dtype=torch.float32)
 
 
 @torch.library.register_fake("samplex::log_uniform_log_prob")
-def _(
-    ids: Tensor, num_classes: int, exclude: Tensor | None = None, exclude_offsets: Tensor | None = None
-) -> Tensor:
+def _(ids: Tensor, num_classes: int, exclude: Tensor | None = None, exclude_offsets: Tensor | None = None) -> Tensor:
     return ids.new_empty(ids.shape, dtype=torch.float32)
 
 

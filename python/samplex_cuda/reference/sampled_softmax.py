@@ -46,7 +46,7 @@ def sampled_softmax(
         3.0
     """
     batch = h.shape[0]
-    target = target.reshape(batch, -1)
+    target = target.unsqueeze(1) if target.dim() == 1 else target
     ids = ids.expand(batch, -1) if ids.dim() == 1 else ids
     log_q = log_q.expand(batch, -1) if log_q.dim() == 1 else log_q
     num_samples = ids.shape[1]

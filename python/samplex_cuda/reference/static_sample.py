@@ -89,7 +89,7 @@ def sample(
         batch: B.
         num_samples: m.
         exclude: B lists of class ids; -1 is ignored.
-        table: [C, 3] int64, for "alias".
+        table: [C, 4] int64, for "alias".
 
     Returns:
         ids [B, m] int64, log_q [B, m] float64.

@@ -143,9 +143,7 @@ class Sampler(torch.nn.Module):
         if isinstance(exclude, Tensor):
             check_int64(self._op, "exclude", exclude)
             if exclude.dim() not in (1, 2) or exclude.shape[0] != batch:
-                raise ValueError(
-                    f"{self._op}: exclude must be [B] or [B, P] with B = {batch}, got {describe(exclude)}"
-                )
+                raise ValueError(f"{self._op}: exclude must be [B] or [B, P] with B = {batch}, got {describe(exclude)}")
             parts = [exclude]
         else:
             if not isinstance(exclude, tuple | list) or len(exclude) != 2:
