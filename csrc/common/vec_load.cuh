@@ -41,4 +41,20 @@ SX_DEVICE inline void store_floats(float* row, const float* in) {
   }
 }
 
+template <int Width>
+SX_DEVICE inline void load_floats(const float* row, float* out) {
+  if constexpr (Width == 1) {
+    out[0] = row[0];
+  } else {
+#pragma unroll
+    for (int i = 0; i < Width; i += 4) {
+      const float4 x = *reinterpret_cast<const float4*>(row + i);
+      out[i] = x.x;
+      out[i + 1] = x.y;
+      out[i + 2] = x.z;
+      out[i + 3] = x.w;
+    }
+  }
+}
+
 }  // namespace samplex

@@ -11,7 +11,7 @@ void launch_one_pass(const SampledSoftmaxParams& params, void* stream) {
   using Body = OnePass<T, kWidth, kChunks, kGroup, kFull>;
   constexpr size_t kBuffer = 2 * sizeof(float) * Body::kGroups * Body::kSpan;
   SX_LAUNCH("sampled_softmax", (sampled_softmax_kernel<T, kWidth, kChunks, kGroup, kFull>), unsigned(params.batch),
-            kOneThreads, params.need_grad ? kBuffer : 0, stream, params);
+            kWarpSize, params.need_grad ? kBuffer : 0, stream, params);
 }
 
 template <typename T>
@@ -28,7 +28,7 @@ void launch(const SampledSoftmaxParams& params, void* stream) {
     else
       launch_one_pass<T, 1, 16, 32, false>(params, stream);
   } else if (d == 64) {
-    launch_one_pass<T, kWidth, 16 / kWidth, 4, true>(params, stream);
+    launch_one_pass<T, kWidth, 8 / kWidth, 8, true>(params, stream);
   } else if (d == 128) {
     launch_one_pass<T, kWidth, 16 / kWidth, 8, true>(params, stream);
   } else if (d == 256) {

@@ -5,11 +5,12 @@
 //   sampled_softmax_bwd_kernel     coefficients and d_hidden from what the forward saved
 //   sampled_softmax_check_kernel   SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 //
-// One pass: a group of kGroup lanes owns a class row, every lane kElements of its columns, with h and the running unit
-// gradient in registers. kRows class rows are in flight in a group; their products are folded so that lane q of a group
-// ends with the sum of row q / (kGroup / kRows), computes one exponential, and hands it back. All groups of a warp share
-// one running maximum, so their partial gradients simply add up in shared memory at the end. No float atomics, no order
-// that depends on scheduling: the same bits every time. What bounds it is the gather: 4 d bytes a class row.
+// One pass: a block is one warp and has one batch row. A group of kGroup lanes owns a class row, every lane kElements of its
+// columns, with h and the running unit gradient in registers; kRows class rows are in flight in a group. Their partial
+// products change places through shared memory so that a lane ends with the product of one row, computes one exponential,
+// and hands it back. All groups share one running maximum, so their partial gradients simply add up at the end. No float
+// atomics, no order that depends on scheduling: the same bits every time. What bounds it is the gather, d numbers a class
+// row: a warp keeps 16 KiB of it in flight, so a few hundred rows fill a large GPU.
 #pragma once
 
 #include <cstdio>
@@ -21,11 +22,9 @@
 namespace samplex {
 namespace SX_BACKEND_NS {
 
-constexpr int kOneWarps = 2;  // block of the one-pass kernel: few threads, so that what a block does once costs little
-constexpr int kOneThreads = kOneWarps * kWarpSize;
-constexpr int kWarps = 4;  // block of the others
+constexpr int kWarps = 4;  // block of all kernels but the one-pass one
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kStage = 256;  // entries staged in shared memory at a time, a multiple of every kRound
+constexpr int kStage = 128;  // entries staged in shared memory at a time
 
 // ------------------------------------------------------------------------------------------------ entries of a row
 SX_DEVICE inline bool counts_as_target(const SampledSoftmaxParams& p, int64_t id) {
@@ -152,7 +151,8 @@ SX_DEVICE inline void finish_coefficients(const SampledSoftmaxParams& p, const R
   A* pull = static_cast<A*>(p.pull) + b * pull_width;
   for (int64_t k = threadIdx.x; k < entries; k += kBlock) {
     const A logit = push[k];
-    const bool part = logit != negative_infinity<A>() || (lse != lse && entry_id(p, b, k) >= 0);
+    // In a nan row a masked entry may hold nan: ask again.
+    const bool part = lse == lse ? logit != negative_infinity<A>() : entry_id(p, b, k) >= 0;
     const A sign = p.absolute && part ? static_cast<const A*>(p.signs)[b * entries + k] : A(1);
     push[k] = part ? A(p.scale) * sign * exp_acc(logit - lse) : A(0);
     if (k < pull_width) {
@@ -163,36 +163,42 @@ SX_DEVICE inline void finish_coefficients(const SampledSoftmaxParams& p, const R
 }
 
 // ------------------------------------------------------------------------------------------------ one pass, d <= 1024
-// Written without branches around register arrays: a class row that is not there is replaced by h with weight 0, a column
-// that is not there by column 0 with h = 0.
+// exp in the hot loop: two instructions and ex2; relative error below |x| 2^-23, and terms with large |x| have no weight.
+SX_DEVICE inline float quick_exp(float x) { return exp2f(x * 1.44269504f); }
+
+// Columns are split into chunks of kWidth: lane `place` of a group has chunks place, place + kGroup, … of a row.
+// There are no branches around register arrays: an entry that takes no part reads h instead of a class row and has logit
+// -inf, a column that is not there reads column 0 against h = 0.
 template <typename T, int kWidth, int kChunks, int kGroup, bool kFull>
 struct OnePass {
   static constexpr int kElements = kWidth * kChunks;     // columns of a lane
   static constexpr int kSpan = kElements * kGroup;       // columns of a group, >= d
-  static constexpr int kGroups = kOneThreads / kGroup;   // groups of a block
-  static constexpr int kRows = kElements > 16 ? 2 : 4;   // class rows in flight in a group: 64 registers of a lane
-  static constexpr int kHolders = kGroup / kRows;        // lanes that hold the same folded sum
-  static constexpr int kRound = kGroups * kRows;         // entries of a round of the block
+  static constexpr int kGroups = kWarpSize / kGroup;     // groups of the block, which is one warp
+  static constexpr int kRows = kElements > 16 ? 4 : 8;   // class rows in flight in a group: 128 registers of a lane
+  static constexpr int kHolders = kGroup / kRows;        // lanes that end with the product of the same row
+  static constexpr int kRound = kGroups * kRows;         // entries of a round
+  // Exchange buffer [groups][kRows][lanes], padded so that writes by lane and 16-byte reads by row hit all banks evenly.
+  static constexpr int kStride = kGroup == 8 ? 12 : kGroup == 16 ? 24 : 48;
+  static constexpr int kRegion = kRows * kStride + (kGroup == 32 ? 0 : kGroup);
+  static_assert(kRows % 4 == 0 && kStage % kRound == 0);
 
   struct Shared {
-    int64_t ids[kStage];
-    float inside[kStage];
-    float outside[kStage];
+    const T* rows[kStage];
+    float inside[kStage];   // scale * bias
+    float outside[kStage];  // -log_q - log m; -inf for an entry that takes no part
     float shares[kStage];
-    float warp_max[kOneWarps];
-    float warp_sum[kOneWarps];
-    float warp_pulled[kOneWarps];
-    float warp_drawn[kOneWarps];
-    float scratch[kOneWarps];
+    alignas(16) float products[kGroups * kRegion];
+    alignas(16) float coefs[kRound];
+    float scratch[1];
   };
 
   const SampledSoftmaxParams& p;
   Shared& s;
   float* const pull;  // [groups, span] in shared memory: few entries pull, so it takes no registers
   const int64_t b;
-  const int lane, group, place;  // lane in the warp, group in the block, lane in the group
-  const int64_t dim;
-  const T *const hidden, *const weight;
+  const int lane, group, place;  // lane in the warp, group, lane in the group
+  const int dim;
+  const T* const hidden;
   float* const logits;  // where `push` of this row goes in the end
   const float scale;
   const bool absolute, need_grad;
@@ -205,16 +211,15 @@ struct OnePass {
         pull(pull_buffer),
         b(row),
         lane(lane_id()),
-        group(int(threadIdx.x) / kGroup),
-        place(int(threadIdx.x) % kGroup),
-        dim(params.dim),
+        group(lane_id() / kGroup),
+        place(lane_id() % kGroup),
+        dim(int(params.dim)),
         hidden(static_cast<const T*>(params.hidden) + row * params.dim),
-        weight(static_cast<const T*>(params.weight)),
         logits(static_cast<float*>(params.push) + row * (params.num_targets + params.num_samples)),
         scale(float(params.scale)),
         absolute(params.absolute),
         need_grad(params.need_grad),
-        max(negative_infinity<float>()),
+        max(-std::numeric_limits<float>::max()),  // not -inf: a masked entry minus it must stay -inf
         sum(0),
         pulled(0) {}
 
@@ -229,18 +234,19 @@ struct OnePass {
     }
   }
 
-  // kRows products of this lane's columns -> the whole product of row `place / kHolders`, in log2(kGroup) exchanges.
-  SX_DEVICE float fold(const float* v) const {
-    const bool high = place & (kGroup / 2);
-    float x;
-    if constexpr (kRows == 4) {
-      const bool odd = place & (kGroup / 4);
-      const float a = (high ? v[2] : v[0]) + shuffle_xor(high ? v[0] : v[2], kGroup / 2);
-      const float c = (high ? v[3] : v[1]) + shuffle_xor(high ? v[1] : v[3], kGroup / 2);
-      x = (odd ? c : a) + shuffle_xor(odd ? a : c, kGroup / 4);
-    } else {
-      static_assert(kRows == 2);
-      x = (high ? v[1] : v[0]) + shuffle_xor(high ? v[0] : v[1], kGroup / 2);
+  // kRows partial products of every lane -> the product of row `place / kHolders`, summed in a fixed order.
+  SX_DEVICE float exchange(const float (&products)[kRows]) {
+    float* region = s.products + group * kRegion;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) region[r * kStride + place] = products[r];
+    warp_sync();
+    const int row = place / kHolders, part = place % kHolders;
+    const float* from = region + row * kStride + part * 4;
+    float x = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; i += 4) {
+      const float4 v = *reinterpret_cast<const float4*>(from + i * kHolders);
+      x += (v.x + v.y) + (v.z + v.w);
     }
 #pragma unroll
     for (int step = kHolders / 2; step > 0; step /= 2) x += shuffle_xor(x, step);
@@ -255,10 +261,7 @@ struct OnePass {
     float products[kCount];
     // All class rows are requested before any is used: the gather is bound by latency.
 #pragma unroll
-    for (int r = 0; r < kCount; ++r) {
-      const int64_t id = s.ids[first + r];
-      load_row(id < 0 ? hidden : weight + id * dim, rows[r]);
-    }
+    for (int r = 0; r < kCount; ++r) load_row(s.rows[first + r], rows[r]);
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
       products[r] = h[0] * rows[r][0];
@@ -269,92 +272,87 @@ struct OnePass {
     if constexpr (kCount == 1)
       dot = group_sum<kGroup>(products[0]);
     else
-      dot = fold(products);
+      dot = exchange(products);
 
     // From here on a lane speaks for one entry of its group.
     const int mine = first + place / kSame;
-    const bool part = s.ids[mine] >= 0;
     float value = scale * dot + s.inside[mine];
-    const float sign = absolute ? sign_of(value) : 1.0f;
-    value = absolute ? fabsf(value) : value;
-    const float logit = part ? value + s.outside[mine] : negative_infinity<float>();
-    if (need_grad && part && place % kSame == 0) {
-      logits[stage_begin + mine] = logit;
-      if (absolute) static_cast<float*>(p.signs)[(logits - static_cast<float*>(p.push)) + stage_begin + mine] = sign;
+    float sign = 1;
+    if (absolute) {
+      sign = sign_of(value);
+      value = fabsf(value);
     }
-    // One maximum for the warp. fmaxf drops a nan: exp carries it into the sum instead.
-    float new_max = fmaxf(max, logit);
+    const float logit = value + s.outside[mine];
+    // One maximum for the warp, raised rarely. A nan never raises it: exp carries the nan into the sum.
+    if (warp_any(logit > max)) {
+      float new_max = fmaxf(max, logit);
 #pragma unroll
-    for (int step = kWarpSize / 2; step >= kSame; step /= 2) new_max = fmaxf(new_max, shuffle_xor(new_max, step));
-    const float base = new_max == negative_infinity<float>() ? 0.0f : new_max;
-    const float shrink = exp_acc(max - base);  // 0 the first time: max is -inf, and there is nothing to shrink
-    max = new_max;
-    const float mass = exp_acc(logit - base);
+      for (int step = kWarpSize / 2; step >= kSame; step /= 2) new_max = fmaxf(new_max, shuffle_xor(new_max, step));
+      const float shrink = quick_exp(max - new_max);
+      sum *= shrink;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) push[i] *= shrink;
+      max = new_max;
+    }
+    const float mass = quick_exp(logit - max);
     // Every holder counts its entry; the sums are divided by kHolders, a power of two, at the end.
-    sum = sum * shrink + mass * (float(kHolders) / kSame);
-    const float share = part ? s.shares[mine] : 0.0f;
+    sum += mass * (float(kHolders) / kSame);
+    const float share = s.shares[mine];
     if (warp_any(share != 0)) {
       pulled += share != 0 ? share * value * (float(kHolders) / kSame) : 0.0f;
       if (need_grad) add_pull<kCount>(rows, share * sign);
     }
     if (!need_grad) return;
-    const float coefficient = part ? mass * sign : 0.0f;
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) push[i] *= shrink;
+    if (place % kSame == 0) {
+      if (kCount > 1 || stage_begin + mine < p.num_targets + p.num_samples) {
+        logits[stage_begin + mine] = logit;
+        if (absolute) static_cast<float*>(p.signs)[(logits - static_cast<float*>(p.push)) + stage_begin + mine] = sign;
+      }
+      if (kCount > 1) s.coefs[group * kRows + place / kSame] = mass * sign;
+    }
+    if (kCount > 1) warp_sync();
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      const float c = from_holder<kSame>(coefficient, r);
+      const float c = kCount == 1 ? mass * sign : s.coefs[group * kRows + r];
 #pragma unroll
       for (int i = 0; i < kElements; ++i) push[i] += c * rows[r][i];
     }
   }
 
-  // The value that the holders of row `r` in this lane's group have.
-  template <int kSame>
-  SX_DEVICE float from_holder(float x, int r) const {
-    return shuffle_from(x, (lane & ~(kGroup - 1)) + r * kSame);
-  }
-
+  // pull += amount * row, for the entries of this group's tile
   template <int kCount>
   SX_DEVICE void add_pull(const float (&rows)[kCount][kElements], float amount) {
     constexpr int kSame = kCount == 1 ? kGroup : kHolders;
+#pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      const float a = from_holder<kSame>(amount, r);
-      if (a == 0) continue;
+      const float a = shuffle_from(amount, (lane & ~(kGroup - 1)) + r * kSame);
+      if (a != 0) {
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          float* at = pull + group * kSpan + column(chunk);
+          float sums[kWidth];
+          load_floats<kWidth>(at, sums);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          pull[group * kSpan + column(chunk) + i] += a * rows_at<kCount>(rows, r, chunk * kWidth + i);
+          for (int i = 0; i < kWidth; ++i) sums[i] += a * rows[r][chunk * kWidth + i];
+          store_floats<kWidth>(at, sums);
         }
       }
     }
   }
 
-  // rows[r][i] for a run-time r without an indexed register array
-  template <int kCount>
-  SX_DEVICE static float rows_at(const float (&rows)[kCount][kElements], int r, int i) {
-    float x = rows[0][i];
-#pragma unroll
-    for (int k = 1; k < kCount; ++k) x = r == k ? rows[k][i] : x;
-    return x;
-  }
-
   // Entries [begin, begin + n) into shared memory, and empty ones up to `padded`.
   SX_DEVICE void stage(const RowSetup<float>& row, int64_t begin, int n, int padded, float log_m, bool& drawn) {
-    for (int j = threadIdx.x; j < padded; j += kOneThreads) {
+    for (int j = lane; j < padded; j += kWarpSize) {
       const int64_t k = begin + j;
       const int64_t id = j < n ? entry_id(p, b, k) : -1;
-      EntryOffsets<float> offsets = {0.0f, 0.0f};
+      EntryOffsets<float> offsets = {0.0f, negative_infinity<float>()};
       float share = 0;
       if (id >= 0) {
         offsets = entry_offsets<float>(p, b, k, id, log_m);
         share = entry_share(p, row, k, id);
         drawn = drawn || k >= p.num_targets;
-      } else if (need_grad && j < n) {
-        logits[k] = negative_infinity<float>();
       }
-      s.ids[j] = id;
+      s.rows[j] = id < 0 ? hidden : static_cast<const T*>(p.weight) + id * p.dim;
       s.inside[j] = offsets.inside;
       s.outside[j] = offsets.outside;
       s.shares[j] = share;
@@ -363,7 +361,7 @@ struct OnePass {
 
   // out[c] = factor * sum over the groups of buffer[., c]
   SX_DEVICE void sum_groups(const float* buffer, int num_groups, float factor, float* out) const {
-    for (int c = threadIdx.x; c < dim; c += kOneThreads) {
+    for (int c = lane; c < dim; c += kWarpSize) {
       float total = buffer[c];
       for (int g = 1; g < num_groups; ++g) total += buffer[g * kSpan + c];
       out[c] = total * factor;
@@ -371,8 +369,8 @@ struct OnePass {
   }
 
   SX_DEVICE void run(float* buffer) {
-    const RowSetup<float> row = setup_row<kOneWarps, float>(p, b, s.scratch);
-    if (row.num_targets == 0) return zero_row<kOneThreads, float>(p, b);  // the whole block
+    const RowSetup<float> row = setup_row<1, float>(p, b, s.scratch);
+    if (row.num_targets == 0) return zero_row<kWarpSize, float>(p, b);  // the whole block
     const float log_m = logf(float(p.num_samples > 0 ? p.num_samples : 1));
     load_row(hidden, h);
 #pragma unroll
@@ -380,85 +378,75 @@ struct OnePass {
       if (!kFull && column(i / kWidth) >= dim) h[i] = 0;
       push[i] = 0;
     }
-    // Without smoothing only targets pull; target k is in group k or k / kRows of a round.
+    // Without smoothing only targets pull; target k is in group k / kRows of a round, or alone in group k.
     const int pullers = p.label_smoothing > 0 || p.num_targets > kGroups ? kGroups : int(p.num_targets);
-    if (need_grad && group < pullers) {
-      for (int i = 0; i < kElements; ++i) pull[group * kSpan + i * kGroup + place] = 0;
+    if (need_grad) {
+      for (int i = lane; i < pullers * kSpan; i += kWarpSize) pull[i] = 0;
     }
 
     const int64_t entries = p.num_targets + p.num_samples;
     bool drawn = false;
     for (int64_t begin = 0; begin < entries; begin += kStage) {
       const int n = int(entries - begin < kStage ? entries - begin : kStage);
-      // Whole rounds of kRows rows a group, then single rows, each round of them for all groups of a warp.
+      // Whole rounds of kRows rows a group, then rounds of one row a group.
       const int whole = n / kRound * kRound;
       const int padded = (n + kGroups - 1) / kGroups * kGroups;
+      warp_sync();
       stage(row, begin, n, padded, log_m, drawn);
-      __syncthreads();
-      for (int first = group * kRows; first < whole; first += kRound) tile<kRows>(first, begin);
-      const int warp_first = int(threadIdx.x) / kWarpSize * (kWarpSize / kGroup);  // first group of this warp
-      for (int at = whole; at + warp_first < n; at += kGroups) tile<1>(at + group, begin);
-      __syncthreads();
+      warp_sync();
+      for (int first = 0; first < whole; first += kRound) tile<kRows>(first + group * kRows, begin);
+      for (int first = whole; first < n; first += kGroups) tile<1>(first + group, begin);
     }
 
-    // Warps -> block. Lane w of a warp speaks for warp w.
-    const float warp_sum = group_sum<kWarpSize>(sum) / float(kHolders);
-    const float warp_pulled = group_sum<kWarpSize>(pulled) / float(kHolders);
-    const bool warp_drawn = warp_any(drawn);
-    if (lane == 0) {
-      s.warp_max[warp_id()] = max;
-      s.warp_sum[warp_id()] = warp_sum;
-      s.warp_pulled[warp_id()] = warp_pulled;
-      s.warp_drawn[warp_id()] = warp_drawn ? 1.0f : 0.0f;
-    }
-    __syncthreads();
-    float block_max = negative_infinity<float>();
-#pragma unroll
-    for (int w = 0; w < kOneWarps; ++w) block_max = fmaxf(block_max, s.warp_max[w]);
-    float total_sum = 0, total_pulled = 0, total_drawn = 0;
-#pragma unroll
-    for (int w = 0; w < kOneWarps; ++w) {
-      total_sum += s.warp_sum[w] * shifted_exp(s.warp_max[w], block_max);
-      total_pulled += s.warp_pulled[w];
-      total_drawn += s.warp_drawn[w];
-    }
-    const bool trivial = total_drawn == 0.0f;
-    const float lse = row_lse(block_max, total_sum);
+    const float total_sum = group_sum<kWarpSize>(sum) / float(kHolders);
+    const float total_pulled = group_sum<kWarpSize>(pulled) / float(kHolders);
+    const bool trivial = !warp_any(drawn);
+    const bool nothing = max == -std::numeric_limits<float>::max();
+    const float lse = row_lse(nothing ? negative_infinity<float>() : max, total_sum);
 
     float total = row.weight_sum * row.target_share;
     if (p.label_smoothing > 0) {
       float mine = 0;
-      for (int64_t k = threadIdx.x; k < entries; k += kOneThreads) {
+      for (int64_t k = lane; k < entries; k += kWarpSize) {
         const int64_t id = entry_id(p, b, k);
         if (id >= 0) mine += entry_share(p, row, k, id);
       }
-      total = block_sum<kOneWarps>(mine, s.scratch);
+      total = group_sum<kWarpSize>(mine);
     }
     if (trivial) total = 0;
-    if (threadIdx.x == 0) {
+    if (lane == 0) {
       static_cast<float*>(p.loss)[b] = trivial ? 0.0f : total * lse - total_pulled;
       static_cast<float*>(p.lse)[b] = lse;
       static_cast<float*>(p.denom)[b] = row.weight_sum / float(row.num_targets);
       if (need_grad) static_cast<float*>(p.total)[b] = total;
     }
     if (!need_grad) return;  // the whole block
-    const float factor = shifted_exp(max, block_max) * scale / total_sum;
+    // A sum of nothing but -inf is nan here, as lse is.
+    const float factor = nothing ? quiet_nan<float>() : scale / total_sum;
+    float* d_push = static_cast<float*>(p.d_push) + b * dim;
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      float scaled[kWidth];
+    for (int i = 0; i < kElements; ++i) push[i] *= factor;
+    if (kGroups == 1 && kFull && dim % 4 == 0) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) scaled[i] = push[chunk * kWidth + i] * factor;
-      store_floats<kWidth>(buffer + group * kSpan + column(chunk), scaled);
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        store_floats<kWidth>(d_push + column(chunk), push + chunk * kWidth);
+      }
+    } else {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        store_floats<kWidth>(buffer + group * kSpan + column(chunk), push + chunk * kWidth);
+      }
+      warp_sync();
+      sum_groups(buffer, kGroups, 1.0f, d_push);
     }
-    __syncthreads();
-    sum_groups(buffer, kGroups, 1.0f, static_cast<float*>(p.d_push) + b * dim);
+    warp_sync();
     sum_groups(pull, pullers, trivial ? 0.0f : scale, static_cast<float*>(p.d_pull) + b * dim);
-    finish_coefficients<kOneThreads, float>(p, row, b, lse, trivial);
+    finish_coefficients<kWarpSize, float>(p, row, b, lse, trivial);
   }
 };
 
 template <typename T, int kWidth, int kChunks, int kGroup, bool kFull>
-__global__ void __launch_bounds__(kOneThreads) sampled_softmax_kernel(SampledSoftmaxParams p) {
+__global__ void __launch_bounds__(kWarpSize) sampled_softmax_kernel(SampledSoftmaxParams p) {
   using Body = OnePass<T, kWidth, kChunks, kGroup, kFull>;
   __shared__ typename Body::Shared shared;
   SX_DYN_SMEM(float, buffer);  // [2, groups, span]

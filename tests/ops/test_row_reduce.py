@@ -107,7 +107,8 @@ def test_one_id_many_times(backend):
 
 def zipf(entries: int, num_rows: int, seed=0) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
-    return (torch.rand(entries, generator=g) * torch.log(torch.tensor(num_rows + 1.0))).exp().long().clamp_max(num_rows) - 1
+    ranks = (torch.rand(entries, generator=g) * torch.tensor(num_rows + 1.0).log()).exp().long()
+    return ranks.clamp_max(num_rows) - 1
 
 
 def test_zipf(backend):
@@ -195,14 +196,14 @@ def test_opcheck_two_sources(backend):
 @pytest.mark.parametrize(
     ("position", "value", "text"),
     [
-        (0, torch.zeros(6, dtype=torch.int64), "ids_a must be [S, k] = [*, *] int64 contiguous on cpu, got [6] int64 on cpu"),
+        (0, torch.full((6,), 1), "ids_a must be [S, k] = [*, *] int64 contiguous on cpu, got [6] int64 on cpu"),
         (0, torch.zeros(6, 5), "ids_a must be [S, k] = [*, *] int64 contiguous on cpu, got [6, 5] float32 on cpu"),
         (0, torch.full((6, 5), 20), "ids must be below num_rows = 20, got 20"),
         (1, torch.zeros(6, 4), "coef_a must be [S, k] = [6, 5] float32 contiguous on cpu, got [6, 4] float32 on cpu"),
         (1, torch.zeros(6, 5).double(), "coef_a must be [S, k] = [6, 5] float32"),
         (2, torch.zeros(7), "rows_a must be [S, d], got [7] float32 on cpu"),
         (2, torch.zeros(5, 7), "rows_a must be [S, d] = [6, 7] float32 contiguous on cpu, got [5, 7] float32 on cpu"),
-        (2, torch.zeros(6, 7, dtype=torch.int64), "rows_a must be float32, float64, float16 or bfloat16, got [6, 7] int64"),
+        (2, torch.full((6, 7), 1), "rows_a must be float32, float64, float16 or bfloat16, got [6, 7] int64"),
         (5, torch.zeros(0, 8), "rows_b must be [S, d] = [0, 7] float32 contiguous on cpu, got [0, 8] float32 on cpu"),
         (6, -1, "num_rows must be >= 0, got -1"),
     ],
