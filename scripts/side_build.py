@@ -85,8 +85,6 @@ def sanitize(python: Path, arguments: list[str]) -> int:
         # Leaks: Python keeps memory until exit. Fibers of the harness swap stacks: no use-after-return bookkeeping.
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:abort_on_error=0:exitcode=99",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-        # torch.compile starts compilers, which the preloaded runtimes would break.
-        "TORCHDYNAMO_DISABLE": "1",
     }
     return run_tests(python, arguments or ["tests/ops", "-m", "not slow", "-q"], environment)
 

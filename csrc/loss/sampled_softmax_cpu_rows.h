@@ -154,7 +154,7 @@ struct SampledSoftmaxRow {
   explicit SampledSoftmaxRow(const SampledSoftmaxParams& params)
       : p(params),
         s(params.dim, params.num_targets + params.num_samples + kTile),
-        log_m(log_acc(A(params.num_samples > 0 ? params.num_samples : 1))),
+        log_m(A(params.log_num_samples)),
         row_entries(params.num_targets + params.num_samples),
         // About 96 cache lines under way: the L2 takes 48 misses at a time, the rest wait in order.
         lookahead(clamp_lookahead(96 * 64 / (params.dim * int64_t(sizeof(T)) + 1))) {}

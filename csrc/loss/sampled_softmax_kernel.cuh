@@ -141,24 +141,33 @@ SX_DEVICE inline void zero_row(const SampledSoftmaxParams& p, int64_t b) {
   }
 }
 
-// Logits (kept in `push` meanwhile) become push; shares become pull. Masked entries hold -inf and get 0 even in a nan row.
+// Shares become pull.
 template <int kBlock, typename A>
-SX_DEVICE inline void finish_coefficients(const SampledSoftmaxParams& p, const RowSetup<A>& row, int64_t b, A lse,
-                                          bool trivial) {
+SX_DEVICE inline void finish_pull(const SampledSoftmaxParams& p, const RowSetup<A>& row, int64_t b, bool trivial) {
   const int64_t entries = p.num_targets + p.num_samples;
   const int64_t pull_width = p.label_smoothing > 0 ? entries : p.num_targets;
-  A* push = static_cast<A*>(p.push) + b * entries;
   A* pull = static_cast<A*>(p.pull) + b * pull_width;
+  for (int64_t k = threadIdx.x; k < pull_width; k += kBlock) {
+    const int64_t id = entry_id(p, b, k);
+    A x = 0;
+    if (id >= 0 && !trivial) {
+      x = A(p.scale) * entry_share(p, row, k, id);
+      if (p.absolute) x *= static_cast<const A*>(p.signs)[b * entries + k];
+    }
+    pull[k] = x;
+  }
+}
+
+// Logits, kept in `push` meanwhile, become push. Masked entries hold -inf; in a nan row they are asked again.
+template <int kBlock, typename A>
+SX_DEVICE inline void finish_push(const SampledSoftmaxParams& p, int64_t b, A lse) {
+  const int64_t entries = p.num_targets + p.num_samples;
+  A* push = static_cast<A*>(p.push) + b * entries;
   for (int64_t k = threadIdx.x; k < entries; k += kBlock) {
     const A logit = push[k];
-    // In a nan row a masked entry may hold nan: ask again.
     const bool part = lse == lse ? logit != negative_infinity<A>() : entry_id(p, b, k) >= 0;
     const A sign = p.absolute && part ? static_cast<const A*>(p.signs)[b * entries + k] : A(1);
     push[k] = part ? A(p.scale) * sign * exp_acc(logit - lse) : A(0);
-    if (k < pull_width) {
-      const int64_t id = entry_id(p, b, k);
-      pull[k] = id < 0 || trivial ? A(0) : A(p.scale) * sign * entry_share(p, row, k, id);
-    }
   }
 }
 
@@ -255,7 +264,7 @@ struct OnePass {
 
   // Scores entries first .. first + kCount - 1 of the stage for this lane's group; kCount is kRows, or 1 for the rest.
   template <int kCount>
-  SX_DEVICE void tile(int first, int64_t stage_begin) {
+  SX_DEVICE void tile(int first, int stage_begin) {
     constexpr int kSame = kCount == 1 ? kGroup : kHolders;  // lanes that speak for the same entry
     float rows[kCount][kElements];
     float products[kCount];
@@ -340,38 +349,84 @@ struct OnePass {
     }
   }
 
-  // Entries [begin, begin + n) into shared memory, and empty ones up to `padded`.
-  SX_DEVICE void stage(const RowSetup<float>& row, int64_t begin, int n, int padded, float log_m, bool& drawn) {
-    for (int j = lane; j < padded; j += kWarpSize) {
-      const int64_t k = begin + j;
-      const int64_t id = j < n ? entry_id(p, b, k) : -1;
-      EntryOffsets<float> offsets = {0.0f, negative_infinity<float>()};
-      float share = 0;
-      if (id >= 0) {
-        offsets = entry_offsets<float>(p, b, k, id, log_m);
-        share = entry_share(p, row, k, id);
-        drawn = drawn || k >= p.num_targets;
-      }
-      s.rows[j] = id < 0 ? hidden : static_cast<const T*>(p.weight) + id * p.dim;
-      s.inside[j] = offsets.inside;
-      s.outside[j] = offsets.outside;
-      s.shares[j] = share;
+  SX_DEVICE void put(int j, int64_t id, float inside, float outside, float share) {
+    s.rows[j] = id < 0 ? hidden : static_cast<const T*>(p.weight) + id * dim;
+    s.inside[j] = inside;
+    s.outside[j] = outside;
+    s.shares[j] = share;
+  }
+
+  // Entries [begin, begin + n) into shared memory, and empty ones up to `padded`. Targets and draws in loops of their own:
+  // a warp's worth of draws then takes no detour for the few targets.
+  SX_DEVICE void stage(const RowSetup<float>& row, int begin, int n, int padded, bool& drawn) {
+    constexpr float kNone = negative_infinity<float>();
+    const int targets = int(p.num_targets);
+    const int staged_targets = targets > begin ? (targets < begin + n ? targets - begin : n) : 0;
+    // Targets and the empty entries behind the last share a loop: neither fills a warp.
+    for (int i = lane; i < staged_targets + padded - n; i += kWarpSize) {
+      const bool target = i < staged_targets;
+      const int k = begin + i;
+      const int64_t id = target ? p.target[b * targets + k] : -1;
+      const bool part = target && counts_as_target(p, id);
+      const float share = part ? entry_share(p, row, k, id) : 0.0f;
+      put(target ? i : n + i - staged_targets, part ? id : -1, part ? scale * load_scalar(p.bias, id, 0.0f) : 0.0f,
+          part ? 0.0f : kNone, share);
+      // What finish_pull would write, where it is known already.
+      if (target && pull_is_known()) static_cast<float*>(p.pull)[b * targets + k] = scale * share;
+    }
+    const int64_t first_draw = p.shared ? 0 : b * p.num_samples;
+    const int64_t* ids = p.ids + first_draw;
+    const float* log_q = static_cast<const float*>(p.log_q) + first_draw;
+    const float log_m = float(p.log_num_samples);
+    const int64_t target = p.target[b * targets];
+    const bool simple = targets == 1 && p.known_offsets == nullptr;
+    for (int k = (begin > targets ? begin : targets) + lane; k < begin + n; k += kWarpSize) {
+      const int64_t id = ids[k - targets];
+      const float q = log_q[k - targets];
+      const bool part = !(simple ? id == target : draw_masked(p, b, id));
+      const float outside = is_finite(q) ? -q - log_m : quiet_nan<float>();
+      float inside = 0, share = row.every_share;
+      if (p.bias.data != nullptr) inside = scale * load_scalar(p.bias, id, 0.0f);
+      if (share != 0 && part) share = entry_share(p, row, k, id);
+      put(k - begin, part ? id : -1, inside, part ? outside : kNone, part ? share : 0.0f);
+      drawn = drawn || part;
     }
   }
 
-  // out[c] = factor * sum over the groups of buffer[., c]
+  // Without signs and smoothing a target's pull is its share; unless no draw turns out to take part.
+  SX_DEVICE bool pull_is_known() const { return need_grad && !absolute && p.label_smoothing == 0; }
+
+  // out = factor * sum over the groups of buffer[., c]
   SX_DEVICE void sum_groups(const float* buffer, int num_groups, float factor, float* out) const {
-    for (int c = lane; c < dim; c += kWarpSize) {
-      float total = buffer[c];
-      for (int g = 1; g < num_groups; ++g) total += buffer[g * kSpan + c];
-      out[c] = total * factor;
+    constexpr int kStep = kWidth == 1 ? 1 : 4;  // d is a multiple of kWidth
+    for (int c = lane * kStep; c < dim; c += kWarpSize * kStep) {
+      float total[kStep], more[kStep];
+      load_floats<kStep>(buffer + c, total);
+      for (int g = 1; g < num_groups; ++g) {
+        load_floats<kStep>(buffer + g * kSpan + c, more);
+#pragma unroll
+        for (int i = 0; i < kStep; ++i) total[i] += more[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) total[i] *= factor;
+      store_floats<kStep>(out + c, total);
+    }
+  }
+
+  // Logits become push. An entry that takes no part holds -inf, or anything in a nan row: then it is asked again.
+  SX_DEVICE void finish_push(int entries, float lse) const {
+    const bool good = lse == lse;
+    for (int k = lane; k < entries; k += kWarpSize) {
+      float x = quick_exp(logits[k] - lse) * scale;
+      if (absolute) x *= static_cast<const float*>(p.signs)[b * entries + k];
+      if (!good) x = entry_id(p, b, k) < 0 ? 0.0f : quiet_nan<float>();
+      logits[k] = x;
     }
   }
 
   SX_DEVICE void run(float* buffer) {
     const RowSetup<float> row = setup_row<1, float>(p, b, s.scratch);
     if (row.num_targets == 0) return zero_row<kWarpSize, float>(p, b);  // the whole block
-    const float log_m = logf(float(p.num_samples > 0 ? p.num_samples : 1));
     load_row(hidden, h);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
@@ -381,33 +436,37 @@ struct OnePass {
     // Without smoothing only targets pull; target k is in group k / kRows of a round, or alone in group k.
     const int pullers = p.label_smoothing > 0 || p.num_targets > kGroups ? kGroups : int(p.num_targets);
     if (need_grad) {
-      for (int i = lane; i < pullers * kSpan; i += kWarpSize) pull[i] = 0;
+      const float zeros[4] = {0, 0, 0, 0};
+      for (int i = 4 * lane; i < pullers * kSpan; i += 4 * kWarpSize) store_floats<4>(pull + i, zeros);
     }
 
-    const int64_t entries = p.num_targets + p.num_samples;
+    const int entries = int(p.num_targets + p.num_samples);
     bool drawn = false;
-    for (int64_t begin = 0; begin < entries; begin += kStage) {
-      const int n = int(entries - begin < kStage ? entries - begin : kStage);
+    for (int begin = 0; begin < entries; begin += kStage) {
+      const int n = entries - begin < kStage ? entries - begin : kStage;
       // Whole rounds of kRows rows a group, then rounds of one row a group.
       const int whole = n / kRound * kRound;
       const int padded = (n + kGroups - 1) / kGroups * kGroups;
       warp_sync();
-      stage(row, begin, n, padded, log_m, drawn);
+      stage(row, begin, n, padded, drawn);
       warp_sync();
       for (int first = 0; first < whole; first += kRound) tile<kRows>(first + group * kRows, begin);
       for (int first = whole; first < n; first += kGroups) tile<1>(first + group, begin);
     }
 
-    const float total_sum = group_sum<kWarpSize>(sum) / float(kHolders);
-    const float total_pulled = group_sum<kWarpSize>(pulled) / float(kHolders);
+    // Both sums in one reduction: half of the warp each after the first step.
+    const bool high = lane >= kWarpSize / 2;
+    float x = (high ? pulled : sum) + shuffle_xor(high ? sum : pulled, kWarpSize / 2);
+    x = group_sum<kWarpSize / 2>(x) / float(kHolders);
+    const float total_sum = shuffle_from(x, 0), total_pulled = shuffle_from(x, kWarpSize - 1);
     const bool trivial = !warp_any(drawn);
     const bool nothing = max == -std::numeric_limits<float>::max();
-    const float lse = row_lse(nothing ? negative_infinity<float>() : max, total_sum);
+    const float lse = nothing ? quiet_nan<float>() : max + log2f(total_sum) * 0.693147181f;
 
     float total = row.weight_sum * row.target_share;
     if (p.label_smoothing > 0) {
       float mine = 0;
-      for (int64_t k = lane; k < entries; k += kWarpSize) {
+      for (int k = lane; k < entries; k += kWarpSize) {
         const int64_t id = entry_id(p, b, k);
         if (id >= 0) mine += entry_share(p, row, k, id);
       }
@@ -441,7 +500,8 @@ struct OnePass {
     }
     warp_sync();
     sum_groups(pull, pullers, trivial ? 0.0f : scale, static_cast<float*>(p.d_pull) + b * dim);
-    finish_coefficients<kWarpSize, float>(p, row, b, lse, trivial);
+    if (trivial || !pull_is_known()) finish_pull<kWarpSize, float>(p, row, b, trivial);
+    finish_push(entries, lse);
   }
 };
 
@@ -467,7 +527,7 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
   const int64_t b = blockIdx.x, P = p.num_targets, m = p.num_samples, entries = P + m;
   const RowSetup<A> row = setup_row<kWarps, A>(p, b, scratch);
   if (row.num_targets == 0) return zero_row<kThreads, A>(p, b);  // the whole block
-  const A log_m = log_acc(A(m > 0 ? m : 1));
+  const A log_m = A(p.log_num_samples);
   const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
   const T* weight = static_cast<const T*>(p.weight);
   A* push = static_cast<A*>(p.push) + b * entries;
@@ -538,7 +598,8 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
     if (p.need_grad) static_cast<A*>(p.total)[b] = total;
   }
   if (!p.need_grad) return;  // the whole block
-  finish_coefficients<kThreads, A>(p, row, b, lse, trivial);
+  finish_pull<kThreads, A>(p, row, b, trivial);
+  finish_push<kThreads, A>(p, b, lse);
   __syncthreads();
 
   A* d_push = static_cast<A*>(p.d_push) + b * p.dim;

@@ -3,6 +3,7 @@
 // Shared draws go through GEMMs: their class rows are gathered once ([m, d]), torch multiplies, and the kernel only keeps
 // the softmax. No [B, m, d] and no [C, d] tensor exists on any path.
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 
 #include "common/glue.h"
@@ -69,6 +70,7 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   const Shape draws = shared ? Shape{m} : Shape{B, m};
   check_tensor(kOp, "ids", ids, draws, shared ? "[m]" : "[B, m]", ScalarType::Long, weight);
   check_tensor(kOp, "log_q", log_q, draws, shared ? "[m]" : "[B, m]", acc, weight);
+  check(P + m < (int64_t(1) << 31), kOp, ": targets and draws of a row must stay below 2^31, got ", P + m);
   check(label_smoothing >= 0 && label_smoothing <= 1, kOp, ": label_smoothing must be in [0, 1], got ", label_smoothing);
   check(known_offsets.has_value() == known_ids.has_value(), kOp, ": known_offsets and known_ids must come together");
   if (known_offsets) {
@@ -132,6 +134,7 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   params.ignore_index = ignore_index;
   params.scale = scale;
   params.label_smoothing = label_smoothing;
+  params.log_num_samples = std::log(double(std::max<int64_t>(m, 1)));
   params.dtype = dtype;
   params.shared = shared;
   params.absolute = absolute;

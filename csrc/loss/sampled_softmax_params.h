@@ -39,7 +39,7 @@ struct SampledSoftmaxParams {
   void* d_pull;                  // A [B, d]; likewise
   void* signs;                   // A [B, P + m]: scratch of the GPU kernels, only when absolute and need_grad
   int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index;
-  double scale, label_smoothing;
+  double scale, label_smoothing, log_num_samples;  // log m, 0 for m = 0
   DType dtype;
   bool shared, absolute, need_grad, debug;
 };
