@@ -11,6 +11,7 @@
 #include "common/backend.h"
 #include "common/build_info.h"
 #include "common/pages.h"
+#include "common/pool.h"
 #include "common/selftest.h"
 #include "common/simd.h"
 #include "sampler/alias_table.h"
@@ -81,6 +82,9 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
       "cpu_backend", [] { return samplex::backend_name(samplex::cpu_backend()); },
       "What serves CPU tensors: 'cpu', or in a test build 'simt' or 'cuda'.");
   m.def("set_cpu_backend", &samplex::set_cpu_backend, py::arg("name"), "Test builds: choose what serves CPU tensors.");
+  m.def("release_memory", &samplex::pool_release,
+        "Give cached gradient buffers of the CPU kernels back to the system; returns their bytes.");
+  m.def("cached_memory", &samplex::pool_unused_bytes, "Bytes of gradient buffers kept for the next step.");
   m.def(
       "advise_huge_pages",
       [](std::uintptr_t data, size_t bytes) { return samplex::advise_huge_pages(reinterpret_cast<void*>(data), bytes); },

@@ -16,6 +16,7 @@
 
 #include "common/backend.h"
 #include "common/dtype.h"
+#include "common/pool.h"
 
 namespace samplex::glue {
 
@@ -171,6 +172,16 @@ inline void* out_any(const Tensor& t) {
 
 inline Tensor empty(const Tensor& like, const Shape& shape, ScalarType dtype) {
   return torch::stable::new_empty(like, shape, dtype);
+}
+
+// The same, from the pool of reused memory where that pays: large tensors of the CPU kernels.
+inline Tensor empty_pooled(const Tensor& like, const Shape& shape, ScalarType dtype) {
+  size_t bytes = dtype == ScalarType::Double || dtype == ScalarType::Long ? 8 : 4;
+  for (int64_t size : shape) bytes *= size_t(size);
+  if (!like.is_cpu() || cpu_backend() != Backend::kCpu || bytes < kPoolSmallest) return empty(like, shape, dtype);
+  Shape strides(shape.size(), 1);
+  for (size_t i = shape.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * shape[i];
+  return torch::stable::from_blob(pool_take(bytes), shape, strides, like.device(), dtype, &pool_give);
 }
 
 // Calls `launcher` of the right backend. A CUDA launch runs on the tensor's device and torch's current stream.

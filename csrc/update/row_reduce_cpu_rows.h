@@ -26,9 +26,19 @@ inline void add_row(A* out, A coef, const T* row, int64_t d) {
   }
 }
 
+// entry / entries_per_row by multiplication: a 64-bit division per entry costs more than adding the row up. Exact while
+// entry * divisor < 2^64: the rounding error of the inverse is below 1, so the product is off by less than entry / 2^64.
+struct Divider {
+  uint64_t inverse;  // ceil(2^64 / divisor), 0 for 1
+  explicit Divider(int64_t divisor) : inverse(divisor == 1 ? 0 : ~uint64_t(0) / uint64_t(divisor) + 1) {}
+  int64_t operator()(int64_t entry) const {
+    return inverse == 0 ? entry : int64_t((static_cast<unsigned __int128>(entry) * inverse) >> 64);
+  }
+};
+
 template <bool kFirst, typename A>
-inline void add_entry(A* out, const RowReduceSource& source, int64_t entry, A coef, int64_t d) {
-  const int64_t at = entry / source.entries_per_row * d;
+inline void add_entry(A* out, const RowReduceSource& source, int64_t row, A coef, int64_t d) {
+  const int64_t at = row * d;
   switch (source.dtype) {
     case DType::kFloat32:
       return add_row<kFirst>(out, coef, static_cast<const float*>(source.rows) + at, d);
@@ -47,6 +57,7 @@ inline void row_reduce_range(const RowReduceParams& p, const cpu::RowReduceRange
   A* grads = static_cast<A*>(p.row_grads);
   A* bias = static_cast<A*>(p.row_bias);
   const int64_t split = p.source[0].entries;
+  const Divider row_of[2] = {Divider(p.source[0].entries_per_row), Divider(p.source[1].entries_per_row)};
   int64_t row = range.first_row - 1;
   int64_t i = range.begin;
   // Entries at the front that continue a row begun before this range belong to that row's owner.
@@ -60,13 +71,14 @@ inline void row_reduce_range(const RowReduceParams& p, const cpu::RowReduceRange
     bool first = true;
     for (; i < range.num_keys && (range.keys[i] >> range.entry_bits) == id; ++i) {
       const int64_t entry = int64_t(range.keys[i] & entry_mask);
-      const RowReduceSource& source = p.source[entry < split ? 0 : 1];
+      const int which = entry < split ? 0 : 1;
+      const RowReduceSource& source = p.source[which];
       const int64_t at = entry < split ? entry : entry - split;
       const A coef = source.coef ? static_cast<const A*>(source.coef)[at] : A(1);
       if (first)
-        add_entry<true>(out, source, at, coef, p.dim);
+        add_entry<true>(out, source, row_of[which](at), coef, p.dim);
       else
-        add_entry<false>(out, source, at, coef, p.dim);
+        add_entry<false>(out, source, row_of[which](at), coef, p.dim);
       coef_sum += source.bias ? static_cast<const A*>(source.bias)[at] : coef;
       first = false;
     }

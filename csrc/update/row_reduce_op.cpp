@@ -41,7 +41,7 @@ RowGradients run_row_reduce(const char* op, RowReduceParams params, const Tensor
   const int64_t entries = params.source[0].entries + params.source[1].entries;
   const ScalarType acc = params.double_acc ? ScalarType::Double : ScalarType::Float;
   params.capacity = std::min(entries, params.num_rows);
-  RowGradients result{empty(like, {params.capacity}, ScalarType::Long), empty(like, {params.capacity, params.dim}, acc),
+  RowGradients result{empty_pooled(like, {params.capacity}, ScalarType::Long), empty_pooled(like, {params.capacity, params.dim}, acc),
                       empty(like, {with_bias ? params.capacity : 0}, acc), empty(like, {1}, ScalarType::Long)};
   if (entries == 0) {
     torch::stable::zero_(result.count);

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda.ops.sampled_softmax import keep_coalesced
+from samplex_cuda.ops.sampled_softmax import sampled_softmax as _sampled_softmax
 
 __all__ = ["sampled_softmax"]
 
@@ -217,9 +218,9 @@ def _csr(
 
 def _call(args: tuple[object, ...]) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
-        return torch.ops.samplex.sampled_softmax(*args)
+        return _sampled_softmax(*args)
     try:
-        return torch.ops.samplex.sampled_softmax(*args)
+        return _sampled_softmax(*args)
     except RuntimeError as error:
         # The stable ABI knows only RuntimeError; an id out of range is an IndexError to Python people.
         text = str(error)
