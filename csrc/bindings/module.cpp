@@ -87,11 +87,14 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
   m.def("cached_memory", &samplex::pool_unused_bytes, "Bytes of gradient buffers kept for the next step.");
   m.def(
       "advise_huge_pages",
-      [](std::uintptr_t data, size_t bytes) { return samplex::advise_huge_pages(reinterpret_cast<void*>(data), bytes); },
+      [](std::uintptr_t data, size_t bytes) {
+        return samplex::advise_huge_pages(reinterpret_cast<void*>(data), bytes);
+      },
       py::arg("data_ptr"), py::arg("nbytes"),
       "Ask for huge pages behind a buffer that was not touched yet; returns whether the system took the hint.");
   m.def("build_alias", &build_alias, py::arg("weights"), py::arg("table").noconvert(), py::arg("prefix").noconvert(),
         "Fills table [C, 4] int64 and prefix [C + 1] int64 for alias_sample from weights [C] float64.");
   m.def("philox", &philox, py::arg("counter"), py::arg("key"), "Philox4x32-10: 4 and 2 words of 32 bits -> 4 words.");
-  m.def("exact_math", &exact_math, py::arg("name"), py::arg("x"), "exp, log or log1p of common/numeric.h, elementwise.");
+  m.def("exact_math", &exact_math, py::arg("name"), py::arg("x"),
+        "exp, log or log1p of common/numeric.h, elementwise.");
 }

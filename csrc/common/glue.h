@@ -186,13 +186,13 @@ inline Tensor empty_pooled(const Tensor& like, const Shape& shape, ScalarType dt
 
 // Calls `launcher` of the right backend. A CUDA launch runs on the tensor's device and torch's current stream.
 #ifdef SAMPLEX_WITH_CUDA
-#define SX_CALL_CUDA(ref, launcher, params)                                                              \
-  if ((ref).is_cuda()) {                                                                                 \
-    const torch::stable::accelerator::DeviceGuard guard((ref).get_device_index());                       \
-    ::samplex::cuda::launcher(                                                                           \
-        params, torch::stable::accelerator::getCurrentStream((ref).get_device_index()).nativeHandle());  \
-  } else {                                                                                               \
-    ::samplex::cuda::launcher(params, nullptr);                                                          \
+#define SX_CALL_CUDA(ref, launcher, params)                                                                           \
+  if ((ref).is_cuda()) {                                                                                              \
+    const torch::stable::accelerator::DeviceGuard guard((ref).get_device_index());                                    \
+    ::samplex::cuda::launcher(params,                                                                                 \
+                              torch::stable::accelerator::getCurrentStream((ref).get_device_index()).nativeHandle()); \
+  } else {                                                                                                            \
+    ::samplex::cuda::launcher(params, nullptr);                                                                       \
   }
 #else
 #define SX_CALL_CUDA(ref, launcher, params)
@@ -202,16 +202,16 @@ inline Tensor empty_pooled(const Tensor& like, const Shape& shape, ScalarType dt
 #else
 #define SX_CALL_SIMT(launcher, params) (void)0
 #endif
-#define SX_RUN(op, ref, launcher, params)                    \
-  switch (::samplex::glue::backend_of(op, ref)) {            \
-    case ::samplex::Backend::kCpu:                           \
-      ::samplex::cpu::launcher(params);                      \
-      break;                                                 \
-    case ::samplex::Backend::kSimt:                          \
-      SX_CALL_SIMT(launcher, params);                        \
-      break;                                                 \
-    case ::samplex::Backend::kCuda:                          \
-      SX_CALL_CUDA(ref, launcher, params) break;             \
+#define SX_RUN(op, ref, launcher, params)         \
+  switch (::samplex::glue::backend_of(op, ref)) { \
+    case ::samplex::Backend::kCpu:                \
+      ::samplex::cpu::launcher(params);           \
+      break;                                      \
+    case ::samplex::Backend::kSimt:               \
+      SX_CALL_SIMT(launcher, params);             \
+      break;                                      \
+    case ::samplex::Backend::kCuda:               \
+      SX_CALL_CUDA(ref, launcher, params) break;  \
   }
 
 }  // namespace samplex::glue

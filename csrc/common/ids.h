@@ -2,10 +2,10 @@
 // device; see `debug` in the params for the check inside the kernels.
 #pragma once
 
+#include <atomic>
+
 #include "common/glue.h"
 #include "common/parallel.h"
-
-#include <atomic>
 
 namespace samplex::glue {
 

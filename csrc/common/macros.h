@@ -58,15 +58,15 @@ inline void check_launch_limits(const char* op, dim3 grid, dim3 block, size_t sm
 }  // namespace samplex
 
 // cudaGetLastError before the launch clears an error that is not ours, so that it is not reported under our name.
-#define SX_LAUNCH(op, kernel, grid, block, smem, stream, ...)                                              \
-  do {                                                                                                     \
-    ::samplex::check_launch_limits(op, dim3(grid), dim3(block), smem);                                     \
-    (void)cudaGetLastError();                                                                              \
-    (kernel)<<<dim3(grid), dim3(block), (smem), static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__);         \
-    ::samplex::check_cuda(op, cudaGetLastError());                                                         \
+#define SX_LAUNCH(op, kernel, grid, block, smem, stream, ...)                                      \
+  do {                                                                                             \
+    ::samplex::check_launch_limits(op, dim3(grid), dim3(block), smem);                             \
+    (void)cudaGetLastError();                                                                      \
+    (kernel)<<<dim3(grid), dim3(block), (smem), static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__); \
+    ::samplex::check_cuda(op, cudaGetLastError());                                                 \
   } while (0)
 
-#define SX_DYN_SMEM(T, name)                                            \
+#define SX_DYN_SMEM(T, name)                                             \
   extern __shared__ __align__(16) unsigned char sx_dynamic_smem_bytes[]; \
   T* name = reinterpret_cast<T*>(sx_dynamic_smem_bytes)
 

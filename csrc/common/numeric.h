@@ -123,9 +123,9 @@ SX_HOST_DEVICE inline A log_sigmoid(A x) {
   return x < A(0) ? x - log1p(exp_acc(x)) : -log1p(exp_acc(-x));
 }
 
-// ------------------------------------------------------------------------------------------------ reproducible exp, log
-// Plain IEEE multiplies and adds in a fixed order; compile the users with -ffp-contract=off / -fmad=false.
-// Relative error below 4e-16 on the ranges stated; tests/ops/test_common.py measures it.
+// ------------------------------------------------------------------------------------------------ reproducible exp,
+// log Plain IEEE multiplies and adds in a fixed order; compile the users with -ffp-contract=off / -fmad=false. Relative
+// error below 4e-16 on the ranges stated; tests/ops/test_common.py measures it.
 
 // exp for |x| <= 700: x = k ln2 + r, |r| <= ln2 / 2, Taylor to r^13.
 SX_HOST_DEVICE inline double exact_exp(double x) {

@@ -18,7 +18,7 @@ constexpr size_t kMostUnused = size_t(512) << 20;
 
 struct Pool {
   std::mutex mutex;
-  std::multimap<size_t, void*> unused;        // by size
+  std::multimap<size_t, void*> unused;  // by size
   std::unordered_map<void*, size_t> in_use;
   size_t unused_bytes = 0;
 };

@@ -1,5 +1,5 @@
-// Large host buffers that are used again: a fresh 40 MB tensor costs ten thousand page faults, more than the work that fills
-// it. Blocks are multiples of 2 MiB, ask for huge pages, and go back to the pool when their tensor dies.
+// Large host buffers that are used again: a fresh 40 MB tensor costs ten thousand page faults, more than the work that
+// fills it. Blocks are multiples of 2 MiB, ask for huge pages, and go back to the pool when their tensor dies.
 #pragma once
 
 #include <cstddef>

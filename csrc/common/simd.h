@@ -8,10 +8,10 @@ namespace samplex {
 
 enum class SimdLevel : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
 
-SX_EXPORT SimdLevel detected_simd_level();                 // the best of what was compiled in and what this CPU has
-SX_EXPORT SimdLevel simd_level();                          // in use now
-SX_EXPORT void set_simd_level(SimdLevel level);            // throws if this CPU or build lacks it
+SX_EXPORT SimdLevel detected_simd_level();       // the best of what was compiled in and what this CPU has
+SX_EXPORT SimdLevel simd_level();                // in use now
+SX_EXPORT void set_simd_level(SimdLevel level);  // throws if this CPU or build lacks it
 SX_EXPORT const char* simd_level_name(SimdLevel level);
-SX_EXPORT SimdLevel parse_simd_level(const char* name);    // throws, naming the choices
+SX_EXPORT SimdLevel parse_simd_level(const char* name);  // throws, naming the choices
 
 }  // namespace samplex

@@ -23,9 +23,7 @@ struct Vec {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
   }
-  static Vec load(const Half* p) {
-    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-  }
+  static Vec load(const Half* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void stream(float* p) const { _mm512_stream_ps(p, v); }  // p 64-byte aligned
   float sum() const { return _mm512_reduce_add_ps(v); }

@@ -28,7 +28,8 @@ SX_DEVICE inline void load_values(const T* row, float* out) {
   }
 }
 
-// row[0 .. Width) = in[0 .. Width), float in shared or global memory. Width is 1 or a multiple of 4 with 16-byte alignment.
+// row[0 .. Width) = in[0 .. Width), float in shared or global memory. Width is 1 or a multiple of 4 with 16-byte
+// alignment.
 template <int Width>
 SX_DEVICE inline void store_floats(float* row, const float* in) {
   if constexpr (Width == 1) {

@@ -13,9 +13,8 @@ void launch_sampled_softmax(const SampledSoftmaxParams& params) {
     if (level == SimdLevel::kAvx512) return sampled_softmax_rows_avx512(params, begin, end);
     if (level == SimdLevel::kAvx2) return sampled_softmax_rows_avx2(params, begin, end);
 #endif
-    dispatch_dtype("sampled_softmax", params.dtype, [&](auto tag) {
-      sampled_softmax_rows<typename decltype(tag)::type>(params, begin, end);
-    });
+    dispatch_dtype("sampled_softmax", params.dtype,
+                   [&](auto tag) { sampled_softmax_rows<typename decltype(tag)::type>(params, begin, end); });
   });
 }
 
@@ -29,7 +28,9 @@ void backward_rows(const SampledSoftmaxBwdParams& p, int64_t begin, int64_t end)
     const A g = static_cast<const A*>(p.grad_loss)[b];
     const A alpha = g * static_cast<const A*>(p.total)[b] + (p.grad_lse ? static_cast<const A*>(p.grad_lse)[b] : A(0));
     // A zero factor wins over a nan coefficient: a row nobody asked a gradient of has none.
-    const auto combine = [&](A push, A pull) { return (alpha == 0 ? A(0) : alpha * push) - (g == 0 ? A(0) : g * pull); };
+    const auto combine = [&](A push, A pull) {
+      return (alpha == 0 ? A(0) : alpha * push) - (g == 0 ? A(0) : g * pull);
+    };
     const A* push = static_cast<const A*>(p.push) + b * entries;
     const A* pull = static_cast<const A*>(p.pull) + b * p.pull_width;
     A* coef_target = static_cast<A*>(p.coef_target) + b * P;
@@ -52,9 +53,8 @@ void backward_rows(const SampledSoftmaxBwdParams& p, int64_t begin, int64_t end)
 void launch_sampled_softmax_bwd(const SampledSoftmaxBwdParams& params) {
   const int64_t work = params.num_targets + params.num_samples + params.dim;
   parallel_for(params.batch, 1 + (1 << 16) / (work + 1), [&](int64_t begin, int64_t end) {
-    dispatch_dtype("sampled_softmax_bwd", params.dtype, [&](auto tag) {
-      backward_rows<typename decltype(tag)::type>(params, begin, end);
-    });
+    dispatch_dtype("sampled_softmax_bwd", params.dtype,
+                   [&](auto tag) { backward_rows<typename decltype(tag)::type>(params, begin, end); });
   });
 }
 

@@ -5,12 +5,12 @@
 //   sampled_softmax_bwd_kernel     coefficients and d_hidden from what the forward saved
 //   sampled_softmax_check_kernel   SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 //
-// One pass: a block is one warp and has one batch row. A group of kGroup lanes owns a class row, every lane kElements of its
-// columns, with h and the running unit gradient in registers; kRows class rows are in flight in a group. Their partial
-// products change places through shared memory so that a lane ends with the product of one row, computes one exponential,
-// and hands it back. All groups share one running maximum, so their partial gradients simply add up at the end. No float
-// atomics, no order that depends on scheduling: the same bits every time. What bounds it is the gather, d numbers a class
-// row: a warp keeps 16 KiB of it in flight, so a few hundred rows fill a large GPU.
+// One pass: a block is one warp and has one batch row. A group of kGroup lanes owns a class row, every lane kElements
+// of its columns, with h and the running unit gradient in registers; kRows class rows are in flight in a group. Their
+// partial products change places through shared memory so that a lane ends with the product of one row, computes one
+// exponential, and hands it back. All groups share one running maximum, so their partial gradients simply add up at the
+// end. No float atomics, no order that depends on scheduling: the same bits every time. What bounds it is the gather, d
+// numbers a class row: a warp keeps 16 KiB of it in flight, so a few hundred rows fill a large GPU.
 #pragma once
 
 #include <cstdio>
@@ -172,21 +172,23 @@ SX_DEVICE inline void finish_push(const SampledSoftmaxParams& p, int64_t b, A ls
 }
 
 // ------------------------------------------------------------------------------------------------ one pass, d <= 1024
-// exp in the hot loop: two instructions and ex2; relative error below |x| 2^-23, and terms with large |x| have no weight.
+// exp in the hot loop: two instructions and ex2; relative error below |x| 2^-23, and terms with large |x| have no
+// weight.
 SX_DEVICE inline float quick_exp(float x) { return exp2f(x * 1.44269504f); }
 
 // Columns are split into chunks of kWidth: lane `place` of a group has chunks place, place + kGroup, … of a row.
-// There are no branches around register arrays: an entry that takes no part reads h instead of a class row and has logit
-// -inf, a column that is not there reads column 0 against h = 0.
+// There are no branches around register arrays: an entry that takes no part reads h instead of a class row and has
+// logit -inf, a column that is not there reads column 0 against h = 0.
 template <typename T, int kWidth, int kChunks, int kGroup, bool kFull>
 struct OnePass {
-  static constexpr int kElements = kWidth * kChunks;     // columns of a lane
-  static constexpr int kSpan = kElements * kGroup;       // columns of a group, >= d
-  static constexpr int kGroups = kWarpSize / kGroup;     // groups of the block, which is one warp
-  static constexpr int kRows = kElements > 16 ? 4 : 8;   // class rows in flight in a group: 128 registers of a lane
-  static constexpr int kHolders = kGroup / kRows;        // lanes that end with the product of the same row
-  static constexpr int kRound = kGroups * kRows;         // entries of a round
-  // Exchange buffer [groups][kRows][lanes], padded so that writes by lane and 16-byte reads by row hit all banks evenly.
+  static constexpr int kElements = kWidth * kChunks;    // columns of a lane
+  static constexpr int kSpan = kElements * kGroup;      // columns of a group, >= d
+  static constexpr int kGroups = kWarpSize / kGroup;    // groups of the block, which is one warp
+  static constexpr int kRows = kElements > 16 ? 4 : 8;  // class rows in flight in a group: 128 registers of a lane
+  static constexpr int kHolders = kGroup / kRows;       // lanes that end with the product of the same row
+  static constexpr int kRound = kGroups * kRows;        // entries of a round
+  // Exchange buffer [groups][kRows][lanes], padded so that writes by lane and 16-byte reads by row hit all banks
+  // evenly.
   static constexpr int kStride = kGroup == 8 ? 12 : kGroup == 16 ? 24 : 48;
   static constexpr int kRegion = kRows * kStride + (kGroup == 32 ? 0 : kGroup);
   static_assert(kRows % 4 == 0 && kStage % kRound == 0);
@@ -356,8 +358,8 @@ struct OnePass {
     s.shares[j] = share;
   }
 
-  // Entries [begin, begin + n) into shared memory, and empty ones up to `padded`. Targets and draws in loops of their own:
-  // a warp's worth of draws then takes no detour for the few targets.
+  // Entries [begin, begin + n) into shared memory, and empty ones up to `padded`. Targets and draws in loops of their
+  // own: a warp's worth of draws then takes no detour for the few targets.
   SX_DEVICE void stage(const RowSetup<float>& row, int begin, int n, int padded, bool& drawn) {
     constexpr float kNone = negative_infinity<float>();
     const int targets = int(p.num_targets);
@@ -659,7 +661,9 @@ __global__ void __launch_bounds__(kThreads) sampled_softmax_bwd_kernel(SampledSo
   const A extra = p.grad_lse != nullptr ? static_cast<const A*>(p.grad_lse)[b] : A(0);
   const A alpha = g * static_cast<const A*>(p.total)[b] + extra;
   // A zero factor wins over a nan coefficient: a row nobody asked a gradient of has none.
-  const auto combine = [&](A push, A pull) { return (alpha == A(0) ? A(0) : alpha * push) - (g == A(0) ? A(0) : g * pull); };
+  const auto combine = [&](A push, A pull) {
+    return (alpha == A(0) ? A(0) : alpha * push) - (g == A(0) ? A(0) : g * pull);
+  };
   const A* push = static_cast<const A*>(p.push) + b * entries;
   const A* pull = static_cast<const A*>(p.pull) + b * p.pull_width;
   for (int64_t k = threadIdx.x; k < entries; k += kThreads) {

@@ -1,7 +1,7 @@
 // sampled_softmax and sampled_softmax_bwd: schemas, checks, allocation. See sampled_softmax_params.h for the formulas.
 //
-// Shared draws go through GEMMs: their class rows are gathered once ([m, d]), torch multiplies, and the kernel only keeps
-// the softmax. No [B, m, d] and no [C, d] tensor exists on any path.
+// Shared draws go through GEMMs: their class rows are gathered once ([m, d]), torch multiplies, and the kernel only
+// keeps the softmax. No [B, m, d] and no [C, d] tensor exists on any path.
 #include <algorithm>
 #include <cmath>
 #include <tuple>
@@ -71,7 +71,8 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   check_tensor(kOp, "ids", ids, draws, shared ? "[m]" : "[B, m]", ScalarType::Long, weight);
   check_tensor(kOp, "log_q", log_q, draws, shared ? "[m]" : "[B, m]", acc, weight);
   check(P + m < (int64_t(1) << 31), kOp, ": targets and draws of a row must stay below 2^31, got ", P + m);
-  check(label_smoothing >= 0 && label_smoothing <= 1, kOp, ": label_smoothing must be in [0, 1], got ", label_smoothing);
+  check(label_smoothing >= 0 && label_smoothing <= 1, kOp, ": label_smoothing must be in [0, 1], got ",
+        label_smoothing);
   check(known_offsets.has_value() == known_ids.has_value(), kOp, ": known_offsets and known_ids must come together");
   if (known_offsets) {
     check_tensor(kOp, "known_offsets", *known_offsets, {B + 1}, "[B + 1]", ScalarType::Long, weight);
@@ -79,9 +80,8 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
     check_csr(kOp, "positives", *known_offsets, *known_ids, B, C);
   }
   check_ids(kOp, "ids", ids, C);
-  check_ids(kOp, "target", target, C, " or ignore_index", [&](int64_t id) {
-    return id == ignore_index || (P > 1 && id == kPadding);
-  });
+  check_ids(kOp, "target", target, C, " or ignore_index",
+            [&](int64_t id) { return id == ignore_index || (P > 1 && id == kPadding); });
 
   SampledSoftmaxParams params{};
   params.bias = table_of("bias", bias, C, weight);
@@ -223,8 +223,8 @@ Backward sampled_softmax_bwd(const Tensor& grad_loss, const std::optional<Tensor
       rows.source[1].bias = in_any(*draw_bias);
     }
   } else {
-    rows.source[1] = {in<int64_t>(ids), in_any(coef_draw), in_any(hidden), shared ? 0 : B * m, std::max<int64_t>(m, 1),
-                      dtype};
+    rows.source[1] = {in<int64_t>(ids),   in_any(coef_draw),       in_any(hidden),
+                      shared ? 0 : B * m, std::max<int64_t>(m, 1), dtype};
   }
   RowGradients g = run_row_reduce(op, rows, hidden, with_bias);
   return {d_hidden, g.row_ids, g.row_grads, g.row_bias, g.count};

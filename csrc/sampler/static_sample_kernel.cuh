@@ -10,7 +10,7 @@ namespace samplex::SX_BACKEND_NS {
 constexpr int kStaticBlock = 256;
 
 // rows [B]: what the excluded ids leave of the law. One thread a row.
-__global__ void static_rows_kernel(StaticSampleParams p) {
+__global__ void __launch_bounds__(kStaticBlock) static_rows_kernel(StaticSampleParams p) {
   const int64_t stride = int64_t(gridDim.x) * kStaticBlock;
   for (int64_t b = int64_t(blockIdx.x) * kStaticBlock + threadIdx.x; b < p.batch; b += stride) {
     p.rows[b] = excluded_row(p, b);
@@ -18,7 +18,7 @@ __global__ void static_rows_kernel(StaticSampleParams p) {
 }
 
 // ids, log_q [B, m], or log_q alone for given ids.
-__global__ void static_sample_kernel(StaticSampleParams p) {
+__global__ void __launch_bounds__(kStaticBlock) static_sample_kernel(StaticSampleParams p) {
   PhiloxKey key = {0, 0};
   if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
   const StaticRow whole = whole_row_in_kernel(p);

@@ -112,8 +112,9 @@ void reduce(const RowReduceParams& p) {
   for (int64_t c = 0; c < sorter.num_chunks; ++c) first_row[c + 1] += first_row[c];
   const SimdLevel level = sizeof(A) == 4 ? simd_level() : SimdLevel::kScalar;
   sorter.for_chunks([&](int64_t c) {
-    const RowReduceRange range = {keys,       sorter.chunk_begin[c], sorter.chunk_begin[c] + sorter.chunk_size[c],
-                                  sorter.num_keys, first_row[c],     entry_bits};
+    const RowReduceRange range = {
+        keys,      sorter.chunk_begin[c], sorter.chunk_begin[c] + sorter.chunk_size[c], sorter.num_keys, first_row[c],
+        entry_bits};
 #ifdef SAMPLEX_X86_SIMD
     if (level == SimdLevel::kAvx512) return row_reduce_range_avx512(p, range);
     if (level == SimdLevel::kAvx2) return row_reduce_range_avx2(p, range);

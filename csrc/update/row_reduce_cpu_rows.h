@@ -27,7 +27,8 @@ inline void add_row(A* out, A coef, const T* row, int64_t d) {
 }
 
 // entry / entries_per_row by multiplication: a 64-bit division per entry costs more than adding the row up. Exact while
-// entry * divisor < 2^64: the rounding error of the inverse is below 1, so the product is off by less than entry / 2^64.
+// entry * divisor < 2^64: the rounding error of the inverse is below 1, so the product is off by less than entry /
+// 2^64.
 struct Divider {
   uint64_t inverse;  // ceil(2^64 / divisor), 0 for 1
   explicit Divider(int64_t divisor) : inverse(divisor == 1 ? 0 : ~uint64_t(0) / uint64_t(divisor) + 1) {}

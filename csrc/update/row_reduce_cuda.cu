@@ -20,8 +20,8 @@ void launch_row_reduce_keys(const RowReduceParams& params, void* stream) {
 }
 
 void launch_row_reduce_heads(const RowReduceParams& params, void* stream) {
-  SX_LAUNCH("row_reduce", (row_reduce_heads_kernel<float>), blocks(entries_of(params), kReduceThreads), kReduceThreads, 0,
-            stream, params);
+  SX_LAUNCH("row_reduce", (row_reduce_heads_kernel<float>), blocks(entries_of(params), kReduceThreads), kReduceThreads,
+            0, stream, params);
 }
 
 void launch_row_reduce_rows(const RowReduceParams& params, void* stream) {

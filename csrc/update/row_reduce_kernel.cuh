@@ -1,8 +1,8 @@
 // Row reduction on the GPU, around torch's stable sort and cumsum: keys -> (sort) -> heads -> (cumsum) -> rows.
 //
-// One warp sums one row: it walks the row's entries in sorted, that is in entry order, with every lane on its own columns.
-// No atomics: the same bits every time. Nothing is read back to the host: the grid covers all entries, and a warp whose
-// place is not the first of a row has nothing to do.
+// One warp sums one row: it walks the row's entries in sorted, that is in entry order, with every lane on its own
+// columns. No atomics: the same bits every time. Nothing is read back to the host: the grid covers all entries, and a
+// warp whose place is not the first of a row has nothing to do.
 #pragma once
 
 #include "common/warp.cuh"

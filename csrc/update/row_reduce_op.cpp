@@ -15,9 +15,9 @@ Tensor call_cumsum(const Tensor& x) {
 }
 
 std::pair<Tensor, Tensor> call_stable_sort(const Tensor& x) {
-  std::array<StableIValue, 4> stack{
-      torch::stable::detail::from(x), torch::stable::detail::from(std::optional<bool>(true)),
-      torch::stable::detail::from(int64_t(0)), torch::stable::detail::from(false)};
+  std::array<StableIValue, 4> stack{torch::stable::detail::from(x),
+                                    torch::stable::detail::from(std::optional<bool>(true)),
+                                    torch::stable::detail::from(int64_t(0)), torch::stable::detail::from(false)};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::sort", "stable", stack.data(), TORCH_ABI_VERSION));
   Tensor sorted = torch::stable::detail::to<Tensor>(stack[0]);
   Tensor order = torch::stable::detail::to<Tensor>(stack[1]);
@@ -25,11 +25,11 @@ std::pair<Tensor, Tensor> call_stable_sort(const Tensor& x) {
 }
 
 #if defined(SAMPLEX_WITH_CUDA) || defined(SAMPLEX_TEST_BACKENDS)
-#define SX_RUN_DEVICE(op, ref, launcher, params)                              \
-  if (::samplex::glue::backend_of(op, ref) == ::samplex::Backend::kSimt) {    \
-    SX_CALL_SIMT(launcher, params);                                           \
-  } else {                                                                    \
-    SX_CALL_CUDA(ref, launcher, params)                                       \
+#define SX_RUN_DEVICE(op, ref, launcher, params)                           \
+  if (::samplex::glue::backend_of(op, ref) == ::samplex::Backend::kSimt) { \
+    SX_CALL_SIMT(launcher, params);                                        \
+  } else {                                                                 \
+    SX_CALL_CUDA(ref, launcher, params)                                    \
   }
 #else
 #define SX_RUN_DEVICE(op, ref, launcher, params) (void)0
@@ -41,7 +41,8 @@ RowGradients run_row_reduce(const char* op, RowReduceParams params, const Tensor
   const int64_t entries = params.source[0].entries + params.source[1].entries;
   const ScalarType acc = params.double_acc ? ScalarType::Double : ScalarType::Float;
   params.capacity = std::min(entries, params.num_rows);
-  RowGradients result{empty_pooled(like, {params.capacity}, ScalarType::Long), empty_pooled(like, {params.capacity, params.dim}, acc),
+  RowGradients result{empty_pooled(like, {params.capacity}, ScalarType::Long),
+                      empty_pooled(like, {params.capacity, params.dim}, acc),
                       empty(like, {with_bias ? params.capacity : 0}, acc), empty(like, {1}, ScalarType::Long)};
   if (entries == 0) {
     torch::stable::zero_(result.count);
@@ -82,8 +83,8 @@ RowReduceSource source_of(const char* arg_ids, const char* arg_coef, const char*
   check_tensor(op, arg_rows, rows, {ids.size(0), dim}, "[S, d]", rows.scalar_type(), like);
   if (coef) check_tensor(op, arg_coef, *coef, {ids.size(0), ids.size(1)}, "[S, k]", acc, like);
   const DType dtype = dtype_tag(op, arg_rows, rows);
-  return {in<int64_t>(ids), coef ? in_any(*coef) : nullptr, in_any(rows), ids.numel(), std::max<int64_t>(ids.size(1), 1),
-          dtype};
+  return {in<int64_t>(ids), coef ? in_any(*coef) : nullptr,    in_any(rows),
+          ids.numel(),      std::max<int64_t>(ids.size(1), 1), dtype};
 }
 
 Outputs row_reduce(const Tensor& ids_a, const std::optional<Tensor>& coef_a, const Tensor& rows_a, const Tensor& ids_b,

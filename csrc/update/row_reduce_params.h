@@ -3,8 +3,8 @@
 //   row_grads[i] = sum over entries e with id_e = row_ids[i] of coef_e * rows[e / entries_per_row]
 //
 // Two sources, A then B (targets and draws of a loss). An entry with id < 0 or coefficient exactly 0 is left out: it
-// touches no row. row_ids ascend; count of them is in count[0]; the rest of row_ids is -1 and of the others unspecified.
-// Within a row the terms are added in the order of the entries: the same bits for any number of threads.
+// touches no row. row_ids ascend; count of them is in count[0]; the rest of row_ids is -1 and of the others
+// unspecified. Within a row the terms are added in the order of the entries: the same bits for any number of threads.
 #pragma once
 
 #include <cstdint>

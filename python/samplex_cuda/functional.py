@@ -17,9 +17,17 @@ _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _REDUCTIONS = ("none", "mean", "sum")
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(lead: tuple[int, ...], last: str) -> str:
+    return "[" + ", ".join([*map(str, lead), last]) + "]"
+
+
 def _got(t: object) -> str:
     if isinstance(t, Tensor):
-        return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
+        return f"{list(t.shape)} {_name(t.dtype)} on {t.device}"
     return f"{type(t).__name__}"
 
 
@@ -44,13 +52,16 @@ def _flatten(op: str, h: Tensor, weight: Tensor, target: Tensor, ids: Tensor, lo
     elif target.dim() == len(lead) + 1 and target.shape[:-1] == lead:
         target = target.reshape(batch, target.shape[-1])
     else:
-        raise ValueError(f"{op}: target must be {list(lead)} or {[*lead, 'P']} to fit h {list(h.shape)}, got {_got(target)}")
+        raise ValueError(
+            f"{op}: target must be {list(lead)} or {_shape(lead, 'P')} to fit h {list(h.shape)}, got {_got(target)}"
+        )
     if ids.shape != log_q.shape:
         raise ValueError(f"{op}: log_q must have the shape of ids {list(ids.shape)}, got {_got(log_q)}")
     if ids.dim() != 1 or (len(lead) == 0):
         if ids.shape[:-1] != lead or ids.dim() == 0:
             raise ValueError(
-                f"{op}: ids must be {[*lead, 'm']} (per row) or [m] (shared) to fit h {list(h.shape)}, got {_got(ids)}"
+                f"{op}: ids must be {_shape(lead, 'm')} (per row) or [m] (shared) to fit h {list(h.shape)}, "
+                f"got {_got(ids)}"
             )
         ids, log_q = ids.reshape(batch, ids.shape[-1]), log_q.reshape(batch, ids.shape[-1])
     return h.reshape(batch, h.shape[-1]), target, ids, log_q
@@ -93,14 +104,14 @@ def sampled_softmax(
     :math:`s_k - \log q_k - \log m` (Blanc & Rendle 2018), so that the sampled normaliser estimates the full one. A draw
     that equals a target of its row, or one of its known `positives`, takes no part.
 
-    One pass over the gathered rows, forward and backward: no [B, m, d] and no [C, d] tensor is made. Gradients of `weight`
-    and `bias` are coalesced sparse COO tensors, good for `torch.optim.SGD`, `Adagrad` and `SparseAdam`.
+    One pass over the gathered rows, forward and backward: no [B, m, d] and no [C, d] tensor is made. Gradients of
+    `weight` and `bias` are coalesced sparse COO tensors, good for `torch.optim.SGD`, `Adagrad` and `SparseAdam`.
 
     Args:
         h: [*, d] hidden vectors. Under autocast they are cast to the dtype of `weight`, which keeps its own.
         weight: [C, d] in float32, float64, float16 or bfloat16; sums run in float32 (float64 for float64).
-        target: int64 [*], or [*, P] for several targets a row, padded with -100. With several, the loss is lse over all of
-            them and the draws, minus the mean target logit.
+        target: int64 [*], or [*, P] for several targets a row, padded with -100. With several, the loss is lse over all
+            of them and the draws, minus the mean target logit.
         ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows.
         log_q: log-probability of each draw, shape of `ids`. A row with nan or inf here (or in h) has loss nan.
         bias: [C] or None, in the dtype of `weight` or float32.
@@ -109,7 +120,7 @@ def sampled_softmax(
         absolute: use \|s\| as logit: the absolute softmax, for samplers with a symmetric kernel.
         label_smoothing: share of the target spread evenly over targets and unmasked draws, on the uncorrected logits.
         class_weight: [C] float32 weights of the classes, as `weight` of `F.cross_entropy`.
-        ignore_index: a target of this value is skipped; a row without targets has loss 0 and does not count in the mean.
+        ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
         positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]): masked where drawn.
         sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).
         return_lse: also return the log-normaliser of each row ([*], differentiable).
@@ -162,10 +173,9 @@ def sampled_softmax(
         if table is None:
             continue
         _check_tensor(op, name, table, "[C]")
+        wanted = " or ".join(sorted({_name(weight.dtype), _name(acc)}))
         if table.shape != weight.shape[:1] or table.dtype not in (weight.dtype, acc) or table.device != weight.device:
-            raise ValueError(
-                f"{op}: {name} must be [{weight.shape[0]}] {weight.dtype} or {acc} on {weight.device}, got {_got(table)}"
-            )
+            raise ValueError(f"{op}: {name} must be [{weight.shape[0]}] {wanted} on {weight.device}, got {_got(table)}")
     lead = h.shape[:-1]
     h, target, ids, log_q = _flatten(op, h, weight, target, ids, log_q)
     offsets, known = _csr(op, positives, h.shape[0], weight.device)

@@ -15,8 +15,8 @@ from samplex_cuda import _library  # noqa: F401  registers the ops
 
 __all__ = ["keep_coalesced", "rows_to_coo", "sampled_softmax"]
 
-# Row ids of the last gradients made here. Holding them keeps their memory from being used again, so that a gradient whose
-# indices lie at the same address is one of ours. A few, for weight and bias of a few heads.
+# Row ids of the last gradients made here. Holding them keeps their memory from being used again, so that a gradient
+# whose indices lie at the same address is one of ours. A few, for weight and bias of a few heads.
 _delivered: deque[Tensor] = deque(maxlen=8)
 
 
@@ -32,9 +32,9 @@ def _mark_coalesced(parameter: Tensor) -> None:
 def keep_coalesced(parameter: Tensor) -> None:
     """Let `parameter.grad` say that it is coalesced when it is.
 
-    Autograd's accumulation makes a shallow copy of a sparse gradient and forgets the flag on the way, so every optimizer
-    would sort and sum the rows once more. A hook after the accumulation puts the flag back, where the gradient is one of
-    ours alone; a sum of two gradients is left as it is. Registered once per parameter.
+    Autograd's accumulation makes a shallow copy of a sparse gradient and forgets the flag on the way, so every
+    optimizer would sort and sum the rows once more. A hook after the accumulation puts the flag back, where the
+    gradient is one of ours alone; a sum of two gradients is left as it is. Registered once per parameter.
 
     Example:
         >>> import torch
