@@ -33,14 +33,15 @@ function(samplex_add_cuda_sources target sources)
   target_include_directories(samplex_kernels PRIVATE csrc)
   target_include_directories(samplex_kernels SYSTEM PRIVATE "${SAMPLEX_TORCH_DIR}/include")
   # -fmad=false on the samplers only: their draws are promised bit-equal on every backend.
-  target_compile_options(samplex_kernels PRIVATE -lineinfo --expt-relaxed-constexpr "-Xcompiler=-fvisibility=hidden")
+  # -std by hand: older CMake does not know which standards a newer nvcc has.
+  target_compile_options(samplex_kernels PRIVATE -std=c++20 -lineinfo --expt-relaxed-constexpr "-Xcompiler=-fvisibility=hidden")
   foreach(source IN LISTS sources)
     if(source MATCHES "csrc/sampler/")
       set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS "-fmad=false")
     endif()
   endforeach()
   set_target_properties(samplex_kernels PROPERTIES
-    CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_ARCHITECTURES "${SAMPLEX_CUDA_ARCHS}" POSITION_INDEPENDENT_CODE ON)
+    CUDA_ARCHITECTURES "${SAMPLEX_CUDA_ARCHS}" POSITION_INDEPENDENT_CODE ON)
   target_sources(${target} PRIVATE $<TARGET_OBJECTS:samplex_kernels>)
   target_compile_definitions(${target} PRIVATE SAMPLEX_WITH_CUDA)
   if(SAMPLEX_CUDART STREQUAL "shared")

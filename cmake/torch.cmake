@@ -3,7 +3,7 @@
 # whose shims all live in libtorch_cpu.
 find_package(Python COMPONENTS Interpreter REQUIRED)
 execute_process(
-  COMMAND ${Python_EXECUTABLE} -c "import importlib.util as u, os; s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s else '')"
+  COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/find_torch.py
   OUTPUT_VARIABLE SAMPLEX_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 if(NOT SAMPLEX_TORCH_DIR)
   message(FATAL_ERROR "samplex-cuda: torch >= 2.13 must be installed in ${Python_EXECUTABLE} before the build. "
