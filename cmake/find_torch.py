@@ -1,7 +1,7 @@
 """Print the directory of the torch to build against, or nothing.
 
-First the torch this interpreter imports. An isolated build (plain `pip install -e .`) hides it, so then the one that lies
-in the environment's own site-packages: that is the torch the extension will run with.
+First the torch this interpreter imports. An isolated build (plain `pip install -e .`) hides it, so then the one in the
+environment's own site-packages: that is the torch the extension will run with.
 """
 
 import importlib.util
