@@ -76,7 +76,7 @@ docs: $(STAMPS)/docs $(STAMPS)/build ## API pages from the docstrings, in docs/a
 	@echo "open docs/api/index.html"
 
 wheel: $(STAMPS)/tools ## A wheel in dist/ for every listed CUDA architecture (where nvcc is found)
-	$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir dist -Ccmake.define.SAMPLEX_CUDA=$(CUDA)
+	$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir dist --config-settings=cmake.define.SAMPLEX_CUDA=$(CUDA)
 	@ls dist/*.whl
 
 clean: ## Remove what was built; keep the environment
@@ -117,6 +117,6 @@ $(STAMPS)/config: FORCE | $(STAMPS)/tools
 $(STAMPS)/build: $(STAMPS)/tools $(STAMPS)/config $(NATIVE)
 	@echo "== extension ($(CONFIG))"
 	@$(PIP) install --no-build-isolation -e ".[demo,bench,test]" \
-	  -Cbuild-dir="build/dev-{wheel_tag}" -Ccmake.define.SAMPLEX_TEST_BACKENDS=ON \
-	  -Ccmake.define.SAMPLEX_CUDA=$(CUDA) "-Ccmake.define.SAMPLEX_CUDA_ARCHS=$(CUDA_ARCHS)"
+	  --config-settings=build-dir="build/dev-{wheel_tag}" --config-settings=cmake.define.SAMPLEX_TEST_BACKENDS=ON \
+	  --config-settings=cmake.define.SAMPLEX_CUDA=$(CUDA) "--config-settings=cmake.define.SAMPLEX_CUDA_ARCHS=$(CUDA_ARCHS)"
 	@touch $@

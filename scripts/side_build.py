@@ -47,8 +47,8 @@ def install(python: Path, source: Path, *, build_dir: str | None = None, defines
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", str(python)]
     command += ["install", "--no-deps", "--no-build-isolation", "--force-reinstall", str(source)]
     if build_dir is not None:
-        command.append(f"-Cbuild-dir={build_dir}")
-    command += [f"-Ccmake.define.{name}={value}" for name, value in (defines or {}).items()]
+        command.append(f"--config-settings=build-dir={build_dir}")
+    command += [f"--config-settings=cmake.define.{name}={value}" for name, value in (defines or {}).items()]
     subprocess.run(command, check=True, cwd=ROOT)
 
 

@@ -45,7 +45,12 @@ def test_wheel_works_in_another_environment(tmp_path):
     subprocess.run(
         [
             *[sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-build-isolation", "--no-deps", "--quiet"],
-            *["--wheel-dir", str(wheels), f"-Cbuild-dir={tmp_path / 'build'}", "-Ccmake.define.SAMPLEX_CUDA=OFF"],
+            *[
+                "--wheel-dir",
+                str(wheels),
+                f"--config-settings=build-dir={tmp_path / 'build'}",
+                "--config-settings=cmake.define.SAMPLEX_CUDA=OFF",
+            ],
         ],
         check=True,
     )

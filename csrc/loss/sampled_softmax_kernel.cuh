@@ -213,6 +213,7 @@ struct OnePass {
   float* const logits;  // where `push` of this row goes in the end
   const float scale;
   const bool absolute, need_grad;
+  const bool seeded;  // one target and no smoothing: the target starts the row off, and only it pulls
   float h[kElements], push[kElements];
   float max, sum, pulled;
 
@@ -230,6 +231,7 @@ struct OnePass {
         scale(float(params.scale)),
         absolute(params.absolute),
         need_grad(params.need_grad),
+        seeded(params.num_targets == 1 && params.label_smoothing == 0),
         max(-std::numeric_limits<float>::max()),  // not -inf: a masked entry minus it must stay -inf
         sum(0),
         pulled(0) {}
@@ -309,7 +311,7 @@ struct OnePass {
     // Every holder counts its entry; the sums are divided by kHolders, a power of two, at the end.
     sum += mass * (float(kHolders) / kSame);
     const float share = s.shares[mine];
-    if (warp_any(share != 0)) {
+    if (!seeded && warp_any(share != 0)) {
       pulled += share != 0 ? share * value * (float(kHolders) / kSame) : 0.0f;
       if (need_grad) add_pull<kCount>(rows, share * sign);
     }
@@ -327,6 +329,47 @@ struct OnePass {
       const float c = kCount == 1 ? mass * sign : s.coefs[group * kRows + r];
 #pragma unroll
       for (int i = 0; i < kElements; ++i) push[i] += c * rows[r][i];
+    }
+  }
+
+  // The only target as the first entry, and the whole of d_pull. Every group computes it, group 0 counts it.
+  SX_DEVICE void seed(const RowSetup<float>& row) {
+    const int64_t id = p.target[b];
+    float w[kElements];
+    load_row(static_cast<const T*>(p.weight) + id * dim, w);
+    float dot = h[0] * w[0];
+#pragma unroll
+    for (int i = 1; i < kElements; ++i) dot += h[i] * w[i];
+    float value = scale * (group_sum<kGroup>(dot) + load_scalar(p.bias, id, 0.0f));
+    float sign = 1;
+    if (absolute) {
+      sign = sign_of(value);
+      value = fabsf(value);
+    }
+    if (value > max) max = value;
+    const float mass = quick_exp(value - max);  // 1, or nan for a bad row
+    const float share = entry_share(p, row, 0, id);
+    sum = group == 0 ? mass * (float(kHolders) / kGroup) : 0.0f;
+    pulled = lane == 0 && share != 0 ? share * value * float(kHolders) : 0.0f;
+    if (!need_grad) return;
+    const float c = group == 0 ? mass * sign : 0.0f, a = scale * share * sign;
+    if (lane == 0) {
+      logits[0] = value;
+      if (absolute) static_cast<float*>(p.signs)[logits - static_cast<float*>(p.push)] = sign;
+      static_cast<float*>(p.pull)[b] = a;
+    }
+    float* d_pull = static_cast<float*>(p.d_pull) + b * dim;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      float pulled_by[kWidth];
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        push[chunk * kWidth + i] = c * w[chunk * kWidth + i];
+        pulled_by[i] = a * w[chunk * kWidth + i];
+      }
+      if (chunk % kGroups == group && (kFull || column(chunk) < dim)) {
+        store_floats<kWidth>(d_pull + column(chunk), pulled_by);
+      }
     }
   }
 
@@ -373,8 +416,6 @@ struct OnePass {
       const float share = part ? entry_share(p, row, k, id) : 0.0f;
       put(target ? i : n + i - staged_targets, part ? id : -1, part ? scale * load_scalar(p.bias, id, 0.0f) : 0.0f,
           part ? 0.0f : kNone, share);
-      // What finish_pull would write, where it is known already.
-      if (target && pull_is_known()) static_cast<float*>(p.pull)[b * targets + k] = scale * share;
     }
     const int64_t first_draw = p.shared ? 0 : b * p.num_samples;
     const int64_t* ids = p.ids + first_draw;
@@ -394,9 +435,6 @@ struct OnePass {
       drawn = drawn || part;
     }
   }
-
-  // Without signs and smoothing a target's pull is its share; unless no draw turns out to take part.
-  SX_DEVICE bool pull_is_known() const { return need_grad && !absolute && p.label_smoothing == 0; }
 
   // out = factor * sum over the groups of buffer[., c]
   SX_DEVICE void sum_groups(const float* buffer, int num_groups, float factor, float* out) const {
@@ -437,14 +475,16 @@ struct OnePass {
     }
     // Without smoothing only targets pull; target k is in group k / kRows of a round, or alone in group k.
     const int pullers = p.label_smoothing > 0 || p.num_targets > kGroups ? kGroups : int(p.num_targets);
-    if (need_grad) {
+    if (seeded) {
+      seed(row);
+    } else if (need_grad) {
       const float zeros[4] = {0, 0, 0, 0};
       for (int i = 4 * lane; i < pullers * kSpan; i += 4 * kWarpSize) store_floats<4>(pull + i, zeros);
     }
 
     const int entries = int(p.num_targets + p.num_samples);
     bool drawn = false;
-    for (int begin = 0; begin < entries; begin += kStage) {
+    for (int begin = seeded ? 1 : 0; begin < entries; begin += kStage) {
       const int n = entries - begin < kStage ? entries - begin : kStage;
       // Whole rounds of kRows rows a group, then rounds of one row a group.
       const int whole = n / kRound * kRound;
@@ -501,8 +541,13 @@ struct OnePass {
       sum_groups(buffer, kGroups, 1.0f, d_push);
     }
     warp_sync();
-    sum_groups(pull, pullers, trivial ? 0.0f : scale, static_cast<float*>(p.d_pull) + b * dim);
-    if (trivial || !pull_is_known()) finish_pull<kWarpSize, float>(p, row, b, trivial);
+    float* d_pull = static_cast<float*>(p.d_pull) + b * dim;
+    if (trivial) {
+      for (int c = lane; c < dim; c += kWarpSize) d_pull[c] = 0;
+    } else if (!seeded) {
+      sum_groups(pull, pullers, scale, d_pull);
+    }
+    if (trivial || !seeded) finish_pull<kWarpSize, float>(p, row, b, trivial);
     finish_push(entries, lse);
   }
 };
