@@ -39,6 +39,11 @@ class Sampler(torch.nn.Module):
     """A distribution over classes, possibly another one for each query.
 
     Subclasses give `_op` (their name in error messages), `num_classes`, `sample` and `log_prob`.
+
+    Example:
+        >>> import samplex_cuda as sx
+        >>> isinstance(sx.samplers.Uniform(10), sx.samplers.Sampler)
+        True
     """
 
     _op = "sampler"
