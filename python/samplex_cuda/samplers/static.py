@@ -37,7 +37,13 @@ def _call(op: Callable[[], T]) -> T:
 
 
 class StaticSampler(Sampler):
-    """What the static samplers share. `h` only says how many rows there are; `context` is not looked at."""
+    """What the static samplers share. `h` only says how many rows there are; `context` is not looked at.
+
+    Example:
+        >>> import samplex_cuda as sx
+        >>> isinstance(sx.samplers.LogUniform(10), sx.samplers.StaticSampler)
+        True
+    """
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
