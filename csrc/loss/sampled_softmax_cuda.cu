@@ -20,13 +20,15 @@ void launch(const SampledSoftmaxParams& params, void* stream) {
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const bool vectors = params.dim % kWidth == 0 && aligned(params.hidden) && aligned(params.weight);
   const int64_t d = params.dim;
-  if (params.shared || d > (vectors ? 1024 : 512)) {
+  // 1024 columns would take 32 a lane, which spills on sm_90.
+  const bool one_pass = vectors ? d <= 512 || d == 768 : d <= 256;
+  if (params.shared || !one_pass) {
     SX_LAUNCH("sampled_softmax", (sampled_softmax_wide_kernel<T>), unsigned(params.batch), kThreads, 0, stream, params);
   } else if (!vectors) {
-    if (d <= 128)
-      launch_one_pass<T, 1, 16, 8, false>(params, stream);
+    if (d <= 64)
+      launch_one_pass<T, 1, 8, 8, false>(params, stream);
     else
-      launch_one_pass<T, 1, 16, 32, false>(params, stream);
+      launch_one_pass<T, 1, 8, 32, false>(params, stream);
   } else if (d == 64) {
     launch_one_pass<T, kWidth, 8 / kWidth, 8, true>(params, stream);
   } else if (d == 128) {
@@ -37,10 +39,10 @@ void launch(const SampledSoftmaxParams& params, void* stream) {
     launch_one_pass<T, kWidth, 16 / kWidth, 32, true>(params, stream);
   } else if (d <= 128) {
     launch_one_pass<T, kWidth, 16 / kWidth, 8, false>(params, stream);
-  } else if (d <= 512) {
+  } else if (d < 512) {
     launch_one_pass<T, kWidth, 16 / kWidth, 32, false>(params, stream);
   } else {
-    launch_one_pass<T, kWidth, 32 / kWidth, 32, false>(params, stream);
+    launch_one_pass<T, kWidth, 24 / kWidth, 32, true>(params, stream);
   }
 }
 

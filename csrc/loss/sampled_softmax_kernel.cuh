@@ -1,7 +1,7 @@
 // Fused sampled softmax on the GPU: one block per batch row. Formulas in sampled_softmax_params.h.
 //
-//   sampled_softmax_kernel         float, half, bfloat16 storage and d <= 1024: one pass over the gathered rows
-//   sampled_softmax_wide_kernel    any d, double, and shared draws (whose products come from a GEMM)
+//   sampled_softmax_kernel         float, half, bfloat16 storage; d <= 512 and 768 (odd d: <= 256): one pass
+//   sampled_softmax_wide_kernel    any other d, double, and shared draws (whose products come from a GEMM)
 //   sampled_softmax_bwd_kernel     coefficients and d_hidden from what the forward saved
 //   sampled_softmax_check_kernel   SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 //
@@ -171,7 +171,7 @@ SX_DEVICE inline void finish_push(const SampledSoftmaxParams& p, int64_t b, A ls
   }
 }
 
-// ------------------------------------------------------------------------------------------------ one pass, d <= 1024
+// ------------------------------------------------------------------------------------------------ one pass
 // exp in the hot loop: two instructions and ex2; relative error below |x| 2^-23, and terms with large |x| have no
 // weight.
 SX_DEVICE inline float quick_exp(float x) { return exp2f(x * 1.44269504f); }
@@ -181,12 +181,13 @@ SX_DEVICE inline float quick_exp(float x) { return exp2f(x * 1.44269504f); }
 // logit -inf, a column that is not there reads column 0 against h = 0.
 template <typename T, int kWidth, int kChunks, int kGroup, bool kFull>
 struct OnePass {
-  static constexpr int kElements = kWidth * kChunks;    // columns of a lane
-  static constexpr int kSpan = kElements * kGroup;      // columns of a group, >= d
-  static constexpr int kGroups = kWarpSize / kGroup;    // groups of the block, which is one warp
-  static constexpr int kRows = kElements > 16 ? 4 : 8;  // class rows in flight in a group: 128 registers of a lane
-  static constexpr int kHolders = kGroup / kRows;       // lanes that end with the product of the same row
-  static constexpr int kRound = kGroups * kRows;        // entries of a round
+  static constexpr int kElements = kWidth * kChunks;  // columns of a lane
+  static constexpr int kSpan = kElements * kGroup;    // columns of a group, >= d
+  static constexpr int kGroups = kWarpSize / kGroup;  // groups of the block, which is one warp
+  // Class rows in flight in a group: up to 128 registers of a lane; fewer where single columns take address registers.
+  static constexpr int kRows = kElements > 16 || kWidth == 1 ? 4 : 8;
+  static constexpr int kHolders = kGroup / kRows;  // lanes that end with the product of the same row
+  static constexpr int kRound = kGroups * kRows;   // entries of a round
   // Exchange buffer [groups][kRows][lanes], padded so that writes by lane and 16-byte reads by row hit all banks
   // evenly.
   static constexpr int kStride = kGroup == 8 ? 12 : kGroup == 16 ? 24 : 48;
@@ -553,7 +554,7 @@ struct OnePass {
 };
 
 template <typename T, int kWidth, int kChunks, int kGroup, bool kFull>
-__global__ void __launch_bounds__(kWarpSize) sampled_softmax_kernel(SampledSoftmaxParams p) {
+__global__ void __launch_bounds__(kWarpSize, 8) sampled_softmax_kernel(SampledSoftmaxParams p) {
   using Body = OnePass<T, kWidth, kChunks, kGroup, kFull>;
   __shared__ typename Body::Shared shared;
   SX_DYN_SMEM(float, buffer);  // [2, groups, span]

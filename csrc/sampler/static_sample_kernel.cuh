@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kStaticBlock) static_rows_kernel(StaticSampleP
 }
 
 // ids, log_q [B, m], or log_q alone for given ids.
-__global__ void __launch_bounds__(kStaticBlock) static_sample_kernel(StaticSampleParams p) {
+__global__ void __launch_bounds__(kStaticBlock, 2) static_sample_kernel(StaticSampleParams p) {
   PhiloxKey key = {0, 0};
   if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
   const StaticRow whole = whole_row_in_kernel(p);

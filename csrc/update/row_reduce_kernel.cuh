@@ -43,7 +43,7 @@ SX_DEVICE inline A row_value(const void* rows, int64_t i) {
 }
 
 template <typename A>
-__global__ void __launch_bounds__(kReduceThreads) row_reduce_rows_kernel(RowReduceParams p) {
+__global__ void __launch_bounds__(kReduceThreads, 4) row_reduce_rows_kernel(RowReduceParams p) {
   const int64_t entries = p.source[0].entries + p.source[1].entries;
   const int64_t place = int64_t(blockIdx.x) * kReduceWarps + warp_id();
   if (place == 0 && lane_id() == 0) p.count[0] = p.ranks[entries - 1];
