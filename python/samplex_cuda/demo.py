@@ -332,11 +332,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Train on built-in data with full softmax and with sampled softmax and compare the two.",
     )
     add = parser.add_argument
-    add("--classes", type=int, default=50_000, help="number of classes (default %(default)s)")
+    add("--classes", type=int, help="number of classes (default 50,000, with --quick 5,000)")
     add("--dim", type=int, default=64, help="width of the data and of the hidden layer (default %(default)s)")
     add("--batch-size", type=int, default=256, help="rows per step (default %(default)s)")
     add("--num-samples", type=int, default=64, help="draws per row (default %(default)s)")
-    add("--seconds", type=float, default=40.0, help="training time of each run (default %(default)s)")
+    add("--seconds", type=float, help="training time of each run (default 40, with --quick 2)")
     add("--steps", type=int, default=None, help="stop a run after so many steps, if that comes first")
     add("--lr", type=float, default=0.1, help="learning rate of Adagrad (default %(default)s)")
     add("--seed", type=int, default=0, help="of data, initial values and draws (default %(default)s)")
@@ -356,8 +356,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = _parser()
     options = parser.parse_args(argv)
-    if options.quick:
-        options.classes, options.seconds = min(options.classes, 5_000), min(options.seconds, 2.0)
+    if options.classes is None:
+        options.classes = 5_000 if options.quick else 50_000
+    if options.seconds is None:
+        options.seconds = 2.0 if options.quick else 40.0
     for name in ("classes", "dim", "batch_size", "num_samples", "seconds"):
         if not getattr(options, name) > 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0, got {getattr(options, name)}")
