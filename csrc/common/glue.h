@@ -134,9 +134,17 @@ inline void begin_op() {
 #endif
 }
 
+inline void note_bytes(const Tensor& t, const void* data, size_t bytes, bool writable) {
+#ifdef SAMPLEX_TEST_BACKENDS
+  if (t.is_cpu() && cpu_backend() == Backend::kSimt) simt::note_buffer(data, bytes, writable);
+#else
+  (void)t, (void)data, (void)bytes, (void)writable;
+#endif
+}
+
 inline void note(const Tensor& t, const void* data, size_t item, bool writable) {
 #ifdef SAMPLEX_TEST_BACKENDS
-  if (t.is_cpu() && cpu_backend() == Backend::kSimt) simt::note_buffer(data, t.numel() * item, writable);
+  note_bytes(t, data, t.numel() * item, writable);
 #else
   (void)t, (void)data, (void)item, (void)writable;
 #endif
@@ -170,8 +178,21 @@ inline void* out_any(const Tensor& t) {
   return data;
 }
 
+// Not torch::stable::new_empty: looking an operator up by its name costs more than the allocation.
 inline Tensor empty(const Tensor& like, const Shape& shape, ScalarType dtype) {
-  return torch::stable::new_empty(like, shape, dtype);
+  std::array<int64_t, 4> strides{};
+  int64_t step = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = step;
+    step *= shape[i] > 0 ? shape[i] : 1;
+  }
+  const torch::stable::Device device = like.device();
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      int64_t(shape.size()), shape.data(), strides.data(),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(device.type())), device.index(), &handle));
+  return Tensor(handle);
 }
 
 // The same, from the pool of reused memory where that pays: large tensors of the CPU kernels.

@@ -19,6 +19,12 @@
 #define SX_DEVICE
 #endif
 
+#ifdef __GNUC__
+#define SX_ALWAYS_INLINE inline __attribute__((always_inline))
+#else
+#define SX_ALWAYS_INLINE inline
+#endif
+
 #ifndef SX_ISA_NS
 #define SX_ISA_NS baseline
 #endif

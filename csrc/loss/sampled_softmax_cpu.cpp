@@ -20,35 +20,51 @@ void launch_sampled_softmax(const SampledSoftmaxParams& params) {
 
 namespace {
 
+template <typename A>
+void mean_of(const SampledSoftmaxMeanParams& p) {
+  double loss = 0, denom = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    loss += static_cast<const A*>(p.row_loss)[b];
+    denom += static_cast<const A*>(p.denom)[b];
+  }
+  const A factor = p.mean ? mean_factor(A(denom)) : A(1);
+  *static_cast<A*>(p.loss) = A(loss * factor);
+  *static_cast<A*>(p.factor) = factor;
+}
+
+// out[k] = upstream gradients times the kept parts, k < n from `at` on
+template <typename T, typename A>
+void combine(const SampledSoftmaxUpstream<A>& up, const void* loss_part, const void* lse_part, int64_t at, int64_t n,
+             T* out) {
+  const A* x = static_cast<const A*>(loss_part) + at;
+  const A g = up.of_loss;
+  if (g == 0 || up.of_lse != 0) {
+    for (int64_t k = 0; k < n; ++k) out[k] = from_acc<T>(up.combine(loss_part, lse_part, at + k));
+  } else {  // nearly always: no branch inside the loop
+    for (int64_t k = 0; k < n; ++k) out[k] = from_acc<T>(g * x[k]);
+  }
+}
+
 template <typename T>
 void backward_rows(const SampledSoftmaxBwdParams& p, int64_t begin, int64_t end) {
   using A = acc_t<T>;
   const int64_t P = p.num_targets, m = p.num_samples, entries = P + m;
   for (int64_t b = begin; b < end; ++b) {
-    const A g = static_cast<const A*>(p.grad_loss)[b];
-    const A alpha = g * static_cast<const A*>(p.total)[b] + (p.grad_lse ? static_cast<const A*>(p.grad_lse)[b] : A(0));
-    // A zero factor wins over a nan coefficient: a row nobody asked a gradient of has none.
-    const auto combine = [&](A push, A pull) {
-      return (alpha == 0 ? A(0) : alpha * push) - (g == 0 ? A(0) : g * pull);
-    };
-    const A* push = static_cast<const A*>(p.push) + b * entries;
-    const A* pull = static_cast<const A*>(p.pull) + b * p.pull_width;
-    A* coef_target = static_cast<A*>(p.coef_target) + b * P;
-    A* coef_draw = static_cast<A*>(p.coef_draw) + b * m;
-    for (int64_t k = 0; k < P; ++k) coef_target[k] = combine(push[k], pull[k]);
-    if (p.pull_width == entries) {
-      for (int64_t k = 0; k < m; ++k) coef_draw[k] = combine(push[P + k], pull[P + k]);
-    } else {
-      for (int64_t k = 0; k < m; ++k) coef_draw[k] = alpha == 0 ? A(0) : alpha * push[P + k];
-    }
-    const A* d_push = static_cast<const A*>(p.d_push) + b * p.dim;
-    const A* d_pull = static_cast<const A*>(p.d_pull) + b * p.dim;
-    T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
-    for (int64_t c = 0; c < p.dim; ++c) d_hidden[c] = from_acc<T>(combine(d_push[c], d_pull[c]));
+    const SampledSoftmaxUpstream<A> up(p, b);
+    combine(up, p.coef_loss, p.coef_lse, b * entries, P, static_cast<A*>(p.coef_target) + b * P);
+    combine(up, p.coef_loss, p.coef_lse, b * entries + P, m, static_cast<A*>(p.coef_draw) + b * m);
+    combine(up, p.d_loss, p.d_lse, b * p.dim, p.dim, static_cast<T*>(p.d_hidden) + b * p.dim);
   }
 }
 
 }  // namespace
+
+void launch_sampled_softmax_mean(const SampledSoftmaxMeanParams& params) {
+  if (params.double_acc)
+    mean_of<double>(params);
+  else
+    mean_of<float>(params);
+}
 
 void launch_sampled_softmax_bwd(const SampledSoftmaxBwdParams& params) {
   const int64_t work = params.num_targets + params.num_samples + params.dim;

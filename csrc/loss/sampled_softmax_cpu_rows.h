@@ -77,6 +77,26 @@ struct Rows {
     for (int64_t c = 0; c < d; ++c) out[c] = acc[c] * factor;
   }
 
+  // out[k] = factor * exp(x[k] - shift)
+  static void exp_to(const A* x, A shift, A factor, A* out, int64_t n) {
+    int64_t k = 0;
+#if defined(__AVX2__)
+    if constexpr (sizeof(A) == 4) {
+      const Vec s = Vec::all(shift), f = Vec::all(factor);
+      for (; k + Vec::kSize <= n; k += Vec::kSize) (f * vexp(Vec::load(x + k) - s)).store(out + k);
+      if (k < n) store_tail(f * vexp(load_tail(x + k, int(n - k)) - s), out + k, int(n - k));
+      return;
+    }
+#endif
+    for (; k < n; ++k) out[k] = factor * exp_acc(x[k] - shift);
+  }
+
+  static A max_of(const A* x, int64_t n) {
+    A max = negative_infinity<A>();
+    for (int64_t k = 0; k < n; ++k) max = x[k] > max ? x[k] : max;
+    return max;
+  }
+
   // out[k] = exp(x[k] - shift); returns the sum
   static A exp_sum(const A* x, A shift, A* out, int64_t n) {
     int64_t k = 0;
@@ -107,8 +127,10 @@ struct Rows {
   }
 };
 
+// SX_ALWAYS_INLINE, here and in the callers: GCC takes a function that only prefetches for one without effect, and drops
+// the call.
 template <typename T>
-inline void prefetch_row(const T* row, int64_t d) {
+SX_ALWAYS_INLINE void prefetch_row(const T* row, int64_t d) {
   const char* bytes = reinterpret_cast<const char*>(row);
   for (int64_t at = 0; at < d * int64_t(sizeof(T)); at += 64) __builtin_prefetch(bytes + at, 0, 2);
 }
@@ -116,24 +138,21 @@ inline void prefetch_row(const T* row, int64_t d) {
 // ------------------------------------------------------------------------------------------------ scratch of a thread
 template <typename A>
 struct Scratch {
-  A *h, *push, *pull, *logits, *scores, *shares, *signs, *exps;
-  int64_t *ids, *columns;
+  A *h, *push, *pull, *logits, *shares, *signs;
+  int64_t* ids;
   void* memory;
 
   Scratch(int64_t d, int64_t entries) {
     const int64_t row = (d + 15) / 16 * 16, list = (entries + 15) / 16 * 16;
-    const size_t bytes = size_t(3 * row + 5 * list) * sizeof(A) + size_t(2 * list) * sizeof(int64_t);
+    const size_t bytes = size_t(3 * row + 3 * list) * sizeof(A) + size_t(list) * sizeof(int64_t);
     memory = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
     h = static_cast<A*>(memory);
     push = h + row;
     pull = push + row;
     logits = pull + row;
-    scores = logits + list;
-    shares = scores + list;
+    shares = logits + list;
     signs = shares + list;
-    exps = signs + list;
-    ids = reinterpret_cast<int64_t*>(exps + list);
-    columns = ids + list;
+    ids = reinterpret_cast<int64_t*>(signs + list);
   }
   ~Scratch() { std::free(memory); }
   Scratch(const Scratch&) = delete;
@@ -141,32 +160,43 @@ struct Scratch {
 };
 
 // ------------------------------------------------------------------------------------------------ one row
+// Entries keep their columns: one that takes no part (a masked draw, a padded target) stands for the row's first target
+// with logit -inf, so that it reads no memory of its own and has no mass. Loops over entries are then free of branches.
 template <typename T>
 struct SampledSoftmaxRow {
   using A = acc_t<T>;
+  static constexpr A kOut = negative_infinity<A>();
   const SampledSoftmaxParams& p;
   Scratch<A> s;
-  const A log_m;
-  const int64_t row_entries, lookahead;
+  const A log_m, scale, eps;
+  const int64_t P, m, row_entries, lookahead;
+  const bool one_target;    // the usual row: one target, no further positives
   int64_t num_targets = 0;  // of the current row, without padding
-  int64_t num_entries = 0;
+  int64_t num_entries = 0;  // that take part
 
   explicit SampledSoftmaxRow(const SampledSoftmaxParams& params)
       : p(params),
-        s(params.dim, params.num_targets + params.num_samples + kTile),
+        s(params.dim, params.num_targets + params.num_samples),
         log_m(A(params.log_num_samples)),
+        scale(A(params.scale)),
+        eps(A(params.label_smoothing)),
+        P(params.num_targets),
+        m(params.num_samples),
         row_entries(params.num_targets + params.num_samples),
-        // About 128 cache lines under way, into the L2 cache: it takes 48 misses at a time, the L1 only 16. Measured.
-        lookahead(clamp_lookahead(128 * 64 / (params.dim * int64_t(sizeof(T)) + 1) + 1)) {}
+        // About 256 cache lines under way, into the L2 cache: it takes 48 misses at a time, the L1 only 16. Measured.
+        lookahead(clamp_lookahead(256 * 64 / (params.dim * int64_t(sizeof(T)) + 1) + 1)),
+        one_target(params.num_targets == 1 && params.known_offsets == nullptr) {}
 
   static int64_t clamp_lookahead(int64_t rows) { return rows < 4 ? 4 : rows > 32 ? 32 : rows / 4 * 4; }
 
   const T* weight_row(int64_t id) const { return static_cast<const T*>(p.weight) + id * p.dim; }
-  bool is_target(int64_t id) const { return id != p.ignore_index && !(p.num_targets > 1 && id == kPadding); }
+  bool is_target(int64_t id) const { return id != p.ignore_index && !(P > 1 && id == kPadding); }
+  const int64_t* draws_of(int64_t b) const { return p.ids + (p.shared ? 0 : b * m); }
 
   bool masked(int64_t b, int64_t id) const {
-    for (int64_t k = 0; k < num_targets; ++k) {
-      if (s.ids[k] == id) return true;
+    const int64_t* target = p.target + b * P;
+    for (int64_t k = 0; k < P; ++k) {
+      if (target[k] == id && is_target(id)) return true;
     }
     if (p.known_offsets == nullptr) return false;
     bool found = false;
@@ -174,195 +204,227 @@ struct SampledSoftmaxRow {
     return found;
   }
 
-  // Lists the row's targets and unmasked draws; logits start as the part that does not need the class row.
-  void list_entries(int64_t b) {
-    num_entries = 0;
-    for (int64_t k = 0; k < p.num_targets; ++k) {
-      const int64_t id = p.target[b * p.num_targets + k];
-      if (!is_target(id)) continue;
-      s.ids[num_entries] = id;
-      s.columns[num_entries] = k;
-      s.logits[num_entries] = 0;
-      ++num_entries;
+  // Ids of the entries, and logits as far as they do not need the class row. False: no target, nothing to do.
+  bool list_entries(int64_t b) {
+    const int64_t* target = p.target + b * P;
+    num_targets = 0;
+    int64_t first = 0;
+    for (int64_t k = P - 1; k >= 0; --k) {
+      const bool part = is_target(target[k]);
+      num_targets += part;
+      if (part) first = target[k];
     }
-    num_targets = num_entries;
-    if (num_targets == 0) return;
-    const int64_t* ids = p.ids + (p.shared ? 0 : b * p.num_samples);
-    const A* log_q = static_cast<const A*>(p.log_q) + (p.shared ? 0 : b * p.num_samples);
-    for (int64_t k = 0; k < p.num_samples; ++k) {
-      const int64_t id = ids[k];
-      if (masked(b, id)) continue;
-      s.ids[num_entries] = id;
-      s.columns[num_entries] = p.num_targets + k;
-      // inf in log_q would silently drop the draw (or win it all): a row with bad input is nan, not plausible.
-      s.logits[num_entries] = is_finite(log_q[k]) ? -log_q[k] - log_m : quiet_nan<A>();
-      ++num_entries;
+    if (num_targets == 0) return false;
+    for (int64_t k = 0; k < P; ++k) {
+      const bool part = is_target(target[k]);
+      s.ids[k] = part ? target[k] : first;
+      s.logits[k] = part ? A(0) : kOut;
     }
+    const int64_t* ids = draws_of(b);
+    const A* log_q = static_cast<const A*>(p.log_q) + (ids - p.ids);
+    int64_t* to_ids = s.ids + P;
+    A* logits = s.logits + P;
+    int64_t out = 0;
+    // inf in log_q would silently drop the draw (or win it all): 0 * inf makes it nan, so that the bad row shows.
+    if (one_target) {
+      for (int64_t k = 0; k < m; ++k) {
+        const bool hit = ids[k] == first;
+        to_ids[k] = ids[k];
+        logits[k] = hit ? kOut : (-log_q[k] - log_m) + A(0) * log_q[k];
+        out += hit;
+      }
+    } else {
+      for (int64_t k = 0; k < m; ++k) {
+        const bool hit = masked(b, ids[k]);
+        to_ids[k] = hit ? first : ids[k];
+        logits[k] = hit ? kOut : (-log_q[k] - log_m) + A(0) * log_q[k];
+        out += hit;
+      }
+    }
+    num_entries = num_targets + m - out;
+    return true;
   }
 
   // The class row `i` places after the start of this batch row's list, looking into the next batch row.
-  void prefetch(int64_t b, int64_t end, int64_t i) const {
-    if (i < num_entries) return prefetch_row(weight_row(s.ids[i]), p.dim);
-    i -= num_entries;
+  SX_ALWAYS_INLINE void prefetch(int64_t b, int64_t end, int64_t i) const {
+    if (i < row_entries) return prefetch_row(weight_row(s.ids[i]), p.dim);
+    i -= row_entries;
     if (b + 1 >= end || i >= row_entries) return;
-    const int64_t id =
-        i < p.num_targets ? p.target[(b + 1) * p.num_targets + i] : p.ids[(b + 1) * p.num_samples + i - p.num_targets];
-    if (id >= 0) prefetch_row(weight_row(id), p.dim);
+    const int64_t id = i < P ? p.target[(b + 1) * P + i] : p.ids[(b + 1) * m + i - P];
+    if (uint64_t(id) < uint64_t(p.num_classes)) prefetch_row(weight_row(id), p.dim);
   }
 
   void zero_outputs(int64_t b) {
     static_cast<A*>(p.loss)[b] = 0;
     static_cast<A*>(p.lse)[b] = 0;
     static_cast<A*>(p.denom)[b] = 0;
-    if (!p.need_grad) return;
-    static_cast<A*>(p.total)[b] = 0;
-    clear_coefficients(b);
-    A* d_push = static_cast<A*>(p.d_push) + b * p.dim;
-    A* d_pull = static_cast<A*>(p.d_pull) + b * p.dim;
-    for (int64_t c = 0; c < p.dim; ++c) d_push[c] = d_pull[c] = 0;
+    const auto clear = [b](void* rows, int64_t width) {
+      if (rows == nullptr) return;
+      for (int64_t k = b * width; k < (b + 1) * width; ++k) static_cast<A*>(rows)[k] = 0;
+    };
+    clear(p.coef_loss, row_entries);
+    clear(p.coef_lse, row_entries);
+    clear(p.d_loss, p.dim);
+    clear(p.d_lse, p.dim);
   }
 
-  int64_t pull_width() const { return p.label_smoothing > 0 ? row_entries : p.num_targets; }
+  int64_t pull_width() const { return eps > 0 ? row_entries : P; }  // entries that may pull
 
-  void clear_coefficients(int64_t b) {
-    A* push = static_cast<A*>(p.push) + b * row_entries;
-    A* pull = static_cast<A*>(p.pull) + b * pull_width();
-    for (int64_t k = 0; k < row_entries; ++k) push[k] = 0;
-    for (int64_t k = 0; k < pull_width(); ++k) pull[k] = 0;
+  // What a row's loss is made of before any class row is read: shares a_k, their sum, and the mean class weight.
+  A set_shares(bool trivial, A& denom) {
+    A weight_sum = 0, every_sum = 0;  // class weights of the targets, and of all entries when smoothing
+    for (int64_t k = 0; k < pull_width(); ++k) {
+      if (s.logits[k] == kOut) {
+        s.shares[k] = 0;
+        continue;
+      }
+      const A class_weight = load_scalar<A>(p.class_weight, s.ids[k], A(1));
+      const A share = (k < P ? (1 - eps) / A(num_targets) : A(0)) + (eps > 0 ? eps / A(num_entries) : A(0));
+      if (k < P) weight_sum += class_weight;
+      every_sum += class_weight;
+      s.shares[k] = trivial ? A(0) : share * class_weight;
+    }
+    denom = weight_sum / A(num_targets);
+    if (trivial) return 0;
+    // Not the sum of the shares: many small equal terms drift, and without class weights this is 1.
+    const A total = (1 - eps) / A(num_targets) * weight_sum;
+    return eps > 0 ? total + eps / A(num_entries) * every_sum : total;
   }
 
   void run(int64_t b, int64_t end) {
-    list_entries(b);
-    if (num_targets == 0) return zero_outputs(b);
-    const A scale = A(p.scale), eps = A(p.label_smoothing);
+    if (!list_entries(b)) return zero_outputs(b);
     const bool trivial = num_entries == num_targets;  // every draw is masked: nothing to learn from this row
-    // Rows of class memory are read for the listed entries, but shared draws come with their products.
-    const int64_t num_rows = p.shared ? num_targets : num_entries;
-
     const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
     for (int64_t c = 0; c < p.dim; ++c) s.h[c] = to_acc(hidden[c]);
     if (p.need_grad) {
       for (int64_t c = 0; c < p.dim; ++c) s.push[c] = s.pull[c] = 0;
     }
-
-    A weight_sum = 0, every_sum = 0;  // class weights of the targets, and of all entries when smoothing
-    for (int64_t k = 0; k < num_entries; ++k) {
-      const bool target = k < num_targets;
-      A share = target ? (1 - eps) / A(num_targets) : A(0);
-      if (eps > 0) share += eps / A(num_entries);
-      if (target || eps > 0) {
-        const A class_weight = load_scalar<A>(p.class_weight, s.ids[k], A(1));
-        if (target) weight_sum += class_weight;
-        every_sum += class_weight;
-        share *= class_weight;
-      }
-      s.shares[k] = trivial ? A(0) : share;
-    }
-    // Not the sum of the shares: many small equal terms drift, and without class weights this is 1.
-    A total = (1 - eps) / A(num_targets) * weight_sum;
-    if (eps > 0) total += eps / A(num_entries) * every_sum;
-    if (trivial) total = 0;
+    const A total = set_shares(trivial, static_cast<A*>(p.denom)[b]);
 
     OnlineSoftmax<A> online = online_empty<A>();
     A pulled = 0;  // sum a_k s_k
-    int64_t done = 0;
-    for (; done < num_rows; done += kTile) {
+    // Rows of class memory are read for all entries, but shared draws come with their products.
+    const int64_t num_rows = p.shared ? P : row_entries;
+    for (int64_t done = 0; done < num_rows; done += kTile) {
       const int64_t n = num_rows - done < kTile ? num_rows - done : kTile;
-      online = tile(b, end, done, n, online, pulled, scale);
+      online = tile(b, end, done, n, online, pulled);
     }
-    if (p.shared) online = shared_tail(b, online, pulled, scale);
+    if (p.shared) online = shared_draws(b, online, pulled);
 
     // Every logit -inf (an infinite h): not a sum of nothing but a bad row.
-    const A lse = online.max == negative_infinity<A>() ? quiet_nan<A>() : online_lse(online);
+    const A lse = online.max == kOut ? quiet_nan<A>() : online_lse(online);
     static_cast<A*>(p.lse)[b] = lse;
     static_cast<A*>(p.loss)[b] = trivial ? A(0) : total * lse - pulled;
-    static_cast<A*>(p.denom)[b] = weight_sum / A(num_targets);
     if (!p.need_grad) return;
-    static_cast<A*>(p.total)[b] = total;
-    if (num_entries < row_entries || p.label_smoothing > 0) clear_coefficients(b);
-    A* push = static_cast<A*>(p.push) + b * row_entries;
-    A* pull = static_cast<A*>(p.pull) + b * pull_width();
-    Rows<T>::exp_sum(s.logits, lse, s.exps, num_entries);
-    for (int64_t k = 0; k < num_entries; ++k) push[s.columns[k]] = scale * s.signs[k] * s.exps[k];
-    const int64_t num_pulled = eps > 0 ? num_entries : num_targets;
-    for (int64_t k = 0; k < num_pulled; ++k) pull[s.columns[k]] = scale * s.signs[k] * s.shares[k];
-    Rows<T>::scale_to(static_cast<A*>(p.d_push) + b * p.dim, s.push, scale * exp_acc(online.max - lse), p.dim);
-    Rows<T>::scale_to(static_cast<A*>(p.d_pull) + b * p.dim, s.pull, scale, p.dim);
+    const A of_max = scale * exp_acc(online.max - lse);
+    if (p.coef_lse != nullptr) {
+      finish_coefs(b, lse, A(1), static_cast<A*>(p.coef_lse) + b * row_entries);
+      Rows<T>::scale_to(static_cast<A*>(p.d_lse) + b * p.dim, s.push, of_max, p.dim);
+    }
+    A* coef = static_cast<A*>(p.coef_loss) + b * row_entries;
+    A* d_loss = static_cast<A*>(p.d_loss) + b * p.dim;
+    finish_coefs(b, lse, total, coef);
+    for (int64_t k = 0; k < pull_width(); ++k) {
+      if (s.shares[k] != 0) coef[k] -= scale * s.shares[k] * (p.absolute ? s.signs[k] : A(1));
+    }
+    if (total == 0) {
+      for (int64_t c = 0; c < p.dim; ++c) d_loss[c] = -scale * s.pull[c];
+    } else {
+      for (int64_t c = 0; c < p.dim; ++c) d_loss[c] = total * of_max * s.push[c] - scale * s.pull[c];
+    }
   }
 
-  // s_k, sign and o_k of entry k from its product with h
-  void score(int64_t k, A dot, A scale, A& pulled) {
-    A value = scale * (dot + load_scalar<A>(p.bias, s.ids[k], A(0)));
-    A sign = 1;
-    if (p.absolute) {
-      sign = value > 0 ? A(1) : value < 0 ? A(-1) : value == 0 ? A(0) : value;
-      value = value < 0 ? -value : value;
+  // coef = total * push, where a zero total wins over nan.
+  void finish_coefs(int64_t b, A lse, A total, A* coef) {
+    if (total == 0) {
+      for (int64_t k = 0; k < row_entries; ++k) coef[k] = 0;
+      return;
     }
-    s.signs[k] = sign;
-    s.logits[k] += value;
-    if (s.shares[k] != 0) pulled += s.shares[k] * value;
+    Rows<T>::exp_to(s.logits, lse, total * scale, coef, row_entries);
+    if (p.absolute) {
+      for (int64_t k = 0; k < row_entries; ++k) coef[k] *= s.signs[k];
+    }
+    if (lse != lse) clear_masked(b, coef);
+  }
+
+  // In a row that is nan, entries that take no part still touch no row.
+  void clear_masked(int64_t b, A* coef) {
+    for (int64_t k = 0; k < P; ++k) {
+      if (!is_target(p.target[b * P + k])) coef[k] = 0;
+    }
+    for (int64_t k = 0; k < m; ++k) {
+      if (masked(b, draws_of(b)[k])) coef[P + k] = 0;
+    }
+  }
+
+  // Products of entries first .. first + n - 1 with h become logits; what pulls is added to `pulled`.
+  void score(int64_t first, int64_t n, A* dots, A& pulled) {
+    if (p.bias.data != nullptr) {
+      for (int64_t j = 0; j < n; ++j) dots[j] += load_scalar<A>(p.bias, s.ids[first + j], A(0));
+    }
+    for (int64_t j = 0; j < n; ++j) dots[j] *= scale;
+    if (p.absolute) {
+      for (int64_t j = 0; j < n; ++j) {
+        const A value = dots[j];
+        s.signs[first + j] = value > 0 ? A(1) : value < 0 ? A(-1) : value;  // nan stays nan
+        dots[j] = value < 0 ? -value : value;
+      }
+    }
+    for (int64_t j = 0; j < n; ++j) s.logits[first + j] += dots[j];
+    for (int64_t j = 0; j < n && first + j < pull_width(); ++j) {
+      if (s.shares[first + j] != 0) pulled += s.shares[first + j] * dots[j];
+    }
   }
 
   OnlineSoftmax<A> merge_max(OnlineSoftmax<A> online, A max) {
     if (max > online.max) {
       const A shrink = shifted_exp(online.max, max);
       online.sum *= shrink;
-      if (p.need_grad && online.max != negative_infinity<A>()) Rows<T>::scale_to(s.push, s.push, shrink, p.dim);
+      if (p.need_grad && online.max != kOut) Rows<T>::scale_to(s.push, s.push, shrink, p.dim);
       online.max = max;
     }
     return online;
   }
 
   // What to subtract before exp: where every logit so far is -inf, 0, or -inf - -inf would be nan.
-  static A shift_of(OnlineSoftmax<A> online) { return online.max == negative_infinity<A>() ? A(0) : online.max; }
+  static A shift_of(OnlineSoftmax<A> online) { return online.max == kOut ? A(0) : online.max; }
 
-  OnlineSoftmax<A> tile(int64_t b, int64_t end, int64_t first, int64_t n, OnlineSoftmax<A> online, A& pulled, A scale) {
+  OnlineSoftmax<A> tile(int64_t b, int64_t end, int64_t first, int64_t n, OnlineSoftmax<A> online, A& pulled) {
     const T* rows[kTile];
-    A dots[kTile];
-    // A short tile repeats its last row: four rows at a time need no special case, and a repeat costs no memory.
-    for (int64_t j = 0; j < kTile; ++j) rows[j] = weight_row(s.ids[first + (j < n ? j : n - 1)]);
+    A dots[kTile], coef[kTile];
+    // Four rows at a time; the last one is repeated, with coefficient 0 and without a read of its own.
+    for (int64_t j = 0; j < kTile; ++j) {
+      rows[j] = weight_row(s.ids[first + (j < n ? j : n - 1)]);
+      coef[j] = 0;
+    }
     for (int64_t j = 0; j < n; j += 4) {
       if (!p.shared) {
-        for (int64_t ahead = 0; ahead < 4 && j + ahead < n; ++ahead) prefetch(b, end, first + j + ahead + lookahead);
+        for (int64_t ahead = 0; ahead < 4; ++ahead) prefetch(b, end, first + j + ahead + lookahead);
       }
       Rows<T>::dot4(s.h, rows + j, p.dim, dots + j);
     }
-    A max = negative_infinity<A>();
-    for (int64_t j = 0; j < n; ++j) {
-      score(first + j, dots[j], scale, pulled);
-      max = s.logits[first + j] > max ? s.logits[first + j] : max;
-    }
-    online = merge_max(online, max);
-    A coef[kTile];
+    score(first, n, dots, pulled);
+    online = merge_max(online, Rows<T>::max_of(s.logits + first, n));
     online.sum += Rows<T>::exp_sum(s.logits + first, shift_of(online), coef, n);
     if (!p.need_grad) return online;
-    for (int64_t j = 0; j < n; ++j) coef[j] *= s.signs[first + j];
-    for (int64_t j = n; j < kTile; ++j) coef[j] = 0;
-    for (int64_t j = 0; j < n; j += 4) {
-      // A repeated row with coefficient 0 would turn an inf weight into nan for rows that never drew it.
-      if (j + 4 <= n)
-        Rows<T>::axpy4(s.push, coef + j, rows + j, p.dim);
-      else
-        for (int64_t i = j; i < n; ++i) Rows<T>::axpy1(s.push, coef[i], rows[i], p.dim);
+    if (p.absolute) {
+      for (int64_t j = 0; j < n; ++j) coef[j] *= s.signs[first + j];
     }
-    for (int64_t j = 0; j < n; ++j) {
-      if (s.shares[first + j] != 0) {
-        Rows<T>::axpy1(s.pull, s.shares[first + j] * s.signs[first + j], rows[j], p.dim);
-      }
+    for (int64_t j = 0; j < n; j += 4) Rows<T>::axpy4(s.push, coef + j, rows + j, p.dim);
+    for (int64_t j = 0; j < n && first + j < pull_width(); ++j) {
+      const A share = s.shares[first + j];
+      if (share != 0) Rows<T>::axpy1(s.pull, p.absolute ? share * s.signs[first + j] : share, rows[j], p.dim);
     }
     return online;
   }
 
-  // Shared draws: the products come from a GEMM, and their part of d_push and d_pull goes to one.
-  OnlineSoftmax<A> shared_tail(int64_t b, OnlineSoftmax<A> online, A& pulled, A scale) {
-    const A* dots = static_cast<const A*>(p.dots) + b * p.num_samples;
-    A max = negative_infinity<A>();
-    for (int64_t k = num_targets; k < num_entries; ++k) {
-      score(k, dots[s.columns[k] - p.num_targets], scale, pulled);
-      max = s.logits[k] > max ? s.logits[k] : max;
-    }
-    online = merge_max(online, max);
-    online.sum += Rows<T>::exp_sum(s.logits + num_targets, shift_of(online), s.exps, num_entries - num_targets);
+  // Shared draws: the products come from a GEMM, and their part of d_loss and d_lse goes to one.
+  OnlineSoftmax<A> shared_draws(int64_t b, OnlineSoftmax<A> online, A& pulled) {
+    A* dots = static_cast<A*>(p.dots) + b * m;  // ours to overwrite
+    A* logits = s.logits + P;
+    score(P, m, dots, pulled);
+    online = merge_max(online, Rows<T>::max_of(logits, m));
+    online.sum += Rows<T>::exp_sum(logits, shift_of(online), dots, m);
     return online;
   }
 };

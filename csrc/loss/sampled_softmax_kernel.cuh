@@ -2,6 +2,7 @@
 //
 //   sampled_softmax_kernel         float, half, bfloat16 storage; d <= 512 and 768 (odd d: <= 256): one pass
 //   sampled_softmax_wide_kernel    any other d, double, and shared draws (whose products come from a GEMM)
+//   sampled_softmax_mean_kernel    the loss over the batch
 //   sampled_softmax_bwd_kernel     coefficients and d_hidden from what the forward saved
 //   sampled_softmax_check_kernel   SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 //
@@ -25,6 +26,7 @@ namespace SX_BACKEND_NS {
 constexpr int kWarps = 4;  // block of all kernels but the one-pass one
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kStage = 128;  // entries staged in shared memory at a time
+constexpr int kMeanThreads = 1024;
 
 // ------------------------------------------------------------------------------------------------ entries of a row
 SX_DEVICE inline bool counts_as_target(const SampledSoftmaxParams& p, int64_t id) {
@@ -125,50 +127,37 @@ SX_DEVICE inline RowSetup<A> setup_row(const SampledSoftmaxParams& p, int64_t b,
 template <int kBlock, typename A>
 SX_DEVICE inline void zero_row(const SampledSoftmaxParams& p, int64_t b) {
   const int64_t entries = p.num_targets + p.num_samples;
-  const int64_t pull_width = p.label_smoothing > 0 ? entries : p.num_targets;
   if (threadIdx.x == 0) {
     static_cast<A*>(p.loss)[b] = A(0);
     static_cast<A*>(p.lse)[b] = A(0);
     static_cast<A*>(p.denom)[b] = A(0);
-    if (p.need_grad) static_cast<A*>(p.total)[b] = A(0);
   }
-  if (!p.need_grad) return;
-  for (int64_t k = threadIdx.x; k < entries; k += kBlock) static_cast<A*>(p.push)[b * entries + k] = A(0);
-  for (int64_t k = threadIdx.x; k < pull_width; k += kBlock) static_cast<A*>(p.pull)[b * pull_width + k] = A(0);
-  for (int64_t c = threadIdx.x; c < p.dim; c += kBlock) {
-    static_cast<A*>(p.d_push)[b * p.dim + c] = A(0);
-    static_cast<A*>(p.d_pull)[b * p.dim + c] = A(0);
-  }
+  const auto clear = [&](void* rows, int64_t width) {
+    if (rows == nullptr) return;
+    for (int64_t k = threadIdx.x; k < width; k += kBlock) static_cast<A*>(rows)[b * width + k] = A(0);
+  };
+  clear(p.coef_loss, entries);
+  clear(p.coef_lse, entries);
+  clear(p.d_loss, p.dim);
+  clear(p.d_lse, p.dim);
 }
 
-// Shares become pull.
-template <int kBlock, typename A>
-SX_DEVICE inline void finish_pull(const SampledSoftmaxParams& p, const RowSetup<A>& row, int64_t b, bool trivial) {
+// What entry k pulls with: scale sign_k a_k.
+template <typename A>
+SX_DEVICE inline A entry_pull(const SampledSoftmaxParams& p, const RowSetup<A>& row, int64_t b, int64_t k) {
+  if (k >= p.num_targets && row.every_share == A(0)) return A(0);
+  const int64_t id = entry_id(p, b, k);
+  if (id < 0) return A(0);
+  const A share = entry_share(p, row, k, id);
+  if (share == A(0)) return A(0);
   const int64_t entries = p.num_targets + p.num_samples;
-  const int64_t pull_width = p.label_smoothing > 0 ? entries : p.num_targets;
-  A* pull = static_cast<A*>(p.pull) + b * pull_width;
-  for (int64_t k = threadIdx.x; k < pull_width; k += kBlock) {
-    const int64_t id = entry_id(p, b, k);
-    A x = 0;
-    if (id >= 0 && !trivial) {
-      x = A(p.scale) * entry_share(p, row, k, id);
-      if (p.absolute) x *= static_cast<const A*>(p.signs)[b * entries + k];
-    }
-    pull[k] = x;
-  }
+  return A(p.scale) * share * (p.absolute ? static_cast<const A*>(p.signs)[b * entries + k] : A(1));
 }
 
-// Logits, kept in `push` meanwhile, become push. Masked entries hold -inf; in a nan row they are asked again.
-template <int kBlock, typename A>
-SX_DEVICE inline void finish_push(const SampledSoftmaxParams& p, int64_t b, A lse) {
-  const int64_t entries = p.num_targets + p.num_samples;
-  A* push = static_cast<A*>(p.push) + b * entries;
-  for (int64_t k = threadIdx.x; k < entries; k += kBlock) {
-    const A logit = push[k];
-    const bool part = lse == lse ? logit != negative_infinity<A>() : entry_id(p, b, k) >= 0;
-    const A sign = p.absolute && part ? static_cast<const A*>(p.signs)[b * entries + k] : A(1);
-    push[k] = part ? A(p.scale) * sign * exp_acc(logit - lse) : A(0);
-  }
+// total * push, where a zero wins over nan: a row that does not count has no gradient.
+template <typename A>
+SX_DEVICE inline A weighted(A total, A push) {
+  return total == A(0) ? A(0) : total * push;
 }
 
 // ------------------------------------------------------------------------------------------------ one pass
@@ -211,7 +200,7 @@ struct OnePass {
   const int lane, group, place;  // lane in the warp, group, lane in the group
   const int dim;
   const T* const hidden;
-  float* const logits;  // where `push` of this row goes in the end
+  float* const logits;  // where `coef_loss` of this row goes in the end
   const float scale;
   const bool absolute, need_grad;
   const bool seeded;  // one target and no smoothing: the target starts the row off, and only it pulls
@@ -228,7 +217,7 @@ struct OnePass {
         place(lane_id() % kGroup),
         dim(int(params.dim)),
         hidden(static_cast<const T*>(params.hidden) + row * params.dim),
-        logits(static_cast<float*>(params.push) + row * (params.num_targets + params.num_samples)),
+        logits(static_cast<float*>(params.coef_loss) + row * (params.num_targets + params.num_samples)),
         scale(float(params.scale)),
         absolute(params.absolute),
         need_grad(params.need_grad),
@@ -237,6 +226,7 @@ struct OnePass {
         sum(0),
         pulled(0) {}
 
+  SX_DEVICE float* signs() const { return static_cast<float*>(p.signs) + (logits - static_cast<float*>(p.coef_loss)); }
   SX_DEVICE int column(int chunk) const { return (chunk * kGroup + place) * kWidth; }
 
   SX_DEVICE void load_row(const T* row, float* out) const {
@@ -320,7 +310,7 @@ struct OnePass {
     if (place % kSame == 0) {
       if (kCount > 1 || stage_begin + mine < p.num_targets + p.num_samples) {
         logits[stage_begin + mine] = logit;
-        if (absolute) static_cast<float*>(p.signs)[(logits - static_cast<float*>(p.push)) + stage_begin + mine] = sign;
+        if (absolute) signs()[stage_begin + mine] = sign;
       }
       if (kCount > 1) s.coefs[group * kRows + place / kSame] = mass * sign;
     }
@@ -333,7 +323,7 @@ struct OnePass {
     }
   }
 
-  // The only target as the first entry, and the whole of d_pull. Every group computes it, group 0 counts it.
+  // The only target as the first entry, and all that pulls. Every group computes it, group 0 counts it.
   SX_DEVICE void seed(const RowSetup<float>& row) {
     const int64_t id = p.target[b];
     float w[kElements];
@@ -353,13 +343,11 @@ struct OnePass {
     sum = group == 0 ? mass * (float(kHolders) / kGroup) : 0.0f;
     pulled = lane == 0 && share != 0 ? share * value * float(kHolders) : 0.0f;
     if (!need_grad) return;
-    const float c = group == 0 ? mass * sign : 0.0f, a = scale * share * sign;
+    const float c = group == 0 ? mass * sign : 0.0f, a = share * sign;
     if (lane == 0) {
       logits[0] = value;
-      if (absolute) static_cast<float*>(p.signs)[logits - static_cast<float*>(p.push)] = sign;
-      static_cast<float*>(p.pull)[b] = a;
+      if (absolute) signs()[0] = sign;
     }
-    float* d_pull = static_cast<float*>(p.d_pull) + b * dim;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       float pulled_by[kWidth];
@@ -368,9 +356,7 @@ struct OnePass {
         push[chunk * kWidth + i] = c * w[chunk * kWidth + i];
         pulled_by[i] = a * w[chunk * kWidth + i];
       }
-      if (chunk % kGroups == group && (kFull || column(chunk) < dim)) {
-        store_floats<kWidth>(d_pull + column(chunk), pulled_by);
-      }
+      if (chunk % kGroups == group) store_floats<kWidth>(pull + column(chunk), pulled_by);
     }
   }
 
@@ -437,30 +423,42 @@ struct OnePass {
     }
   }
 
-  // out = factor * sum over the groups of buffer[., c]
-  SX_DEVICE void sum_groups(const float* buffer, int num_groups, float factor, float* out) const {
+  // d_loss and d_lse from the groups' parts: push in `buffer`, already divided by the sum, and pull.
+  SX_DEVICE void finish_gradient(const float* buffer, int pullers, float total) const {
     constexpr int kStep = kWidth == 1 ? 1 : 4;  // d is a multiple of kWidth
     for (int c = lane * kStep; c < dim; c += kWarpSize * kStep) {
-      float total[kStep], more[kStep];
-      load_floats<kStep>(buffer + c, total);
-      for (int g = 1; g < num_groups; ++g) {
+      float pushed[kStep], pulled_by[kStep], more[kStep];
+      load_floats<kStep>(buffer + c, pushed);
+      for (int g = 1; g < kGroups; ++g) {
         load_floats<kStep>(buffer + g * kSpan + c, more);
 #pragma unroll
-        for (int i = 0; i < kStep; ++i) total[i] += more[i];
+        for (int i = 0; i < kStep; ++i) pushed[i] += more[i];
       }
 #pragma unroll
-      for (int i = 0; i < kStep; ++i) total[i] *= factor;
-      store_floats<kStep>(out + c, total);
+      for (int i = 0; i < kStep; ++i) pulled_by[i] = 0;
+      for (int g = 0; g < pullers; ++g) {
+        load_floats<kStep>(pull + g * kSpan + c, more);
+#pragma unroll
+        for (int i = 0; i < kStep; ++i) pulled_by[i] += more[i];
+      }
+      if (p.d_lse != nullptr) store_floats<kStep>(static_cast<float*>(p.d_lse) + b * dim + c, pushed);
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) pushed[i] = weighted(total, pushed[i]) - scale * pulled_by[i];
+      store_floats<kStep>(static_cast<float*>(p.d_loss) + b * dim + c, pushed);
     }
   }
 
-  // Logits become push. An entry that takes no part holds -inf, or anything in a nan row: then it is asked again.
-  SX_DEVICE void finish_push(int entries, float lse) const {
+  // Logits become coefficients. An entry that takes no part holds -inf, or anything in a nan row: then it is asked
+  // again.
+  SX_DEVICE void finish_coefs(const RowSetup<float>& row, int entries, float lse, float total, bool trivial) const {
     const bool good = lse == lse;
     for (int k = lane; k < entries; k += kWarpSize) {
       float x = quick_exp(logits[k] - lse) * scale;
-      if (absolute) x *= static_cast<const float*>(p.signs)[b * entries + k];
+      if (absolute) x *= signs()[k];
       if (!good) x = entry_id(p, b, k) < 0 ? 0.0f : quiet_nan<float>();
+      if (p.coef_lse != nullptr) static_cast<float*>(p.coef_lse)[b * entries + k] = x;
+      x = weighted(total, x);
+      if (!trivial && (k < p.num_targets || row.every_share != 0)) x -= entry_pull(p, row, b, k);
       logits[k] = x;
     }
   }
@@ -520,36 +518,19 @@ struct OnePass {
       static_cast<float*>(p.loss)[b] = trivial ? 0.0f : total * lse - total_pulled;
       static_cast<float*>(p.lse)[b] = lse;
       static_cast<float*>(p.denom)[b] = row.weight_sum / float(row.num_targets);
-      if (need_grad) static_cast<float*>(p.total)[b] = total;
     }
     if (!need_grad) return;  // the whole block
     // A sum of nothing but -inf is nan here, as lse is.
     const float factor = nothing ? quiet_nan<float>() : scale / total_sum;
-    float* d_push = static_cast<float*>(p.d_push) + b * dim;
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) push[i] *= factor;
-    if (kGroups == 1 && kFull && dim % 4 == 0) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        store_floats<kWidth>(d_push + column(chunk), push + chunk * kWidth);
-      }
-    } else {
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        store_floats<kWidth>(buffer + group * kSpan + column(chunk), push + chunk * kWidth);
-      }
-      warp_sync();
-      sum_groups(buffer, kGroups, 1.0f, d_push);
+      for (int i = 0; i < kWidth; ++i) push[chunk * kWidth + i] *= factor;
+      store_floats<kWidth>(buffer + group * kSpan + column(chunk), push + chunk * kWidth);
     }
     warp_sync();
-    float* d_pull = static_cast<float*>(p.d_pull) + b * dim;
-    if (trivial) {
-      for (int c = lane; c < dim; c += kWarpSize) d_pull[c] = 0;
-    } else if (!seeded) {
-      sum_groups(pull, pullers, scale, d_pull);
-    }
-    if (trivial || !seeded) finish_pull<kWarpSize, float>(p, row, b, trivial);
-    finish_push(entries, lse);
+    finish_gradient(buffer, trivial ? 0 : pullers, total);
+    finish_coefs(row, entries, lse, total, trivial);
   }
 };
 
@@ -570,7 +551,7 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
   using A = acc_t<T>;
   __shared__ A scratch[kWarps];
   __shared__ A coefs[kThreads];
-  __shared__ A pulls[kThreads];
+  __shared__ A coefs_lse[kThreads];
   __shared__ int64_t ids[kThreads];
   const int64_t b = blockIdx.x, P = p.num_targets, m = p.num_samples, entries = P + m;
   const RowSetup<A> row = setup_row<kWarps, A>(p, b, scratch);
@@ -578,7 +559,7 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
   const A log_m = A(p.log_num_samples);
   const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
   const T* weight = static_cast<const T*>(p.weight);
-  A* push = static_cast<A*>(p.push) + b * entries;
+  A* logits = static_cast<A*>(p.coef_loss) + b * entries;
   A* signs = static_cast<A*>(p.signs) + b * entries;
 
   OnlineSoftmax<A> online = online_empty<A>();
@@ -602,7 +583,7 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
     }
     online.sum += shifted_exp(logit, online.max);
     if (p.need_grad) {
-      push[k] = logit;
+      logits[k] = logit;
       if (p.absolute) signs[k] = sign;
     }
   };
@@ -620,7 +601,7 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
       if (id >= 0)
         score(k, id, dot);
       else if (p.need_grad)
-        push[k] = negative_infinity<A>();
+        logits[k] = negative_infinity<A>();
     }
   }
   if (p.shared) {
@@ -629,7 +610,7 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
       if (id >= 0)
         score(k, id, static_cast<const A*>(p.dots)[b * m + k - P]);
       else if (p.need_grad)
-        push[k] = negative_infinity<A>();
+        logits[k] = negative_infinity<A>();
     }
   }
 
@@ -643,26 +624,29 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
     static_cast<A*>(p.loss)[b] = trivial ? A(0) : total * lse - total_pulled;
     static_cast<A*>(p.lse)[b] = lse;
     static_cast<A*>(p.denom)[b] = row.weight_sum / A(row.num_targets);
-    if (p.need_grad) static_cast<A*>(p.total)[b] = total;
   }
   if (!p.need_grad) return;  // the whole block
-  finish_pull<kThreads, A>(p, row, b, trivial);
-  finish_push<kThreads, A>(p, b, lse);
+  // Logits become coefficients. Masked entries hold -inf; in a nan row they are asked again.
+  A* coef_lse = p.coef_lse == nullptr ? nullptr : static_cast<A*>(p.coef_lse) + b * entries;
+  for (int64_t k = threadIdx.x; k < entries; k += kThreads) {
+    const A logit = logits[k];
+    const bool part = lse == lse ? logit != negative_infinity<A>() : entry_id(p, b, k) >= 0;
+    A x = part ? A(p.scale) * exp_acc(logit - lse) : A(0);
+    if (p.absolute && part) x *= signs[k];
+    if (coef_lse != nullptr) coef_lse[k] = x;
+    logits[k] = weighted(total, x) - (trivial ? A(0) : entry_pull(p, row, b, k));
+  }
   __syncthreads();
 
-  A* d_push = static_cast<A*>(p.d_push) + b * p.dim;
-  A* d_pull = static_cast<A*>(p.d_pull) + b * p.dim;
-  const int64_t pull_width = p.label_smoothing > 0 ? entries : P;
-  const A* pull = static_cast<const A*>(p.pull) + b * pull_width;
   for (int64_t column = 0; column < p.dim; column += kThreads) {
     const int64_t c = column + threadIdx.x;
-    A pushed = 0, pulled_here = 0;
+    A of_loss = 0, of_lse = 0;
     for (int64_t begin = 0; begin < scored_by_warps; begin += kThreads) {
       const int64_t k = begin + threadIdx.x;
       if (k < scored_by_warps) {
         ids[threadIdx.x] = entry_id(p, b, k);
-        coefs[threadIdx.x] = push[k];
-        pulls[threadIdx.x] = k < pull_width ? pull[k] : A(0);
+        coefs[threadIdx.x] = logits[k];
+        coefs_lse[threadIdx.x] = coef_lse != nullptr ? coef_lse[k] : A(0);
       }
       __syncthreads();
       const int64_t n = scored_by_warps - begin < kThreads ? scored_by_warps - begin : kThreads;
@@ -670,17 +654,36 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
         for (int64_t j = 0; j < n; ++j) {
           if (ids[j] < 0) continue;
           const A w = to_acc(weight[ids[j] * p.dim + c]);
-          pushed += coefs[j] * w;
-          if (pulls[j] != A(0)) pulled_here += pulls[j] * w;
+          // Again a zero wins: a row of no weight stays clear of an infinite class row.
+          of_loss += weighted(coefs[j], w);
+          of_lse += weighted(coefs_lse[j], w);
         }
       }
       __syncthreads();
     }
     if (c < p.dim) {
-      d_push[c] = pushed;
-      d_pull[c] = pulled_here;
+      static_cast<A*>(p.d_loss)[b * p.dim + c] = of_loss;
+      if (p.d_lse != nullptr) static_cast<A*>(p.d_lse)[b * p.dim + c] = of_lse;
     }
   }
+}
+
+// ------------------------------------------------------------------------------------------------ over the batch
+// One block: sums in an order that depends on the batch size only.
+template <typename A>
+__global__ void __launch_bounds__(kMeanThreads) sampled_softmax_mean_kernel(SampledSoftmaxMeanParams p) {
+  __shared__ A scratch[kMeanThreads / kWarpSize];
+  A loss = 0, denom = 0;
+  for (int64_t b = threadIdx.x; b < p.batch; b += kMeanThreads) {
+    loss += static_cast<const A*>(p.row_loss)[b];
+    denom += static_cast<const A*>(p.denom)[b];
+  }
+  loss = block_sum<kMeanThreads / kWarpSize>(loss, scratch);
+  denom = block_sum<kMeanThreads / kWarpSize>(denom, scratch);
+  if (threadIdx.x != 0) return;
+  const A factor = p.mean ? mean_factor(denom) : A(1);
+  *static_cast<A*>(p.loss) = loss * factor;
+  *static_cast<A*>(p.factor) = factor;
 }
 
 // ------------------------------------------------------------------------------------------------ debug check
@@ -703,26 +706,18 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) sampled_softmax_bwd_kernel(SampledSoftmaxBwdParams p) {
   using A = acc_t<T>;
   const int64_t b = blockIdx.x, P = p.num_targets, m = p.num_samples, entries = P + m;
-  const A g = static_cast<const A*>(p.grad_loss)[b];
-  const A extra = p.grad_lse != nullptr ? static_cast<const A*>(p.grad_lse)[b] : A(0);
-  const A alpha = g * static_cast<const A*>(p.total)[b] + extra;
-  // A zero factor wins over a nan coefficient: a row nobody asked a gradient of has none.
-  const auto combine = [&](A push, A pull) {
-    return (alpha == A(0) ? A(0) : alpha * push) - (g == A(0) ? A(0) : g * pull);
-  };
-  const A* push = static_cast<const A*>(p.push) + b * entries;
-  const A* pull = static_cast<const A*>(p.pull) + b * p.pull_width;
+  const SampledSoftmaxUpstream<A> up(p, b);
   for (int64_t k = threadIdx.x; k < entries; k += kThreads) {
-    const A coef = combine(push[k], k < p.pull_width ? pull[k] : A(0));
+    const A coef = up.combine(p.coef_loss, p.coef_lse, b * entries + k);
     if (k < P)
       static_cast<A*>(p.coef_target)[b * P + k] = coef;
     else
       static_cast<A*>(p.coef_draw)[b * m + k - P] = coef;
   }
-  const A* d_push = static_cast<const A*>(p.d_push) + b * p.dim;
-  const A* d_pull = static_cast<const A*>(p.d_pull) + b * p.dim;
   T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
-  for (int64_t c = threadIdx.x; c < p.dim; c += kThreads) d_hidden[c] = from_acc<T>(combine(d_push[c], d_pull[c]));
+  for (int64_t c = threadIdx.x; c < p.dim; c += kThreads) {
+    d_hidden[c] = from_acc<T>(up.combine(p.d_loss, p.d_lse, b * p.dim + c));
+  }
 }
 
 }  // namespace SX_BACKEND_NS

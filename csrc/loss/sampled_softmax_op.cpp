@@ -37,7 +37,62 @@ Tensor product(const Tensor& a, const Tensor& b) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-Tensor add(const Tensor& a, const Tensor& b) { return torch::stable::subtract(a, b, -1.0); }
+// to += more, both [n] numbers of type A in `to`'s layout.
+void add_into(const Tensor& to, const Tensor& more) {
+  if (!to.is_cpu()) {
+    Tensor target = to;
+    torch::stable::copy_(target, torch::stable::subtract(to, more, -1.0));
+    return;
+  }
+  const auto add = [&](auto* sum, const auto* x) {
+    for (int64_t i = 0, n = to.numel(); i < n; ++i) sum[i] += x[i];
+  };
+  if (to.scalar_type() == ScalarType::Double)
+    add(static_cast<double*>(to.mutable_data_ptr()), static_cast<const double*>(more.const_data_ptr()));
+  else
+    add(static_cast<float*>(to.mutable_data_ptr()), static_cast<const float*>(more.const_data_ptr()));
+}
+
+// What the forward keeps for the backward, in one tensor: eight would cost more to make than a small batch to compute.
+// Offsets in numbers; a part that is not kept is -1.
+struct Saved {
+  int64_t d_loss = -1, d_lse = -1, coef_loss = -1, coef_lse = -1, row_loss = -1, denom = -1, factor = -1, size = 0;
+
+  Saved(int64_t batch, int64_t entries, int64_t dim, Reduction reduction, bool need_grad, bool with_lse) {
+    const auto place = [this](int64_t& part, bool kept, int64_t count) {
+      if (!kept) return;
+      part = size;
+      size += count;
+    };
+    place(d_loss, need_grad, batch * dim);  // first: vector stores want it aligned
+    place(d_lse, need_grad && with_lse, batch * dim);
+    place(coef_loss, need_grad, batch * entries);
+    place(coef_lse, need_grad && with_lse, batch * entries);
+    place(row_loss, reduction != Reduction::kNone, batch);
+    place(denom, true, batch);
+    place(factor, reduction != Reduction::kNone, 1);
+  }
+};
+
+void* part_of(const Tensor& saved, int64_t offset, int64_t count, bool writable) {
+  if (offset < 0) return nullptr;
+  const size_t item = saved.element_size();
+  char* data = static_cast<char*>(const_cast<void*>(saved.const_data_ptr())) + size_t(offset) * item;
+  note_bytes(saved, data, size_t(count) * item, writable);
+  return data;
+}
+
+// A part as a [rows, columns] tensor for torch's GEMMs.
+Tensor view_of(const Tensor& saved, int64_t offset, int64_t rows, int64_t columns, int64_t stride) {
+  char* data = static_cast<char*>(const_cast<void*>(saved.const_data_ptr())) + size_t(offset) * saved.element_size();
+  const std::array<int64_t, 2> sizes{rows, columns}, strides{stride, 1};
+  return torch::stable::from_blob(data, sizes, strides, saved.device(), saved.scalar_type());
+}
+
+Reduction reduction_of(const char* op, int64_t code) {
+  check(code >= 0 && code <= 2, op, ": reduction must be 0 (none), 1 (mean) or 2 (sum), got ", code);
+  return Reduction(code);
+}
 
 // Bias and class weights keep their own floating type: casting [C] numbers in a step would cost O(C).
 ScalarTable table_of(const char* arg, const std::optional<Tensor>& t, int64_t num_classes, const Tensor& weight) {
@@ -48,13 +103,14 @@ ScalarTable table_of(const char* arg, const std::optional<Tensor>& t, int64_t nu
   return {in_any(*t), dtype_tag(kOp, arg, *t)};
 }
 
-using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Forward = std::tuple<Tensor, Tensor, Tensor>;
 
 Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor& target, const Tensor& ids,
                         const Tensor& log_q, const std::optional<Tensor>& bias,
                         const std::optional<Tensor>& class_weight, const std::optional<Tensor>& known_offsets,
                         const std::optional<Tensor>& known_ids, double scale, double label_smoothing,
-                        int64_t ignore_index, bool absolute, bool need_grad, bool sparse) {
+                        int64_t ignore_index, int64_t reduction_code, bool absolute, bool need_grad, bool with_lse,
+                        bool sparse) {
   (void)sparse;  // read by the autograd formula only
   begin_op();
   const DType dtype = dtype_tag(kOp, "weight", weight);
@@ -63,10 +119,13 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   const int64_t C = weight.size(0), d = weight.size(1);
   check_tensor(kOp, "hidden", hidden, {-1, d}, "[B, d]", storage, weight);
   const int64_t B = hidden.size(0);
-  check_tensor(kOp, "target", target, {B, -1}, "[B, P]", ScalarType::Long, weight);
+  const Reduction reduction = reduction_of(kOp, reduction_code);
+  const int64_t P = target.dim() == 1 ? 1 : target.dim() == 2 ? target.size(1) : -1;
+  check_tensor(kOp, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, -1}, target.dim() == 1 ? "[B]" : "[B, P]",
+               ScalarType::Long, weight);
   const bool shared = ids.dim() == 1;
   check(ids.dim() == 1 || ids.dim() == 2, kOp, ": ids must be [B, m] or [m], got ", describe(ids));
-  const int64_t m = ids.size(ids.dim() - 1), P = target.size(1);
+  const int64_t m = ids.size(ids.dim() - 1);
   const Shape draws = shared ? Shape{m} : Shape{B, m};
   check_tensor(kOp, "ids", ids, draws, shared ? "[m]" : "[B, m]", ScalarType::Long, weight);
   check_tensor(kOp, "log_q", log_q, draws, shared ? "[m]" : "[B, m]", acc, weight);
@@ -86,24 +145,21 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   SampledSoftmaxParams params{};
   params.bias = table_of("bias", bias, C, weight);
   params.class_weight = table_of("class_weight", class_weight, C, weight);
-  const int64_t grad_rows = need_grad ? B : 0, entries = P + m;
-  const int64_t pull_width = label_smoothing > 0 ? entries : P;
-  Forward result{empty(hidden, {B}, acc),
-                 empty(hidden, {B}, acc),
-                 empty(hidden, {B}, acc),
-                 empty(hidden, {grad_rows}, acc),
-                 empty(hidden, {grad_rows, entries}, acc),
-                 empty(hidden, {grad_rows, pull_width}, acc),
-                 empty(hidden, {grad_rows, d}, acc),
-                 empty(hidden, {grad_rows, d}, acc)};
-  auto& [loss, lse, denom, total, push, pull, d_push, d_pull] = result;
-  if (B == 0) return result;
+  const int64_t entries = P + m;
+  const Saved at(B, entries, d, reduction, need_grad, with_lse);
+  Forward result{reduction == Reduction::kNone ? empty(hidden, {B}, acc) : empty(hidden, {}, acc),
+                 empty(hidden, {B}, acc), empty(hidden, {at.size}, acc)};
+  auto& [loss, lse, saved] = result;
+  if (B == 0) {
+    if (reduction != Reduction::kNone) torch::stable::zero_(loss);
+    return result;
+  }
 
   std::optional<Tensor> class_rows, dots, signs;
   if (shared && m > 0) {
     class_rows = as_acc(gather_rows(weight, ids));
     dots = product(as_acc(hidden), torch::stable::transpose(*class_rows, 0, 1));
-    params.dots = in_any(*dots);
+    params.dots = out_any(*dots);
   }
   params.hidden = in_any(hidden);
   params.weight = in_any(weight);
@@ -112,19 +168,16 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   params.log_q = in_any(log_q);
   params.known_offsets = in<int64_t>(known_offsets);
   params.known_ids = in<int64_t>(known_ids);
-  params.loss = out_any(loss);
+  params.loss = reduction == Reduction::kNone ? out_any(loss) : part_of(saved, at.row_loss, B, true);
   params.lse = out_any(lse);
-  params.denom = out_any(denom);
-  if (need_grad) {
-    params.total = out_any(total);
-    params.push = out_any(push);
-    params.pull = out_any(pull);
-    params.d_push = out_any(d_push);
-    params.d_pull = out_any(d_pull);
-    if (absolute && backend_of(kOp, weight) != Backend::kCpu) {
-      signs = empty(hidden, {B, entries}, acc);
-      params.signs = out_any(*signs);
-    }
+  params.denom = part_of(saved, at.denom, B, true);
+  params.coef_loss = part_of(saved, at.coef_loss, B * entries, true);
+  params.coef_lse = part_of(saved, at.coef_lse, B * entries, true);
+  params.d_loss = part_of(saved, at.d_loss, B * d, true);
+  params.d_lse = part_of(saved, at.d_lse, B * d, true);
+  if (need_grad && absolute && backend_of(kOp, weight) != Backend::kCpu) {
+    signs = empty(hidden, {B, entries}, acc);
+    params.signs = out_any(*signs);
   }
   params.batch = B;
   params.num_targets = P;
@@ -143,10 +196,23 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   SX_RUN(kOp, weight, launch_sampled_softmax, params);
 
   if (need_grad && shared && m > 0) {
-    d_push = add(d_push, product(torch::stable::narrow(push, 1, P, m), *class_rows));
-    if (label_smoothing > 0) {
-      d_pull = add(d_pull, product(torch::stable::narrow(pull, 1, P, m), *class_rows));
-    }
+    const auto add_draws = [&](int64_t gradient, int64_t coefs) {
+      add_into(view_of(saved, gradient, B, d, d),
+               product(view_of(saved, coefs + P, B, m, entries), *class_rows));
+    };
+    add_draws(at.d_loss, at.coef_loss);
+    if (with_lse) add_draws(at.d_lse, at.coef_lse);
+  }
+  if (reduction != Reduction::kNone) {
+    SampledSoftmaxMeanParams mean{};
+    mean.row_loss = params.loss;
+    mean.denom = params.denom;
+    mean.loss = out_any(loss);
+    mean.factor = part_of(saved, at.factor, 1, true);
+    mean.batch = B;
+    mean.mean = reduction == Reduction::kMean;
+    mean.double_acc = acc == ScalarType::Double;
+    SX_RUN(kOp, weight, launch_sampled_softmax_mean, mean);
   }
   return result;
 }
@@ -154,28 +220,28 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
 using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Backward sampled_softmax_bwd(const Tensor& grad_loss, const std::optional<Tensor>& grad_lse, const Tensor& hidden,
-                             const Tensor& target, const Tensor& ids, const Tensor& total, const Tensor& push,
-                             const Tensor& pull, const Tensor& d_push, const Tensor& d_pull, int64_t num_classes,
-                             bool need_rows, bool with_bias) {
+                             const Tensor& target, const Tensor& ids, const Tensor& saved, int64_t num_classes,
+                             int64_t reduction_code, bool with_lse, bool need_rows, bool with_bias) {
   constexpr const char* op = "sampled_softmax_bwd";
   begin_op();
   const DType dtype = dtype_tag(op, "hidden", hidden);
   const ScalarType acc = acc_type(hidden.scalar_type());
   check_tensor(op, "hidden", hidden, {-1, -1}, "[B, d]", hidden.scalar_type(), hidden);
   const int64_t B = hidden.size(0), d = hidden.size(1);
-  check_tensor(op, "target", target, {B, -1}, "[B, P]", ScalarType::Long, hidden);
+  const Reduction reduction = reduction_of(op, reduction_code);
+  const int64_t P = target.dim() == 1 ? 1 : target.dim() == 2 ? target.size(1) : -1;
+  check_tensor(op, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, -1}, target.dim() == 1 ? "[B]" : "[B, P]",
+               ScalarType::Long, hidden);
   const bool shared = ids.dim() == 1;
   check(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
-  const int64_t m = ids.size(ids.dim() - 1), P = target.size(1), entries = P + m;
+  const int64_t m = ids.size(ids.dim() - 1), entries = P + m;
   check_tensor(op, "ids", ids, shared ? Shape{m} : Shape{B, m}, shared ? "[m]" : "[B, m]", ScalarType::Long, hidden);
-  check_tensor(op, "grad_loss", grad_loss, {B}, "[B]", acc, hidden);
+  const bool reduced = reduction != Reduction::kNone;
+  check_tensor(op, "grad_loss", grad_loss, reduced ? Shape{} : Shape{B}, reduced ? "[]" : "[B]", acc, hidden);
+  check(!grad_lse || with_lse, op, ": grad_lse must be None where the forward did not keep lse (with_lse=False)");
   if (grad_lse) check_tensor(op, "grad_lse", *grad_lse, {B}, "[B]", acc, hidden);
-  check_tensor(op, "total", total, {B}, "[B]", acc, hidden);
-  check_tensor(op, "push", push, {B, entries}, "[B, P + m]", acc, hidden);
-  check_tensor(op, "pull", pull, {B, pull.dim() == 2 && pull.size(1) == entries ? entries : P}, "[B, P] or [B, P + m]",
-               acc, hidden);
-  check_tensor(op, "d_push", d_push, {B, d}, "[B, d]", acc, hidden);
-  check_tensor(op, "d_pull", d_pull, {B, d}, "[B, d]", acc, hidden);
+  const Saved at(B, entries, d, reduction, true, with_lse);
+  check_tensor(op, "saved", saved, {at.size}, "what the forward kept", acc, hidden);
 
   Tensor d_hidden = empty(hidden, {B, d}, hidden.scalar_type());
   const Tensor coef_target = empty(hidden, {B, P}, acc);
@@ -183,11 +249,11 @@ Backward sampled_softmax_bwd(const Tensor& grad_loss, const std::optional<Tensor
   SampledSoftmaxBwdParams params{};
   params.grad_loss = in_any(grad_loss);
   params.grad_lse = grad_lse ? in_any(*grad_lse) : nullptr;
-  params.total = in_any(total);
-  params.push = in_any(push);
-  params.pull = in_any(pull);
-  params.d_push = in_any(d_push);
-  params.d_pull = in_any(d_pull);
+  params.factor = part_of(saved, at.factor, 1, false);
+  params.coef_loss = part_of(saved, at.coef_loss, B * entries, false);
+  params.coef_lse = part_of(saved, at.coef_lse, B * entries, false);
+  params.d_loss = part_of(saved, at.d_loss, B * d, false);
+  params.d_lse = part_of(saved, at.d_lse, B * d, false);
   params.coef_target = out_any(coef_target);
   params.coef_draw = out_any(coef_draw);
   params.d_hidden = out_any(d_hidden);
@@ -195,7 +261,6 @@ Backward sampled_softmax_bwd(const Tensor& grad_loss, const std::optional<Tensor
   params.num_targets = P;
   params.num_samples = m;
   params.dim = d;
-  params.pull_width = pull.size(1);
   params.dtype = dtype;
   if (B > 0) SX_RUN(op, hidden, launch_sampled_softmax_bwd, params);
 
@@ -237,12 +302,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
   m.def(
       "sampled_softmax(Tensor hidden, Tensor weight, Tensor target, Tensor ids, Tensor log_q, Tensor? bias, "
       "Tensor? class_weight, Tensor? known_offsets, Tensor? known_ids, float scale, float label_smoothing, "
-      "int ignore_index, bool absolute, bool need_grad, bool sparse) -> (Tensor loss, Tensor lse, Tensor denom, "
-      "Tensor total, Tensor push, Tensor pull, Tensor d_push, Tensor d_pull)",
+      "int ignore_index, int reduction, bool absolute, bool need_grad, bool with_lse, bool sparse) -> "
+      "(Tensor loss, Tensor lse, Tensor saved)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
-      "sampled_softmax_bwd(Tensor grad_loss, Tensor? grad_lse, Tensor hidden, Tensor target, Tensor ids, Tensor total, "
-      "Tensor push, Tensor pull, Tensor d_push, Tensor d_pull, int num_classes, bool need_rows, bool with_bias) -> "
+      "sampled_softmax_bwd(Tensor grad_loss, Tensor? grad_lse, Tensor hidden, Tensor target, Tensor ids, Tensor saved, "
+      "int num_classes, int reduction, bool with_lse, bool need_rows, bool with_bias) -> "
       "(Tensor d_hidden, Tensor row_ids, Tensor row_grads, Tensor row_bias, Tensor count)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
 }

@@ -7,11 +7,14 @@
 //   a_k  = (1 - eps) cw_k / #targets for a target, + eps cw_k / #entries for every entry (eps = label smoothing)
 //   loss = sum_k a_k (lse - s_k),   total = sum_k a_k,   denom = mean cw over the targets
 // A row without targets (all ignore_index) is zero everywhere; a row without unmasked draws has loss 0 and total 0.
-// push_k = scale sign_k p_k and pull_k = scale sign_k a_k, so that for upstream gradients g (of loss) and l (of lse)
-//   d s_k = alpha push_k - g pull_k  with  alpha = g total + l,   d h = alpha d_push - g d_pull.
+// With push_k = scale sign_k p_k and pull_k = scale sign_k a_k the gradients are
+//   coef_lse  = d lse / d (h . w_k)  = push_k,                   d_lse  = sum_k push_k w_k
+//   coef_loss = d loss / d (h . w_k) = total push_k - pull_k,    d_loss = sum_k coef_loss_k w_k
+// so the backward is one multiplication by the upstream gradients, for entries and for h alike.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "common/dtype.h"
 #include "common/launchers.h"
@@ -24,7 +27,7 @@ struct SampledSoftmaxParams {
   const int64_t* target;         // [B, P]; ignore_index, and kPadding where P > 1, are skipped
   const int64_t* ids;            // [B, m], or [m] when shared
   const void* log_q;             // A, shape of ids
-  const void* dots;              // A [B, m]: h_b . w_ids, given when shared, else nullptr
+  void* dots;                    // A [B, m]: h_b . w_ids, given when shared, else nullptr; overwritten
   const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
   const int64_t* known_ids;      // [known_offsets[B]]
   ScalarTable bias;              // [C] or absent
@@ -32,11 +35,10 @@ struct SampledSoftmaxParams {
   void* loss;                    // A [B]
   void* lse;                     // A [B]
   void* denom;                   // A [B]
-  void* total;                   // A [B]      the rest only when need_grad
-  void* push;                    // A [B, P + m]
-  void* pull;                    // A [B, P + m] with label smoothing, else [B, P]
-  void* d_push;                  // A [B, d]; when shared, the targets' part only
-  void* d_pull;                  // A [B, d]; likewise
+  void* coef_loss;               // A [B, P + m]   nullptr without gradient
+  void* d_loss;                  // A [B, d]       likewise; when shared, the targets' part only
+  void* coef_lse;                // A [B, P + m]   nullptr where nobody asks for the gradient of lse
+  void* d_lse;                   // A [B, d]
   void* signs;                   // A [B, P + m]: scratch of the GPU kernels, only when absolute and need_grad
   int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index;
   double scale, label_smoothing, log_num_samples;  // log m, 0 for m = 0
@@ -46,22 +48,62 @@ struct SampledSoftmaxParams {
 
 constexpr int64_t kPadding = -100;  // pads rows of a [B, P] target
 
+enum class Reduction : int64_t { kNone = 0, kMean = 1, kSum = 2 };
+
+struct SampledSoftmaxMeanParams {
+  const void* row_loss;  // A [B]
+  const void* denom;     // A [B]
+  void* loss;            // A [1]
+  void* factor;          // A [1]: d loss / d row_loss
+  int64_t batch;
+  bool mean, double_acc;  // a mean, or a sum; A is double
+};
+
 struct SampledSoftmaxBwdParams {
-  const void* grad_loss;  // A [B]
+  const void* grad_loss;  // A [B], or [1] of a reduced loss
   const void* grad_lse;   // A [B] or nullptr
-  const void* total;      // A [B]
-  const void* push;       // A [B, P + m]
-  const void* pull;       // A [B, pull_width]
-  const void* d_push;     // A [B, d]
-  const void* d_pull;     // A [B, d]
+  const void* factor;     // A [1]: d loss / d row_loss of a reduced loss, else nullptr
+  const void* coef_loss;  // A [B, P + m]
+  const void* d_loss;     // A [B, d]
+  const void* coef_lse;   // A [B, P + m], with grad_lse
+  const void* d_lse;      // A [B, d], with grad_lse
   void* coef_target;      // A [B, P]
   void* coef_draw;        // A [B, m]
   void* d_hidden;         // [B, d] in `dtype`
-  int64_t batch, num_targets, num_samples, dim, pull_width;
+  int64_t batch, num_targets, num_samples, dim;
   DType dtype;
 };
 
+inline namespace SX_ISA_NS {
+
+// 1 / denom; no row left (B = 0, or all ignored): large and finite, and 0 times it is 0.
+template <typename A>
+SX_HOST_DEVICE inline A mean_factor(A denom) {
+  return A(1) / (denom > std::numeric_limits<A>::min() ? denom : std::numeric_limits<A>::min());
+}
+
+// Upstream gradients of row b.
+template <typename A>
+struct SampledSoftmaxUpstream {
+  A of_loss, of_lse;
+
+  SX_HOST_DEVICE SampledSoftmaxUpstream(const SampledSoftmaxBwdParams& p, int64_t b)
+      : of_loss(p.factor == nullptr ? static_cast<const A*>(p.grad_loss)[b]
+                                    : *static_cast<const A*>(p.grad_loss) * *static_cast<const A*>(p.factor)),
+        of_lse(p.grad_lse == nullptr ? A(0) : static_cast<const A*>(p.grad_lse)[b]) {}
+
+  // A zero factor wins over a nan: a row nobody asked a gradient of has none.
+  SX_HOST_DEVICE A combine(const void* loss_part, const void* lse_part, int64_t at) const {
+    A x = of_loss == A(0) ? A(0) : of_loss * static_cast<const A*>(loss_part)[at];
+    if (of_lse != A(0)) x += of_lse * static_cast<const A*>(lse_part)[at];
+    return x;
+  }
+};
+
+}  // namespace SX_ISA_NS
+
 SX_DECLARE_LAUNCHER(launch_sampled_softmax, SampledSoftmaxParams)
+SX_DECLARE_LAUNCHER(launch_sampled_softmax_mean, SampledSoftmaxMeanParams)
 SX_DECLARE_LAUNCHER(launch_sampled_softmax_bwd, SampledSoftmaxBwdParams)
 
 // ISA bodies of the forward, float/half/bfloat16 storage; rows [begin, end).

@@ -1,7 +1,9 @@
 // CPU launcher of the row reduction: a parallel radix sort of (id, entry) packed in 64 bits, then segment sums.
 //
-// The packed key holds the entry's number, so the sorted order, and with it every sum, is the same for any number of
-// threads. Work is cut into equal shares of entries, not of rows: ids from a Zipf law put most entries into few rows.
+// Every thread lists a chunk of the entries, then sorts and later sums the ids of a range of its own: no two threads
+// write to the same cache line. Ranges are cut where a histogram says that the entries halve, not the ids: those of a
+// Zipf law put most entries into few rows. The packed key holds the entry's number, so the sorted order, and with it
+// every sum, is the same for any number of threads.
 #include <algorithm>
 #include <bit>
 #include <stdexcept>
@@ -18,47 +20,33 @@ namespace {
 
 constexpr int kMaxDigitBits = 11;  // 2048 counters stay in the L1 cache
 
-struct Sorter {
-  int64_t num_chunks, num_keys = 0;
-  uint64_t *keys, *spare;
-  std::vector<int64_t> chunk_begin, chunk_size;
+// Stable counting sort of keys [n] by `digit_bits` bits from `shift` on, into `to`.
+void sort_by_digit(const uint64_t* keys, uint64_t* to, int64_t n, int shift, int digit_bits) {
+  int64_t place[int64_t(1) << kMaxDigitBits] = {};
+  const uint64_t mask = (uint64_t(1) << digit_bits) - 1;
+  for (int64_t i = 0; i < n; ++i) ++place[(keys[i] >> shift) & mask];
+  int64_t at = 0;
+  for (uint64_t bucket = 0; bucket <= mask; ++bucket) at += std::exchange(place[bucket], at);
+  for (int64_t i = 0; i < n; ++i) to[place[(keys[i] >> shift) & mask]++] = keys[i];
+}
 
-  // Stable counting sort of keys by the digit at `shift`; chunk c of the source is one contiguous range.
-  void pass(int shift, int digit_bits) {
-    const int64_t buckets = int64_t(1) << digit_bits;
-    const uint64_t mask = uint64_t(buckets) - 1;
-    std::vector<int64_t> place(size_t(num_chunks * buckets), 0);
-    for_chunks([&](int64_t c) {
-      int64_t* counts = place.data() + c * buckets;
-      const uint64_t* from = keys + chunk_begin[c];
-      for (int64_t i = 0; i < chunk_size[c]; ++i) ++counts[(from[i] >> shift) & mask];
-    });
-    int64_t at = 0;
-    for (int64_t bucket = 0; bucket < buckets; ++bucket) {
-      for (int64_t c = 0; c < num_chunks; ++c) {
-        at += std::exchange(place[c * buckets + bucket], at);
-      }
-    }
-    for_chunks([&](int64_t c) {
-      int64_t* to = place.data() + c * buckets;
-      const uint64_t* from = keys + chunk_begin[c];
-      for (int64_t i = 0; i < chunk_size[c]; ++i) spare[to[(from[i] >> shift) & mask]++] = from[i];
-    });
+// Keys [n] ascending by their bits from `shift` on, with the help of `spare` [n]; returns where they are.
+uint64_t* sort_keys(uint64_t* keys, uint64_t* spare, int64_t n, int shift, int bits) {
+  const int passes = (bits + kMaxDigitBits - 1) / kMaxDigitBits;
+  for (int pass = 0; pass < passes; ++pass) {
+    const int from = bits * pass / passes, to = bits * (pass + 1) / passes;
+    sort_by_digit(keys, spare, n, shift + from, to - from);
     std::swap(keys, spare);
-    // From now on the keys stand without gaps.
-    for (int64_t c = 0; c < num_chunks; ++c) {
-      chunk_begin[c] = num_keys * c / num_chunks;
-      chunk_size[c] = num_keys * (c + 1) / num_chunks - chunk_begin[c];
-    }
   }
+  return keys;
+}
 
-  template <typename F>
-  void for_chunks(const F& body) const {
-    parallel_for(num_chunks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t c = begin; c < end; ++c) body(c);
-    });
-  }
-};
+template <typename F>
+void for_parts(int64_t parts, const F& body) {
+  parallel_for(parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) body(part);
+  });
+}
 
 template <typename A>
 bool left_out(const RowReduceSource& source, int64_t at, int64_t num_rows) {
@@ -74,47 +62,81 @@ void reduce(const RowReduceParams& p) {
   const int id_bits = std::max(1, int(std::bit_width(uint64_t(std::max<int64_t>(p.num_rows - 1, 1)))));
   if (entry_bits + id_bits > 64) throw std::runtime_error("row_reduce: entries x num_rows must stay below 2^64");
 
-  const Workspace workspace(size_t(2 * entries) * sizeof(uint64_t));
-  Sorter sorter;
-  sorter.num_chunks = std::clamp<int64_t>(entries / 4096, 1, num_threads());
-  sorter.keys = static_cast<uint64_t*>(workspace.data());
-  sorter.spare = sorter.keys + entries;
-  sorter.chunk_begin.resize(sorter.num_chunks);
-  sorter.chunk_size.resize(sorter.num_chunks);
-  sorter.for_chunks([&](int64_t c) {
-    const int64_t begin = entries * c / sorter.num_chunks, end = entries * (c + 1) / sorter.num_chunks;
-    uint64_t* to = sorter.keys + begin;
-    for (int64_t entry = begin; entry < end; ++entry) {
-      const RowReduceSource& source = p.source[entry < split ? 0 : 1];
-      const int64_t at = entry < split ? entry : entry - split;
-      if (!left_out<A>(source, at, p.num_rows)) *to++ = (uint64_t(source.ids[at]) << entry_bits) | uint64_t(entry);
+  const int64_t parts = std::clamp<int64_t>(entries / 4096, 1, num_threads());
+  const int top_bits = std::min(id_bits, kMaxDigitBits), top_shift = entry_bits + id_bits - top_bits;
+  const int64_t buckets = parts == 1 ? 0 : int64_t(1) << top_bits;
+  const Workspace workspace(size_t(3 * entries + parts * buckets) * sizeof(uint64_t));
+  uint64_t* listed = static_cast<uint64_t*>(workspace.data());
+  uint64_t* const keys = listed + entries;
+  uint64_t* const spare = keys + entries;
+  int64_t* const counts = reinterpret_cast<int64_t*>(spare + entries);  // [parts, buckets]
+
+  // 1. Every part lists its share of the entries, and counts them by the top bits of the id.
+  std::vector<int64_t> chunk_begin(parts), chunk_size(parts);
+  for_parts(parts, [&](int64_t part) {
+    int64_t* count = counts + part * buckets;
+    std::fill(count, count + buckets, int64_t(0));
+    const int64_t begin = entries * part / parts, end = entries * (part + 1) / parts;
+    uint64_t* to = listed + begin;
+    for (const int which : {0, 1}) {
+      const RowReduceSource& source = p.source[which];
+      const int64_t first = which == 0 ? 0 : split;
+      const int64_t from = std::max(begin, first) - first, until = std::min(end, first + source.entries) - first;
+      for (int64_t at = from; at < until; ++at) {
+        *to = (uint64_t(source.ids[at]) << entry_bits) | uint64_t(first + at);
+        to += !left_out<A>(source, at, p.num_rows);
+      }
     }
-    sorter.chunk_begin[c] = begin;
-    sorter.chunk_size[c] = to - (sorter.keys + begin);
+    chunk_begin[part] = begin;
+    chunk_size[part] = to - (listed + begin);
+    if (parts == 1) return;
+    for (const uint64_t* key = listed + begin; key < to; ++key) ++count[*key >> top_shift];
   });
-  for (int64_t size : sorter.chunk_size) sorter.num_keys += size;
-  const int passes = (id_bits + kMaxDigitBits - 1) / kMaxDigitBits;
-  for (int done = 0, left = id_bits; left > 0;) {
-    const int digit = (left + passes - 1) / passes < left ? (id_bits + passes - 1) / passes : left;
-    sorter.pass(entry_bits + done, digit);
-    done += digit;
-    left -= digit;
+  int64_t num_keys = 0;
+  for (const int64_t size : chunk_size) num_keys += size;
+
+  // Ranges of about equal numbers of entries: [first_bucket[r], first_bucket[r + 1]) and their place among the keys.
+  std::vector<int64_t> first_bucket(parts + 1, buckets), first_key(parts + 1, num_keys), first_row(parts + 1, 0);
+  first_bucket[0] = first_key[0] = 0;
+  for (int64_t bucket = 0, range = 1, seen = 0; bucket < buckets && range < parts; ++bucket) {
+    for (int64_t part = 0; part < parts; ++part) seen += counts[part * buckets + bucket];
+    for (; range < parts && seen >= num_keys * range / parts; ++range) {
+      first_bucket[range] = bucket + 1;
+      first_key[range] = seen;
+    }
   }
 
-  // Each chunk sums the rows whose first entry lies in it.
-  const uint64_t* keys = sorter.keys;
-  const auto begins_row = [&](int64_t i) { return i == 0 || (keys[i] >> entry_bits) != (keys[i - 1] >> entry_bits); };
-  std::vector<int64_t> first_row(size_t(sorter.num_chunks) + 1, 0);
-  sorter.for_chunks([&](int64_t c) {
-    const int64_t begin = sorter.chunk_begin[c];
-    for (int64_t i = begin; i < begin + sorter.chunk_size[c]; ++i) first_row[c + 1] += begins_row(i);
+  // 2. Every part takes the keys of its range, in the order of the entries, sorts them and counts the rows.
+  std::vector<const uint64_t*> sorted(parts);
+  for_parts(parts, [&](int64_t part) {
+    const int64_t begin = first_key[part], n = first_key[part + 1] - begin;
+    uint64_t* mine = keys + begin;
+    if (parts == 1) {
+      mine = listed;
+    } else {
+      const uint64_t low = uint64_t(first_bucket[part]), width = uint64_t(first_bucket[part + 1]) - low;
+      int64_t taken = 0;
+      for (int64_t chunk = 0; chunk < parts && taken < n; ++chunk) {
+        const uint64_t* from = listed + chunk_begin[chunk];
+        // No branch: a key of another range is overwritten by the next one.
+        for (int64_t i = 0; i < chunk_size[chunk] && taken < n; ++i) {
+          mine[taken] = from[i];
+          taken += (from[i] >> top_shift) - low < width;
+        }
+      }
+    }
+    sorted[part] = sort_keys(mine, spare + begin, n, entry_bits, id_bits);
+    const uint64_t* key = sorted[part];
+    int64_t rows = n > 0;
+    for (int64_t i = 1; i < n; ++i) rows += (key[i] >> entry_bits) != (key[i - 1] >> entry_bits);
+    first_row[part + 1] = rows;
   });
-  for (int64_t c = 0; c < sorter.num_chunks; ++c) first_row[c + 1] += first_row[c];
+  for (int64_t part = 0; part < parts; ++part) first_row[part + 1] += first_row[part];
+
+  // 3. Every part sums its rows.
   const SimdLevel level = sizeof(A) == 4 ? simd_level() : SimdLevel::kScalar;
-  sorter.for_chunks([&](int64_t c) {
-    const RowReduceRange range = {
-        keys,      sorter.chunk_begin[c], sorter.chunk_begin[c] + sorter.chunk_size[c], sorter.num_keys, first_row[c],
-        entry_bits};
+  for_parts(parts, [&](int64_t part) {
+    const RowReduceRange range = {sorted[part], first_key[part + 1] - first_key[part], first_row[part], entry_bits};
 #ifdef SAMPLEX_X86_SIMD
     if (level == SimdLevel::kAvx512) return row_reduce_range_avx512(p, range);
     if (level == SimdLevel::kAvx2) return row_reduce_range_avx2(p, range);
@@ -122,7 +144,7 @@ void reduce(const RowReduceParams& p) {
     (void)level;
     row_reduce_range<A>(p, range);
   });
-  p.count[0] = first_row[sorter.num_chunks];
+  p.count[0] = first_row[parts];
   std::fill(p.row_ids + p.count[0], p.row_ids + p.capacity, int64_t(-1));
 }
 

@@ -60,10 +60,7 @@ inline void row_reduce_range(const RowReduceParams& p, const cpu::RowReduceRange
   const int64_t split = p.source[0].entries;
   const Divider row_of[2] = {Divider(p.source[0].entries_per_row), Divider(p.source[1].entries_per_row)};
   int64_t row = range.first_row - 1;
-  int64_t i = range.begin;
-  // Entries at the front that continue a row begun before this range belong to that row's owner.
-  while (i < range.end && i > 0 && (range.keys[i] >> range.entry_bits) == (range.keys[i - 1] >> range.entry_bits)) ++i;
-  while (i < range.end) {
+  for (int64_t i = 0; i < range.num_keys;) {
     const uint64_t id = range.keys[i] >> range.entry_bits;
     ++row;
     p.row_ids[row] = int64_t(id);

@@ -41,10 +41,10 @@ struct RowReduceParams {
 
 namespace cpu {
 void launch_row_reduce(const RowReduceParams& params);
-// [entry, last) of the sorted list belongs to rows whose head lies there; ISA bodies for float accumulation.
+// Sorted entries of a range of whole rows; ISA bodies for float accumulation.
 struct RowReduceRange {
   const uint64_t* keys;  // (id << entry_bits) | entry, ascending
-  int64_t begin, end, num_keys, first_row;
+  int64_t num_keys, first_row;
   int entry_bits;
 };
 void row_reduce_range_avx2(const RowReduceParams& params, const RowReduceRange& range);

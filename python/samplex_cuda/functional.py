@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import overload
-
 import torch
 from torch import Tensor
 
-from samplex_cuda.ops.sampled_softmax import keep_coalesced
+from samplex_cuda.ops.sampled_softmax import REDUCTIONS, keep_coalesced
 from samplex_cuda.ops.sampled_softmax import sampled_softmax as _sampled_softmax
 
 __all__ = ["sampled_softmax"]
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_REDUCTIONS = ("none", "mean", "sum")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -65,19 +62,6 @@ def _flatten(op: str, h: Tensor, weight: Tensor, target: Tensor, ids: Tensor, lo
             )
         ids, log_q = ids.reshape(batch, ids.shape[-1]), log_q.reshape(batch, ids.shape[-1])
     return h.reshape(batch, h.shape[-1]), target, ids, log_q
-
-
-@overload
-def _reduce(op: str, loss: Tensor, denom: Tensor, reduction: str, lead: torch.Size) -> Tensor: ...
-@overload
-def _reduce(op: str, loss: Tensor, denom: Tensor, reduction: str, lead: tuple[int, ...]) -> Tensor: ...
-def _reduce(op: str, loss: Tensor, denom: Tensor, reduction: str, lead: tuple[int, ...]) -> Tensor:
-    if reduction == "none":
-        return loss.reshape(lead)
-    if reduction == "sum":
-        return loss.sum()
-    # No row left (B = 0, or all ignored): 0 / tiny = 0.
-    return loss.sum() / denom.sum().clamp_min(torch.finfo(loss.dtype).tiny)
 
 
 def sampled_softmax(
@@ -140,6 +124,104 @@ def sampled_softmax(
         (True, torch.Size([1000, 16]))
     """
     op = "sampled_softmax"
+    lead = None
+    offsets, known = None, None
+    # What the op takes as it is goes straight to it: it checks everything once more, in C++. Python's checks are for
+    # the rest, and for a better message; they cost as much as scoring a thousand classes.
+    if not _plain(h, weight, target, ids, log_q, bias, class_weight, reduction, positives):
+        lead, h, target, ids, log_q = _prepare(
+            op, h, weight, target, ids, log_q, bias, class_weight, reduction, label_smoothing
+        )
+        weight = weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        class_weight = None if class_weight is None else class_weight.detach().contiguous()
+        offsets, known = _csr(op, positives, h.shape[0], weight.device)
+    needs_grad = torch.is_grad_enabled() and (
+        h.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    if needs_grad and sparse and not torch.compiler.is_compiling():
+        keep_coalesced(weight)
+        if bias is not None:
+            keep_coalesced(bias)
+    loss, lse, _ = _call(
+        h,
+        weight,
+        target,
+        ids,
+        log_q,
+        bias,
+        class_weight,
+        offsets,
+        known,
+        float(scale),
+        float(label_smoothing),
+        int(ignore_index),
+        REDUCTIONS[reduction],
+        bool(absolute),
+        needs_grad,
+        bool(return_lse),
+        bool(sparse),
+    )
+    if lead is not None and reduction == "none":
+        loss = loss.reshape(lead)
+    if return_lse:
+        return loss, lse if lead is None else lse.reshape(lead)
+    return loss
+
+
+def _plain(
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    log_q: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    reduction: str,
+    positives: tuple[Tensor, Tensor] | None,
+) -> bool:
+    """Whether the arguments are [B, d], [C, d], [B], draws and fp32, all contiguous: the form the op itself takes."""
+    try:
+        return (
+            bias is None
+            and class_weight is None
+            and positives is None
+            and h.dim() == 2
+            and target.dim() == 1
+            and h.dtype is torch.float32
+            and weight.dtype is torch.float32
+            and log_q.dtype is torch.float32
+            and ids.shape == log_q.shape
+            and target.shape[0] == h.shape[0]
+            and h.shape[1] == weight.shape[1]
+            and target.dtype is ids.dtype is torch.int64
+            and h.device == weight.device == target.device == ids.device == log_q.device
+            and (ids.dim() == 1 or (ids.dim() == 2 and ids.shape[0] == h.shape[0]))
+            and h.is_contiguous()
+            and weight.is_contiguous()
+            and target.is_contiguous()
+            and ids.is_contiguous()
+            and log_q.is_contiguous()
+            and not log_q.requires_grad
+            and reduction in REDUCTIONS
+        )
+    except (AttributeError, IndexError, TypeError):  # not tensors, or not of these ranks: `_prepare` says which
+        return False
+
+
+def _prepare(
+    op: str,
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    log_q: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+) -> tuple[torch.Size, Tensor, Tensor, Tensor, Tensor]:
+    """Checks every argument and brings them into the op's form: leading shape, h, target, ids, log_q."""
     for name, t, wanted in (
         ("h", h, "[*, d]"),
         ("weight", weight, "[C, d]"),
@@ -164,8 +246,8 @@ def sampled_softmax(
         raise TypeError(f"{op}: log_q must be floating point, got {_got(log_q)}")
     if log_q.device != weight.device:
         raise ValueError(f"{op}: log_q must be on {weight.device} like weight, got {_got(log_q)}")
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"{op}: reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{op}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
     acc = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -178,34 +260,8 @@ def sampled_softmax(
             raise ValueError(f"{op}: {name} must be [{weight.shape[0]}] {wanted} on {weight.device}, got {_got(table)}")
     lead = h.shape[:-1]
     h, target, ids, log_q = _flatten(op, h, weight, target, ids, log_q)
-    offsets, known = _csr(op, positives, h.shape[0], weight.device)
-    needs_grad = torch.is_grad_enabled() and (
-        h.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    args = (
-        h.contiguous(),
-        weight.contiguous(),
-        target.contiguous(),
-        ids.contiguous(),
-        log_q.detach().to(acc).contiguous(),
-        None if bias is None else bias.contiguous(),
-        None if class_weight is None else class_weight.detach().contiguous(),
-        offsets,
-        known,
-        float(scale),
-        float(label_smoothing),
-        int(ignore_index),
-        bool(absolute),
-        needs_grad,
-        bool(sparse),
-    )
-    if needs_grad and sparse and not torch.compiler.is_compiling():
-        for parameter in (weight, bias):
-            if parameter is not None and parameter.requires_grad and parameter.is_leaf:
-                keep_coalesced(parameter)
-    loss, lse, denom = _call(args)[:3]
-    loss = _reduce(op, loss, denom.detach(), reduction, lead)
-    return (loss, lse.reshape(lead)) if return_lse else loss
+    log_q = log_q.detach().to(acc).contiguous()
+    return lead, h.contiguous(), target.contiguous(), ids.contiguous(), log_q
 
 
 def _csr(
@@ -226,7 +282,7 @@ def _csr(
     return offsets.contiguous(), ids.contiguous()
 
 
-def _call(args: tuple[object, ...]) -> tuple[Tensor, ...]:
+def _call(*args: object) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return _sampled_softmax(*args)
     try:
@@ -235,7 +291,8 @@ def _call(args: tuple[object, ...]) -> tuple[Tensor, ...]:
         # The stable ABI knows only RuntimeError; an id out of range is an IndexError to Python people.
         text = str(error)
         if "must be in [0, " in text and ", got " in text:
-            raise IndexError(text.splitlines()[0]) from None
+            kind = ValueError if "label_smoothing" in text else IndexError
+            raise kind(text.splitlines()[0]) from None
         if "offsets must ascend" in text:
             raise ValueError(text.splitlines()[0]) from None
         raise

@@ -6,6 +6,7 @@ The ops take what the kernels need and check it; `samplex_cuda.functional.sample
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from samplex_cuda import _library  # noqa: F401  registers the ops
 
-__all__ = ["keep_coalesced", "rows_to_coo", "sampled_softmax"]
+__all__ = ["REDUCTIONS", "keep_coalesced", "rows_to_coo", "sampled_softmax"]
+
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 # Row ids of the last gradients made here. Holding them keeps their memory from being used again, so that a gradient
 # whose indices lie at the same address is one of ours. A few, for weight and bias of a few heads.
@@ -34,20 +37,27 @@ def keep_coalesced(parameter: Tensor) -> None:
 
     Autograd's accumulation makes a shallow copy of a sparse gradient and forgets the flag on the way, so every
     optimizer would sort and sum the rows once more. A hook after the accumulation puts the flag back, where the
-    gradient is one of ours alone; a sum of two gradients is left as it is. Registered once per parameter.
+    gradient is one of ours alone; a sum of two gradients is left as it is. Registered once per parameter; what is not a
+    leaf, or needs no gradient, is left alone.
 
     Example:
         >>> import torch
         >>> from samplex_cuda.ops.sampled_softmax import keep_coalesced
         >>> keep_coalesced(torch.zeros(3, 2, requires_grad=True))
     """
-    if not getattr(parameter, "_samplex_keeps_coalesced", False):
+    if getattr(parameter, "_samplex_keeps_coalesced", False):
+        return
+    if parameter.is_leaf and parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(_mark_coalesced)
         parameter._samplex_keeps_coalesced = True  # type: ignore[attr-defined]
 
 
 def _acc(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _targets_per_row(target: Tensor) -> int:
+    return 1 if target.dim() == 1 else target.shape[1]
 
 
 @torch.library.register_fake("samplex::sampled_softmax")
@@ -64,15 +74,18 @@ def _(
     scale: float,
     label_smoothing: float,
     ignore_index: int,
+    reduction: int,
     absolute: bool,
     need_grad: bool,
+    with_lse: bool,
     sparse: bool,
 ) -> tuple[Tensor, ...]:
     batch, dim = hidden.shape
-    entries = target.shape[1] + ids.shape[-1]
-    rows = batch if need_grad else 0
-    pull = entries if label_smoothing > 0 else target.shape[1]
-    shapes = [(batch,), (batch,), (batch,), (rows,), (rows, entries), (rows, pull), (rows, dim), (rows, dim)]
+    entries = _targets_per_row(target) + ids.shape[-1]
+    # As `Saved` of sampled_softmax_op.cpp: gradients, then a row loss, a denominator and a factor.
+    saved = (dim + entries) * batch * (1 + with_lse) if need_grad else 0
+    saved += batch if reduction == REDUCTIONS["none"] else 2 * batch + 1
+    shapes = [(batch,) if reduction == REDUCTIONS["none"] else (), (batch,), (saved,)]
     return tuple(hidden.new_empty(shape, dtype=_acc(hidden.dtype)) for shape in shapes)
 
 
@@ -83,12 +96,10 @@ def _(
     hidden: Tensor,
     target: Tensor,
     ids: Tensor,
-    total: Tensor,
-    push: Tensor,
-    pull: Tensor,
-    d_push: Tensor,
-    d_pull: Tensor,
+    saved: Tensor,
     num_classes: int,
+    reduction: int,
+    with_lse: bool,
     need_rows: bool,
     with_bias: bool,
 ) -> tuple[Tensor, ...]:
@@ -104,7 +115,7 @@ def _(
     )
 
 
-def rows_to_coo(row_ids: Tensor, rows: Tensor, count: Tensor, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def rows_to_coo(row_ids: Tensor, rows: Tensor, count: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Fixed-size row gradients as a coalesced sparse COO tensor. The only step of a backward that waits for the device.
 
     Args:
@@ -122,67 +133,65 @@ def rows_to_coo(row_ids: Tensor, rows: Tensor, count: Tensor, size: tuple[int, .
         [0.0, 1.0, 0.0, 0.0, 2.0, 0.0]
     """
     n = count.item()
-    torch._check(n >= 0)
-    torch._check(n <= row_ids.shape[0])
-    values = rows[:n].to(dtype)
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        torch._check(n >= 0)
+        torch._check(n <= row_ids.shape[0])
+    else:
         _delivered.append(row_ids)
+    values = rows[:n]
+    if dtype is not rows.dtype:
+        values = values.to(dtype)
     return torch.sparse_coo_tensor(row_ids[:n].unsqueeze(0), values, size, check_invariants=False, is_coalesced=True)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, target, ids = inputs[:4]
-    ctx.bias_dtype = None if inputs[5] is None else inputs[5].dtype
-    ctx.weight_shape, ctx.weight_dtype = tuple(weight.shape), weight.dtype
-    ctx.need_grad, ctx.sparse = inputs[13], inputs[14]
+    hidden, weight, target, ids, _, bias = inputs[:6]
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
+    ctx.reduction, _, ctx.need_grad, ctx.with_lse, ctx.sparse = inputs[12:17]
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(hidden, target, ids, *output[3:])
+    if ctx.with_lse:
+        ctx.mark_non_differentiable(output[2])
+    else:
+        ctx.mark_non_differentiable(output[1], output[2])
+    ctx.save_for_backward(hidden, target, ids, output[2])
 
 
-def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, *rest: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, grad_saved: Tensor | None) -> Any:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("sampled_softmax: double backward (create_graph=True) is not supported")
-    if any(grad is not None for grad in rest):
+    if grad_saved is not None:
         raise RuntimeError("sampled_softmax: only loss and lse are differentiable")
-    hidden, target, ids, total, push, pull, d_push, d_pull = ctx.saved_tensors
-    none: list[Any] = [None] * 15
     if grad_loss is None and grad_lse is None:
-        return tuple(none)
+        return (None,) * 17
     if not ctx.need_grad:
         raise RuntimeError("sampled_softmax: backward needs need_grad=True in the forward call, got False")
+    hidden, target, ids, saved = ctx.saved_tensors
     if grad_loss is None:
         assert grad_lse is not None
-        grad_loss = torch.zeros_like(grad_lse)
-    need_hidden, need_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-    need_bias = ctx.needs_input_grad[5]
-    d_hidden, row_ids, row_grads, row_bias, count = torch.ops.samplex.sampled_softmax_bwd(
+        grad_loss = grad_lse.new_zeros(() if ctx.reduction else grad_lse.shape)
+    need = ctx.needs_input_grad
+    need_weight, need_bias = need[1], need[5]
+    d_hidden, row_ids, row_grads, row_bias, count = _bwd_op(
         grad_loss.contiguous(),
         None if grad_lse is None else grad_lse.contiguous(),
         hidden,
         target,
         ids,
-        total,
-        push,
-        pull,
-        d_push,
-        d_pull,
+        saved,
         ctx.weight_shape[0],
+        ctx.reduction,
+        ctx.with_lse,
         need_weight or need_bias,
         need_bias,
     )
-    grads = none
-    if need_hidden:
-        grads[0] = d_hidden
-    if need_weight:
-        grads[1] = _deliver(ctx, row_ids, row_grads, count, ctx.weight_shape, ctx.weight_dtype)
-    if need_bias:
-        grads[5] = _deliver(ctx, row_ids, row_bias, count, ctx.weight_shape[:1], ctx.bias_dtype)
-    return tuple(grads)
+    d_weight = _deliver(ctx, row_ids, row_grads, count, ctx.weight_shape, ctx.weight_dtype) if need_weight else None
+    d_bias = _deliver(ctx, row_ids, row_bias, count, ctx.weight_shape[:1], ctx.bias_dtype) if need_bias else None
+    return (d_hidden if need[0] else None, d_weight, None, None, None, d_bias) + (None,) * 11
 
 
 def _deliver(
-    ctx: Any, row_ids: Tensor, rows: Tensor, count: Tensor, size: tuple[int, ...], dtype: torch.dtype
+    ctx: Any, row_ids: Tensor, rows: Tensor, count: Tensor, size: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     if ctx.sparse:
         return rows_to_coo(row_ids, rows, count, size, dtype)
@@ -195,14 +204,24 @@ def _deliver(
 torch.library.register_autograd("samplex::sampled_softmax", _backward, setup_context=_setup_context)
 
 
+_op = torch.ops.samplex.sampled_softmax.default
+_bwd_op = torch.ops.samplex.sampled_softmax_bwd.default
+
+
 class _Eager(torch.autograd.Function):
-    """The same formula for eager mode: `register_autograd` costs 0.1 ms a call in Python, a tenth of a whole step."""
+    """The same formula for eager mode, by the shortest way.
+
+    `register_autograd` and `Function.setup_context` each cost 0.05 ms a call in Python, and calling the op under its
+    own autograd key as much again: together a fifth of a step.
+    """
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return torch.ops.samplex.sampled_softmax(*args)
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = _op(*args)
+        _setup_context(ctx, args, output)
+        return output
 
-    setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
 
 
@@ -210,4 +229,7 @@ def sampled_softmax(*args: Any) -> tuple[Tensor, ...]:
     """`torch.ops.samplex.sampled_softmax` by the shortest way: the op itself under compile, a plain Function else."""
     if torch.compiler.is_compiling():
         return torch.ops.samplex.sampled_softmax(*args)
+    if not args[14]:  # need_grad
+        with torch._C._AutoDispatchBelowAutograd():
+            return _op(*args)
     return _Eager.apply(*args)
