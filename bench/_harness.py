@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from samplex_cuda.tables import empty_table
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 IMAGES = ROOT / "docs" / "images"
@@ -143,30 +145,20 @@ def progress(text: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- memory
-MADV_HUGEPAGE, MADV_NOHUGEPAGE = 14, 15
+MADV_NOHUGEPAGE = 15
 
 
-def advise_pages(tensor: torch.Tensor, huge: bool) -> bool:
-    """Asks for (huge) or forbids (not huge) transparent huge pages behind an untouched CPU tensor.
-
-    Asking goes through the library's own call, as the head does it. Forbidding makes the comparison hold on a system
-    that gives huge pages unasked.
-    """
-    nbytes = tensor.numel() * tensor.element_size()
-    if tensor.device.type != "cpu" or nbytes == 0:
-        return False
-    if huge:
-        from samplex_cuda import _native
-
-        return bool(_native.advise_huge_pages(tensor.data_ptr(), nbytes))
+def forbid_huge_pages(tensor: torch.Tensor) -> None:
+    """No transparent huge pages behind an untouched CPU tensor, also on a system that gives them unasked."""
     if platform.system() != "Linux":
-        return False
+        return
     page = os.sysconf("SC_PAGESIZE")
     begin = -(-tensor.data_ptr() // page) * page
-    end = (tensor.data_ptr() + nbytes) // page * page
+    end = (tensor.data_ptr() + tensor.nbytes) // page * page
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return end > begin and libc.madvise(begin, end - begin, MADV_NOHUGEPAGE) == 0
+    if end > begin and libc.madvise(begin, end - begin, MADV_NOHUGEPAGE) != 0:
+        raise OSError(ctypes.get_errno(), "madvise(MADV_NOHUGEPAGE) failed")
 
 
 def huge_share(tensor: torch.Tensor) -> float:
@@ -188,13 +180,16 @@ def huge_share(tensor: torch.Tensor) -> float:
 
 
 def make_table(rows: int, dim: int, *, device: torch.device, huge: bool = True) -> torch.Tensor:
-    """A [rows, dim] fp32 table with entries of size dim**-0.5, its pages advised before the first touch.
+    """A [rows, dim] fp32 table with entries of size dim**-0.5: the head's own kind, or one on plain 4 KB pages.
 
     Filled by copies of one random block: the values do not matter to the time, and ten million rows of fresh normal
     numbers would take longer than the bench.
     """
-    table = torch.empty(rows, dim, device=device)
-    advise_pages(table, huge)
+    if huge:
+        table = empty_table(rows, dim, device=device)
+    else:
+        table = torch.empty(rows, dim, device=device)
+        forbid_huge_pages(table)
     block = torch.randn(min(rows, 8191), dim, device=device) * dim**-0.5
     for begin in range(0, rows, block.shape[0]):
         part = table[begin : begin + block.shape[0]]

@@ -143,13 +143,10 @@ def sampled_softmax(
         keep_coalesced(weight)
         if bias is not None:
             keep_coalesced(bias)
-    loss, lse, _ = _call(
-        h,
-        weight,
+    rest = (
         target,
         ids,
         log_q,
-        bias,
         class_weight,
         offsets,
         known,
@@ -162,9 +159,17 @@ def sampled_softmax(
         bool(return_lse),
         bool(sparse),
     )
+    if torch.compiler.is_compiling():
+        loss, lse = _sampled_softmax(h, weight, bias, rest, need_grad=needs_grad, with_lse=return_lse)
+    else:
+        try:
+            loss, lse = _sampled_softmax(h, weight, bias, rest, need_grad=needs_grad, with_lse=return_lse)
+        except RuntimeError as error:
+            raise _as_python(error) from None
     if lead is not None and reduction == "none":
         loss = loss.reshape(lead)
     if return_lse:
+        assert lse is not None
         return loss, lse if lead is None else lse.reshape(lead)
     return loss
 
@@ -282,17 +287,12 @@ def _csr(
     return offsets.contiguous(), ids.contiguous()
 
 
-def _call(*args: object) -> tuple[Tensor, ...]:
-    if torch.compiler.is_compiling():
-        return _sampled_softmax(*args)
-    try:
-        return _sampled_softmax(*args)
-    except RuntimeError as error:
-        # The stable ABI knows only RuntimeError; an id out of range is an IndexError to Python people.
-        text = str(error)
-        if "must be in [0, " in text and ", got " in text:
-            kind = ValueError if "label_smoothing" in text else IndexError
-            raise kind(text.splitlines()[0]) from None
-        if "offsets must ascend" in text:
-            raise ValueError(text.splitlines()[0]) from None
-        raise
+def _as_python(error: RuntimeError) -> Exception:
+    """The stable ABI knows only RuntimeError; an id out of range is an IndexError to Python people."""
+    text = str(error)
+    if "must be in [0, " in text and ", got " in text:
+        kind = ValueError if "label_smoothing" in text else IndexError
+        return kind(text.splitlines()[0])
+    if "offsets must ascend" in text:
+        return ValueError(text.splitlines()[0])
+    return error

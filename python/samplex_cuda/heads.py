@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda import functional
-from samplex_cuda._library import _native
 from samplex_cuda.prediction import _describe, exact_log_prob, exact_nll, exact_topk, valid_targets
+from samplex_cuda.tables import empty_table
 
 if TYPE_CHECKING:
     from samplex_cuda.rng import Key
@@ -134,7 +134,7 @@ class SampledClassifier(nn.Module):
         self.ignore_index = ignore_index
         self.sparse = sparse
         self.reduction = reduction
-        self.weight = nn.Parameter(_empty_table(num_classes, in_features, device, dtype))
+        self.weight = nn.Parameter(empty_table(num_classes, in_features, device=device, dtype=dtype))
         if bias:
             self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype))
         else:
@@ -415,11 +415,3 @@ class SampledClassifier(nn.Module):
         if self.class_weight is not None:
             parts.append("class_weight=True")
         return ", ".join(parts)
-
-
-def _empty_table(rows: int, width: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
-    """An uninitialised [rows, width] that asks for huge pages: rows gathered at random then miss the TLB less."""
-    table = torch.empty(rows, width, device=device, dtype=dtype)
-    if table.device.type == "cpu":
-        _native.advise_huge_pages(table.data_ptr(), table.nbytes)
-    return table

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ def _(
     )
 
 
-def rows_to_coo(row_ids: Tensor, rows: Tensor, count: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+def rows_to_coo(row_ids: Tensor, rows: Tensor, count: Tensor, size: Sequence[int], dtype: torch.dtype | None) -> Tensor:
     """Fixed-size row gradients as a coalesced sparse COO tensor. The only step of a backward that waits for the device.
 
     Args:
@@ -144,61 +144,80 @@ def rows_to_coo(row_ids: Tensor, rows: Tensor, count: Tensor, size: Sequence[int
     return torch.sparse_coo_tensor(row_ids[:n].unsqueeze(0), values, size, check_invariants=False, is_coalesced=True)
 
 
+class _Plan(NamedTuple):
+    """What the backward needs to know besides tensors."""
+
+    weight_shape: torch.Size
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    reduction: int
+    need_grad: bool
+    with_lse: bool
+    sparse: bool
+
+
+def _gradients(
+    plan: _Plan,
+    need: tuple[bool, bool, bool],
+    tensors: tuple[Tensor, ...],
+    grad_loss: Tensor | None,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias, as far as `need` says. `tensors` are hidden, target, ids and saved."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("sampled_softmax: double backward (create_graph=True) is not supported")
+    if grad_loss is None:
+        if grad_lse is None:
+            return None, None, None
+        grad_loss = grad_lse.new_zeros(() if plan.reduction else grad_lse.shape)
+    if not plan.need_grad:
+        raise RuntimeError("sampled_softmax: backward needs need_grad=True in the forward call, got False")
+    need_hidden, need_weight, need_bias = need
+    d_hidden, row_ids, row_grads, row_bias, count = _bwd_op(
+        grad_loss.contiguous(),
+        None if grad_lse is None else grad_lse.contiguous(),
+        *tensors,
+        plan.weight_shape[0],
+        plan.reduction,
+        plan.with_lse,
+        need_weight or need_bias,
+        need_bias,
+    )
+    deliver = rows_to_coo if plan.sparse else _rows_to_dense
+    return (
+        d_hidden if need_hidden else None,
+        deliver(row_ids, row_grads, count, plan.weight_shape, plan.weight_dtype) if need_weight else None,
+        deliver(row_ids, row_bias, count, plan.weight_shape[:1], plan.bias_dtype) if need_bias else None,
+    )
+
+
+def _rows_to_dense(
+    row_ids: Tensor, rows: Tensor, count: Tensor, size: Sequence[int], dtype: torch.dtype | None
+) -> Tensor:
+    # Rows behind `count` carry id -1 and unspecified numbers; they all go to one row that is cut off.
+    dense = rows.new_zeros((size[0] + 1, *size[1:]))
+    dense.index_copy_(0, torch.where(row_ids < 0, size[0], row_ids), rows)
+    return dense[: size[0]].to(dtype)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, target, ids, _, bias = inputs[:6]
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
-    ctx.reduction, _, ctx.need_grad, ctx.with_lse, ctx.sparse = inputs[12:17]
+    reduction, _, need_grad, with_lse, sparse = inputs[12:17]
+    bias_dtype = None if bias is None else bias.dtype
+    ctx.plan = _Plan(weight.shape, weight.dtype, bias_dtype, reduction, need_grad, with_lse, sparse)
     ctx.set_materialize_grads(False)
-    if ctx.with_lse:
-        ctx.mark_non_differentiable(output[2])
-    else:
-        ctx.mark_non_differentiable(output[1], output[2])
+    ctx.mark_non_differentiable(*output[2 if with_lse else 1 :])
     ctx.save_for_backward(hidden, target, ids, output[2])
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, grad_saved: Tensor | None) -> Any:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("sampled_softmax: double backward (create_graph=True) is not supported")
     if grad_saved is not None:
         raise RuntimeError("sampled_softmax: only loss and lse are differentiable")
-    if grad_loss is None and grad_lse is None:
-        return (None,) * 17
-    if not ctx.need_grad:
-        raise RuntimeError("sampled_softmax: backward needs need_grad=True in the forward call, got False")
-    hidden, target, ids, saved = ctx.saved_tensors
-    if grad_loss is None:
-        assert grad_lse is not None
-        grad_loss = grad_lse.new_zeros(() if ctx.reduction else grad_lse.shape)
     need = ctx.needs_input_grad
-    need_weight, need_bias = need[1], need[5]
-    d_hidden, row_ids, row_grads, row_bias, count = _bwd_op(
-        grad_loss.contiguous(),
-        None if grad_lse is None else grad_lse.contiguous(),
-        hidden,
-        target,
-        ids,
-        saved,
-        ctx.weight_shape[0],
-        ctx.reduction,
-        ctx.with_lse,
-        need_weight or need_bias,
-        need_bias,
+    d_hidden, d_weight, d_bias = _gradients(
+        ctx.plan, (need[0], need[1], need[5]), ctx.saved_tensors, grad_loss, grad_lse
     )
-    d_weight = _deliver(ctx, row_ids, row_grads, count, ctx.weight_shape, ctx.weight_dtype) if need_weight else None
-    d_bias = _deliver(ctx, row_ids, row_bias, count, ctx.weight_shape[:1], ctx.bias_dtype) if need_bias else None
-    return (d_hidden if need[0] else None, d_weight, None, None, None, d_bias) + (None,) * 11
-
-
-def _deliver(
-    ctx: Any, row_ids: Tensor, rows: Tensor, count: Tensor, size: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    if ctx.sparse:
-        return rows_to_coo(row_ids, rows, count, size, dtype)
-    # Dense on request. Rows behind `count` carry id -1 and unspecified numbers; they all go to one row that is cut off.
-    dense = rows.new_zeros((size[0] + 1, *size[1:]))
-    dense.index_copy_(0, torch.where(row_ids < 0, size[0], row_ids), rows)
-    return dense[: size[0]].to(dtype)
+    return (d_hidden, d_weight, None, None, None, d_bias) + (None,) * 11
 
 
 torch.library.register_autograd("samplex::sampled_softmax", _backward, setup_context=_setup_context)
@@ -211,25 +230,50 @@ _bwd_op = torch.ops.samplex.sampled_softmax_bwd.default
 class _Eager(torch.autograd.Function):
     """The same formula for eager mode, by the shortest way.
 
-    `register_autograd` and `Function.setup_context` each cost 0.05 ms a call in Python, and calling the op under its
-    own autograd key as much again: together a fifth of a step.
+    `register_autograd`, `Function.setup_context` and calling the op through its own autograd key each cost 0.05 ms of
+    Python a call, and every argument and output its share: together they would be a third of a step.
     """
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rest: tuple[Any, ...]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            output = _op(*args)
-        _setup_context(ctx, args, output)
-        return output
+            loss, lse, saved = _op(hidden, weight, *rest[:3], bias, *rest[3:])
+        reduction, _, need_grad, with_lse, sparse = rest[9:]
+        bias_dtype = None if bias is None else bias.dtype
+        ctx.plan = _Plan(weight.shape, weight.dtype, bias_dtype, reduction, need_grad, with_lse, sparse)
+        ctx.saved = saved
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, rest[0], rest[1])
+        return (loss, lse) if with_lse else loss
 
-    backward = staticmethod(_backward)
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None = None) -> Any:
+        tensors = (*ctx.saved_tensors, ctx.saved)
+        return (*_gradients(ctx.plan, ctx.needs_input_grad[:3], tensors, grad_loss, grad_lse), None)
 
 
-def sampled_softmax(*args: Any) -> tuple[Tensor, ...]:
-    """`torch.ops.samplex.sampled_softmax` by the shortest way: the op itself under compile, a plain Function else."""
+def sampled_softmax(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, rest: tuple[Any, ...], *, need_grad: bool, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`torch.ops.samplex.sampled_softmax` by the shortest way: the op itself under compile, a plain Function else.
+
+    Args:
+        hidden: [B, d].
+        weight: [C, d].
+        bias: [C] or None.
+        rest: the op's other arguments in its order.
+        need_grad: whether any of the three needs a gradient; also in `rest`.
+        with_lse: whether lse is asked for; also in `rest`.
+
+    Returns:
+        loss, and lse (None where it was not asked for).
+    """
     if torch.compiler.is_compiling():
-        return torch.ops.samplex.sampled_softmax(*args)
-    if not args[14]:  # need_grad
+        loss, lse, _ = torch.ops.samplex.sampled_softmax(hidden, weight, *rest[:3], bias, *rest[3:])
+        return loss, lse
+    if not need_grad:
         with torch._C._AutoDispatchBelowAutograd():
-            return _op(*args)
-    return _Eager.apply(*args)
+            loss, lse, _ = _op(hidden, weight, *rest[:3], bias, *rest[3:])
+        return loss, lse
+    output = _Eager.apply(hidden, weight, bias, rest)
+    return output if with_lse else (output, None)
