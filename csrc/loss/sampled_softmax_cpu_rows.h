@@ -246,10 +246,10 @@ struct SampledSoftmaxRow {
   }
 
   // The class row `i` places after the start of this batch row's list, looking into the next batch row.
-  SX_ALWAYS_INLINE void prefetch(int64_t b, int64_t end, int64_t i) const {
+  SX_ALWAYS_INLINE void prefetch(int64_t b, int64_t i) const {
     if (i < row_entries) return prefetch_row(weight_row(s.ids[i]), p.dim);
     i -= row_entries;
-    if (b + 1 >= end || i >= row_entries) return;
+    if (b + 1 >= p.batch || i >= row_entries) return;
     const int64_t id = i < P ? p.target[(b + 1) * P + i] : p.ids[(b + 1) * m + i - P];
     if (uint64_t(id) < uint64_t(p.num_classes)) prefetch_row(weight_row(id), p.dim);
   }
@@ -291,7 +291,7 @@ struct SampledSoftmaxRow {
     return eps > 0 ? total + eps / A(num_entries) * every_sum : total;
   }
 
-  void run(int64_t b, int64_t end) {
+  void run(int64_t b) {
     if (!list_entries(b)) return zero_outputs(b);
     const bool trivial = num_entries == num_targets;  // every draw is masked: nothing to learn from this row
     const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
@@ -307,7 +307,7 @@ struct SampledSoftmaxRow {
     const int64_t num_rows = p.shared ? P : row_entries;
     for (int64_t done = 0; done < num_rows; done += kTile) {
       const int64_t n = num_rows - done < kTile ? num_rows - done : kTile;
-      online = tile(b, end, done, n, online, pulled);
+      online = tile(b, done, n, online, pulled);
     }
     if (p.shared) online = shared_draws(b, online, pulled);
 
@@ -389,7 +389,7 @@ struct SampledSoftmaxRow {
   // What to subtract before exp: where every logit so far is -inf, 0, or -inf - -inf would be nan.
   static A shift_of(OnlineSoftmax<A> online) { return online.max == kOut ? A(0) : online.max; }
 
-  OnlineSoftmax<A> tile(int64_t b, int64_t end, int64_t first, int64_t n, OnlineSoftmax<A> online, A& pulled) {
+  OnlineSoftmax<A> tile(int64_t b, int64_t first, int64_t n, OnlineSoftmax<A> online, A& pulled) {
     const T* rows[kTile];
     A dots[kTile], coef[kTile];
     // Four rows at a time; the last one is repeated, with coefficient 0 and without a read of its own.
@@ -399,7 +399,7 @@ struct SampledSoftmaxRow {
     }
     for (int64_t j = 0; j < n; j += 4) {
       if (!p.shared) {
-        for (int64_t ahead = 0; ahead < 4; ++ahead) prefetch(b, end, first + j + ahead + lookahead);
+        for (int64_t ahead = 0; ahead < 4; ++ahead) prefetch(b, first + j + ahead + lookahead);
       }
       Rows<T>::dot4(s.h, rows + j, p.dim, dots + j);
     }
@@ -432,7 +432,7 @@ struct SampledSoftmaxRow {
 template <typename T>
 inline void sampled_softmax_rows(const SampledSoftmaxParams& params, int64_t begin, int64_t end) {
   SampledSoftmaxRow<T> row(params);
-  for (int64_t b = begin; b < end; ++b) row.run(b, end);
+  for (int64_t b = begin; b < end; ++b) row.run(b);
 }
 
 }  // namespace SX_ISA_NS

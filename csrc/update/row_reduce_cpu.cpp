@@ -19,6 +19,7 @@ namespace samplex::cpu {
 namespace {
 
 constexpr int kMaxDigitBits = 11;  // 2048 counters stay in the L1 cache
+constexpr int64_t kBlock = 512;    // entries summed at a time
 
 // Stable counting sort of keys [n] by `digit_bits` bits from `shift` on, into `to`.
 void sort_by_digit(const uint64_t* keys, uint64_t* to, int64_t n, int shift, int digit_bits) {
@@ -108,6 +109,7 @@ void reduce(const RowReduceParams& p) {
 
   // 2. Every part takes the keys of its range, in the order of the entries, sorts them and counts the rows.
   std::vector<const uint64_t*> sorted(parts);
+  std::vector<std::vector<RowReduceRange>> blocks(parts);
   for_parts(parts, [&](int64_t part) {
     const int64_t begin = first_key[part], n = first_key[part + 1] - begin;
     uint64_t* mine = keys + begin;
@@ -126,23 +128,46 @@ void reduce(const RowReduceParams& p) {
       }
     }
     sorted[part] = sort_keys(mine, spare + begin, n, entry_bits, id_bits);
+    // Blocks of whole rows, to be summed by whichever thread is free.
     const uint64_t* key = sorted[part];
-    int64_t rows = n > 0;
-    for (int64_t i = 1; i < n; ++i) rows += (key[i] >> entry_bits) != (key[i - 1] >> entry_bits);
+    int64_t rows = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      if (i > 0 && (key[i] >> entry_bits) == (key[i - 1] >> entry_bits)) continue;
+      if (blocks[part].empty() || key + i - blocks[part].back().keys >= kBlock) {
+        blocks[part].push_back({key + i, n - i, rows, entry_bits});
+      }
+      ++rows;
+    }
     first_row[part + 1] = rows;
   });
   for (int64_t part = 0; part < parts; ++part) first_row[part + 1] += first_row[part];
+  std::vector<RowReduceRange> all;
+  for (int64_t part = 0; part < parts; ++part) {
+    for (size_t i = 0; i < blocks[part].size(); ++i) {
+      RowReduceRange& block = blocks[part][i];
+      if (i + 1 < blocks[part].size()) block.num_keys = blocks[part][i + 1].keys - block.keys;
+      block.first_row += first_row[part];
+      all.push_back(block);
+    }
+  }
 
-  // 3. Every part sums its rows.
+  // 3. Sums.
   const SimdLevel level = sizeof(A) == 4 ? simd_level() : SimdLevel::kScalar;
-  for_parts(parts, [&](int64_t part) {
-    const RowReduceRange range = {sorted[part], first_key[part + 1] - first_key[part], first_row[part], entry_bits};
+  parallel_for_shared(int64_t(all.size()), 1, [&](int64_t begin, int64_t end) {
+    for (const RowReduceRange* range = all.data() + begin; range < all.data() + end; ++range) {
 #ifdef SAMPLEX_X86_SIMD
-    if (level == SimdLevel::kAvx512) return row_reduce_range_avx512(p, range);
-    if (level == SimdLevel::kAvx2) return row_reduce_range_avx2(p, range);
+      if (level == SimdLevel::kAvx512) {
+        row_reduce_range_avx512(p, *range);
+        continue;
+      }
+      if (level == SimdLevel::kAvx2) {
+        row_reduce_range_avx2(p, *range);
+        continue;
+      }
 #endif
-    (void)level;
-    row_reduce_range<A>(p, range);
+      (void)level;
+      row_reduce_range<A>(p, *range);
+    }
   });
   p.count[0] = first_row[parts];
   std::fill(p.row_ids + p.count[0], p.row_ids + p.capacity, int64_t(-1));
