@@ -9,6 +9,9 @@ Rows (--only takes any part of a name):
   memory                      peak extra memory of a step / the bound of the design
   sweep                       time per step against C, for the plot
 
+Every row is measured in a process of its own, and checked after it was timed: what ran before decides from which size
+on malloc asks the system for fresh (page-faulting) memory, and with it the time of a side that makes large temporaries.
+
 Run it on an idle machine: python bench/bench_sampled_softmax.py
 """
 
@@ -33,6 +36,7 @@ from _harness import (
     Report,
     Row,
     Side,
+    Timing,
     check_close,
     common_options,
     huge_share,
@@ -164,18 +168,29 @@ def side(name: str, step: Callable[[torch.Tensor, Batch], Any], weight: torch.Te
 
 # ----------------------------------------------------------------------------------------------------- rows
 class Bench:
-    """The tables and options the rows share."""
+    """The rows. Each method measures one and returns it; all of it happens in a process of its own (see `main`)."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.device = set_up(options)
-        on_cpu = self.device.type == "cpu"
-        self.has_targets = on_cpu  # the targets are CPU targets; on CUDA the rows are printed without a verdict
-        name = "sampled_softmax" if on_cpu else f"sampled_softmax_{self.device.type}"
-        self.report = Report(name, self.device, store=not (options.quick or options.no_store))
         self.time = functools.partial(
             interleave, device=self.device, seconds=options.seconds, min_rounds=2 if options.quick else 5, sets=SETS
         )
+
+    def rows(self) -> dict[str, Callable[[], Row | None]]:
+        """What to call for each row id, in the order of the table."""
+        shared = {f"shared_m{m}": functools.partial(self.shared, m) for m in (64, 128, 256, 512, 4096)}
+        return {
+            "per_row_1m": self.per_row_1m,
+            **shared,
+            "forward_1m": functools.partial(self.forward, "forward_1m", 1_000_000, 256, 64),
+            "per_row_100k": self.per_row_100k,
+            "full_softmax_100k": self.full_softmax,
+            "forward_100k": functools.partial(self.forward, "forward_100k", 100_000, 1024, 128),
+            "scale_huge": functools.partial(self.scale, "scale_huge", True, 1.6),
+            "scale_4k": functools.partial(self.scale, "scale_4k", False, 2.2),
+            "memory": self.memory,
+        }
 
     def table(self, classes: int, huge: bool = True, dim: int = DIM) -> torch.Tensor:
         progress(f"making a table of {classes:,} rows")
@@ -183,90 +198,66 @@ class Bench:
         progress("")
         return table
 
-    def add(self, row: Row) -> None:
-        if not self.has_targets:
-            row = dataclasses.replace(row, target=None, aim=None)
-        self.report.add(row)
-
     def versus(
-        self, row_id: str, what: str, weight: torch.Tensor, batch: int, m: int, *, shared: bool, **target: Any
-    ) -> None:
+        self, row_id: str, what: str, classes: int, batch: int, m: int, *, shared: bool = False, **target: Any
+    ) -> Row:
         """One speed-up row against the eager form."""
-        classes = weight.shape[0]
+        weight = self.table(classes)
         batches = make_batches(classes, batch, m, shared=shared, device=self.device)
-        checked = refcheck(weight, batches[0], [ours, eager])
         got = self.time([side("ours", ours, weight, batches), side("eager", eager, weight, batches)])
+        checked = refcheck(weight, batches[0], [ours, eager])
         value, low, high = got.ratio("eager", "ours")
-        self.add(
-            Row(
-                row_id,
-                what,
-                value,
-                "x",
-                checked,
-                ours=got.times["ours"],
-                other=got.times["eager"],
-                other_name="eager torch",
-                spread=(low, high),
-                config={"C": classes, "d": DIM, "B": batch, "m": m, "shared": shared},
-                **target,
-            )
+        return Row(
+            row_id,
+            what,
+            value,
+            "x",
+            checked,
+            ours=got.times["ours"],
+            other=got.times["eager"],
+            other_name="eager torch",
+            spread=(low, high),
+            config={"C": classes, "d": DIM, "B": batch, "m": m, "shared": shared},
+            **target,
         )
 
     # ---- speed
-    def speed_1m(self) -> None:
-        per_row = wanted(self.options, "per_row_1m")
-        shared = [m for m in (64, 128, 256, 512, 4096) if wanted(self.options, f"shared_m{m}")]
-        forward = wanted(self.options, "forward_1m")
-        if not (per_row or shared or forward):
-            return
-        weight = self.table(1_000_000)
-        if per_row:
-            what = "step, draws [256, 64], C = 1,000,000, vs eager"
-            self.versus("per_row_1m", what, weight, 256, 64, shared=False, target=6.0, aim=10.0)
-        for m in shared:
-            target = 1.3 if m <= 512 else 1.0
-            what = f"step, shared draws [{m}], B = 256, C = 1,000,000, vs eager"
-            self.versus(f"shared_m{m}", what, weight, 256, m, shared=True, target=target)
-        if forward:
-            self.forward("forward_1m", weight, 256, 64)
+    def per_row_1m(self) -> Row:
+        what = "step, draws [256, 64], C = 1,000,000, vs eager"
+        return self.versus("per_row_1m", what, 1_000_000, 256, 64, target=6.0, aim=10.0)
 
-    def speed_100k(self) -> None:
-        per_row, full_row = wanted(self.options, "per_row_100k"), wanted(self.options, "full_softmax_100k")
-        forward = wanted(self.options, "forward_100k")
-        if not (per_row or full_row or forward):
-            return
+    def per_row_100k(self) -> Row:
+        what = "step, draws [1024, 128], C = 100,000, vs eager"
+        return self.versus("per_row_100k", what, 100_000, 1024, 128, target=12.0, aim=20.0)
+
+    def shared(self, m: int) -> Row:
+        what = f"step, shared draws [{m}], B = 256, C = 1,000,000, vs eager"
+        return self.versus(f"shared_m{m}", what, 1_000_000, 256, m, shared=True, target=1.3 if m <= 512 else 1.0)
+
+    def full_softmax(self) -> Row:
         weight = self.table(100_000)
-        if per_row:
-            what = "step, draws [1024, 128], C = 100,000, vs eager"
-            self.versus("per_row_100k", what, weight, 1024, 128, shared=False, target=12.0, aim=20.0)
-        if full_row:
-            batches = make_batches(100_000, 256, 64, shared=False, device=self.device)
-            checked = refcheck(weight, batches[0], [ours]) + "; " + refcheck_full(weight, batches[0])
-            got = self.time([side("ours", ours, weight, batches), side("full", full, weight, batches)])
-            value, low, high = got.ratio("full", "ours")
-            self.add(
-                Row(
-                    "full_softmax_100k",
-                    "step, draws [256, 64], C = 100,000, vs full softmax",
-                    value,
-                    "x",
-                    checked,
-                    target=200.0,
-                    aim=400.0,
-                    ours=got.times["ours"],
-                    other=got.times["full"],
-                    other_name="full softmax",
-                    spread=(low, high),
-                    config={"C": 100_000, "d": DIM, "B": 256, "m": 64, "shared": False},
-                )
-            )
-        if forward:
-            self.forward("forward_100k", weight, 1024, 128)
+        batches = make_batches(100_000, 256, 64, shared=False, device=self.device)
+        got = self.time([side("ours", ours, weight, batches), side("full", full, weight, batches)])
+        checked = refcheck(weight, batches[0], [ours]) + "; " + refcheck_full(weight, batches[0])
+        value, low, high = got.ratio("full", "ours")
+        return Row(
+            "full_softmax_100k",
+            "step, draws [256, 64], C = 100,000, vs full softmax",
+            value,
+            "x",
+            checked,
+            target=200.0,
+            aim=400.0,
+            ours=got.times["ours"],
+            other=got.times["full"],
+            other_name="full softmax",
+            spread=(low, high),
+            config={"C": 100_000, "d": DIM, "B": 256, "m": 64, "shared": False},
+        )
 
     # ---- how much of the memory bandwidth the forward pass uses
-    def forward(self, row_id: str, weight: torch.Tensor, batch: int, m: int) -> None:
-        classes = weight.shape[0]
+    def forward(self, row_id: str, classes: int, batch: int, m: int) -> Row:
+        weight = self.table(classes)
         batches = make_batches(classes, batch, m, shared=False, device=self.device)
         numel = 2**24 if self.options.quick else 2**27
         source = make_table(numel // DIM, DIM, device=self.device)
@@ -276,113 +267,98 @@ class Bench:
         def forward_only(weight: torch.Tensor, b: Batch) -> torch.Tensor:
             return sxf.sampled_softmax(b.h, weight, b.target, b.ids, b.log_q)
 
-        error = check_close("forward", forward_only(weight, batches[0]), reference(weight, batches[0])[0], 1e-5)
         got = self.time([side("ours", forward_only, weight, batches), Side("copy", lambda _: sink.copy_(source))])
+        error = check_close("forward", forward_only(weight, batches[0]), reference(weight, batches[0])[0], 1e-5)
         copied = 2 * numel * 4  # read + write
         gathered = batch * (m + 1) * DIM * 4
         bandwidth = copied / got.times["copy"].median * 1e3
         speed, low, high = got.ratio("copy", "ours")
         scale = 100 * gathered / copied
-        self.add(
-            Row(
-                row_id,
-                f"forward only, draws [{batch}, {m}], C = {classes:,}: gathered bytes / copy bandwidth",
-                speed * scale,
-                "%",
-                f"loss vs fp64: {error:.1e}",
-                target=40.0,
-                ours=got.times["ours"],
-                other=got.times["copy"],
-                other_name="copy_",
-                spread=(low * scale, high * scale),
-                config={
-                    "C": classes,
-                    "d": DIM,
-                    "B": batch,
-                    "m": m,
-                    "copy_bytes": copied,
-                    "copy_gb_per_s": bandwidth / 1e9,
-                    "gathered_gb_per_s": gathered / got.times["ours"].median * 1e3 / 1e9,
-                },
-            )
+        return Row(
+            row_id,
+            f"forward only, draws [{batch}, {m}], C = {classes:,}: gathered bytes / copy bandwidth",
+            speed * scale,
+            "%",
+            f"loss vs fp64: {error:.1e}",
+            target=40.0,
+            ours=got.times["ours"],
+            other=got.times["copy"],
+            other_name="copy_",
+            spread=(low * scale, high * scale),
+            config={
+                "C": classes,
+                "d": DIM,
+                "B": batch,
+                "m": m,
+                "copy_bytes": copied,
+                "copy_gb_per_s": bandwidth / 1e9,
+                "gathered_gb_per_s": gathered / got.times["ours"].median * 1e3 / 1e9,
+            },
         )
 
     # ---- the number of classes must not matter
-    def scale(self) -> None:
+    def scale(self, row_id: str, huge: bool, target: float) -> Row | None:
         if self.options.quick:
-            return
-        for huge, target in ((True, 1.6), (False, 2.2)):
-            row_id = "scale_huge" if huge else "scale_4k"
-            if not wanted(self.options, row_id):
-                continue
-            large, small = self.table(10_000_000, huge), self.table(100_000, huge)
-            large_batches = make_batches(10_000_000, 256, 64, shared=False, device=self.device)
-            small_batches = make_batches(100_000, 256, 64, shared=False, device=self.device)
-            checked = (
-                refcheck(large, large_batches[0], [ours])
-                + "; at C = 10^5: "
-                + refcheck(small, small_batches[0], [ours])
-            )
-            got = self.time([side("large", ours, large, large_batches), side("small", ours, small, small_batches)])
-            value, low, high = got.ratio("large", "small")
-            share = huge_share(large) if self.device.type == "cpu" else math.nan
-            pages = "huge pages advised" if huge else "4 KB pages"
-            self.add(
-                Row(
-                    row_id,
-                    f"time at C = 10,000,000 / at C = 100,000, draws [256, 64], {pages}",
-                    value,
-                    "ratio",
-                    checked,
-                    sense="<=",
-                    target=target,
-                    ours=got.times["large"],
-                    other=got.times["small"],
-                    other_name="ours, C = 100,000",
-                    spread=(low, high),
-                    config={"C": [10_000_000, 100_000], "d": DIM, "B": 256, "m": 64, "huge_share": share},
-                    note="" if not huge or not share < 0.9 else f"only {share:.0%} of the table got huge pages",
-                )
-            )
-            del large, small
+            return None
+        large, small = self.table(10_000_000, huge), self.table(100_000, huge)
+        large_batches = make_batches(10_000_000, 256, 64, shared=False, device=self.device)
+        small_batches = make_batches(100_000, 256, 64, shared=False, device=self.device)
+        got = self.time([side("large", ours, large, large_batches), side("small", ours, small, small_batches)])
+        checked = (
+            refcheck(large, large_batches[0], [ours]) + "; at C = 10^5: " + refcheck(small, small_batches[0], [ours])
+        )
+        value, low, high = got.ratio("large", "small")
+        share = huge_share(large) if self.device.type == "cpu" else math.nan
+        pages = "huge pages advised" if huge else "4 KB pages"
+        return Row(
+            row_id,
+            f"time at C = 10,000,000 / at C = 100,000, draws [256, 64], {pages}",
+            value,
+            "ratio",
+            checked,
+            sense="<=",
+            target=target,
+            ours=got.times["large"],
+            other=got.times["small"],
+            other_name="ours, C = 100,000",
+            spread=(low, high),
+            config={"C": [10_000_000, 100_000], "d": DIM, "B": 256, "m": 64, "huge_share": share},
+            note="" if not huge or not share < 0.9 else f"only {share:.0%} of the table got huge pages",
+        )
 
     # ---- peak memory
-    def memory(self) -> None:
-        if not wanted(self.options, "memory") or self.device.type != "cpu":
-            return
+    def memory(self) -> Row | None:
+        if self.device.type != "cpu":
+            return None
         if not Path("/proc/self/clear_refs").exists():
-            print("  memory: skipped: this system does not report a peak of resident memory that can be reset")
-            return
+            print("memory: skipped: this system does not report a peak of resident memory", file=sys.stderr)
+            return None
         classes, batch, m = 100_000 if self.options.quick else 1_000_000, 256, 64
         got = {name: memory_in_child(name, classes, batch, m, self.options.threads) for name in ("ours", "eager")}
         unique = got["ours"]["unique_rows"]
         bound = 4 * (batch * m + batch * DIM + unique * DIM) * 4
-        self.add(
-            Row(
-                "memory",
-                f"peak extra memory of a step / bound, draws [256, 64], C = {classes:,}",
-                got["ours"]["extra_bytes"] / bound,
-                "ratio",
-                got["ours"]["refcheck"],
-                sense="<=",
-                target=1.0,
-                config={
-                    "C": classes,
-                    "d": DIM,
-                    "B": batch,
-                    "m": m,
-                    "unique_rows": unique,
-                    "bound_mib": bound / 2**20,
-                    "ours_mib": got["ours"]["extra_bytes"] / 2**20,
-                    "eager_mib": got["eager"]["extra_bytes"] / 2**20,
-                },
-            )
+        return Row(
+            "memory",
+            f"peak extra memory of a step / bound, draws [256, 64], C = {classes:,}",
+            got["ours"]["extra_bytes"] / bound,
+            "ratio",
+            got["ours"]["refcheck"],
+            sense="<=",
+            target=1.0,
+            config={
+                "C": classes,
+                "d": DIM,
+                "B": batch,
+                "m": m,
+                "unique_rows": unique,
+                "bound_mib": bound / 2**20,
+                "ours_mib": got["ours"]["extra_bytes"] / 2**20,
+                "eager_mib": got["eager"]["extra_bytes"] / 2**20,
+            },
         )
 
     # ---- time against the number of classes
-    def sweep(self) -> None:
-        if not wanted(self.options, "sweep"):
-            return
+    def sweep(self) -> dict[str, Any]:
         batch, m = 256, 64
         points: list[dict[str, Any]] = []
         for classes in (10_000, 100_000, 1_000_000, 10_000_000):
@@ -390,24 +366,35 @@ class Bench:
                 continue
             weight = self.table(classes)
             batches = make_batches(classes, batch, m, shared=False, device=self.device)
-            refcheck(weight, batches[0], [ours, eager])
             sides = [side("ours", ours, weight, batches), side("eager", eager, weight, batches)]
             # At 10^6 classes one step of the full softmax takes seconds, at 10^7 its logits alone 3 x 10 GB.
             if classes <= (100_000 if self.options.quick else 1_000_000):
                 sides.append(side("full", full, weight, batches))
             got = self.time(sides, min_rounds=2)
+            refcheck(weight, batches[0], [ours, eager])
             points.append({"C": classes, **{name: dataclasses.asdict(t) for name, t in got.times.items()}})
-            print(f"  sweep C = {classes:,}: " + ", ".join(f"{k} {t.median:.3g} ms" for k, t in got.times.items()))
             del weight, sides
-        self.report.extra["sweep"] = {"d": DIM, "B": batch, "m": m, "points": points}
+        return {"d": DIM, "B": batch, "m": m, "points": points}
 
-    def run(self) -> int:
-        self.speed_1m()
-        self.speed_100k()
-        self.scale()
-        self.memory()
-        self.sweep()
-        return self.report.finish(fail=not self.options.no_fail)
+
+# ----------------------------------------------------------------------------------------------------- one process a row
+def row_in_child(row_id: str, argv: list[str]) -> Any:
+    """Measures one row (or the sweep) in a fresh process; None where it does not apply here."""
+    progress(row_id)
+    done = subprocess.run([sys.executable, __file__, *argv, "--row", row_id], stdout=subprocess.PIPE, text=True)
+    progress("")
+    if done.returncode != 0:
+        raise SystemExit(f"bench: row {row_id} failed")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def row_from(values: dict[str, Any], has_targets: bool) -> Row:
+    values = {name: value for name, value in values.items() if name != "passed"}
+    for name in ("ours", "other"):
+        values[name] = None if values[name] is None else Timing(**values[name])
+    row = Row(**values)
+    # The targets are CPU targets; on CUDA the rows are printed without a verdict.
+    return row if has_targets else dataclasses.replace(row, target=None, aim=None)
 
 
 # ----------------------------------------------------------------------------------------------------- peak memory
@@ -465,14 +452,27 @@ def main() -> int:
     parser = common_options(__doc__)
     parser.add_argument("--no-plot", action="store_true", help="do not draw docs/images/bench_sampled_softmax.png")
     parser.add_argument("--plot-only", action="store_true", help="draw the plot from the stored results and stop")
+    parser.add_argument("--row", help="measure this row in this process and print it as JSON")
     options = parser.parse_args()
     if options.plot_only:
         return 0 if plot() else 1
     bench = Bench(options)
-    code = bench.run()
-    if bench.report.store and bench.device.type == "cpu" and not options.no_plot:
+    if options.row:
+        result = bench.sweep() if options.row == "sweep" else bench.rows()[options.row]()
+        print(json.dumps(result.as_dict() if isinstance(result, Row) else result))
+        return 0
+    on_cpu = bench.device.type == "cpu"
+    name = "sampled_softmax" if on_cpu else f"sampled_softmax_{bench.device.type}"
+    report = Report(name, bench.device, store=not (options.quick or options.no_store))
+    for row_id in bench.rows():
+        if wanted(options, row_id) and (got := row_in_child(row_id, sys.argv[1:])) is not None:
+            report.add(row_from(got, on_cpu))
+    if wanted(options, "sweep"):
+        report.extra["sweep"] = row_in_child("sweep", sys.argv[1:])
+    code = report.finish(fail=not options.no_fail)
+    if report.store and on_cpu and not options.no_plot:
         plot()
-    write_readme(bench.report, options)
+    write_readme(report, options)
     return code
 
 
