@@ -377,7 +377,7 @@ class Bench:
         return {"d": DIM, "B": batch, "m": m, "points": points}
 
 
-# ----------------------------------------------------------------------------------------------------- one process a row
+# ---------------------------------------------------------------------------------------------------- one process a row
 def row_in_child(row_id: str, argv: list[str]) -> Any:
     """Measures one row (or the sweep) in a fresh process; None where it does not apply here."""
     progress(row_id)

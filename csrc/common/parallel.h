@@ -22,7 +22,8 @@ inline void parallel_for(int64_t n, int64_t grain, const F& body) {
 
 // The same in chunks that the threads take from each other: [0, n) is cut into one range a thread, its owner works
 // through it from the front, and a thread that is done takes chunks of the others. One thread is often slower than the
-// rest (another process, a farther cache), and equal shares would make all wait for it. body must not care who calls it.
+// rest (another process, a farther cache), and equal shares would make all wait for it. body must not care who calls
+// it.
 template <typename F>
 inline void parallel_for_shared(int64_t n, int64_t chunk, const F& body) {
   constexpr int64_t kMostThreads = 256;

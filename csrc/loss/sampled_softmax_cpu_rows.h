@@ -9,7 +9,7 @@
 #include <cstdlib>
 
 #include "common/vec.h"
-#include "loss/sampled_softmax_params.h"
+#include "loss/sampled_softmax_math.h"
 
 namespace samplex {
 inline namespace SX_ISA_NS {
@@ -127,8 +127,8 @@ struct Rows {
   }
 };
 
-// SX_ALWAYS_INLINE, here and in the callers: GCC takes a function that only prefetches for one without effect, and drops
-// the call.
+// SX_ALWAYS_INLINE, here and in the callers: GCC takes a function that only prefetches for one without effect, and
+// drops the call.
 template <typename T>
 SX_ALWAYS_INLINE void prefetch_row(const T* row, int64_t d) {
   const char* bytes = reinterpret_cast<const char*>(row);

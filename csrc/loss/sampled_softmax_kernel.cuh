@@ -18,7 +18,7 @@
 
 #include "common/vec_load.cuh"
 #include "common/warp.cuh"
-#include "loss/sampled_softmax_params.h"
+#include "loss/sampled_softmax_math.h"
 
 namespace samplex {
 namespace SX_BACKEND_NS {

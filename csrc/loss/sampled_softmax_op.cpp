@@ -197,8 +197,7 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
 
   if (need_grad && shared && m > 0) {
     const auto add_draws = [&](int64_t gradient, int64_t coefs) {
-      add_into(view_of(saved, gradient, B, d, d),
-               product(view_of(saved, coefs + P, B, m, entries), *class_rows));
+      add_into(view_of(saved, gradient, B, d, d), product(view_of(saved, coefs + P, B, m, entries), *class_rows));
     };
     add_draws(at.d_loss, at.coef_loss);
     if (with_lse) add_draws(at.d_lse, at.coef_lse);

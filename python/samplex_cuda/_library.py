@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 try:
-    from samplex_cuda import _native
+    import samplex_cuda._native as _native
 except ImportError as error:
     raise ImportError(
         "samplex_cuda: the compiled part is missing or does not fit this Python and torch "

@@ -783,15 +783,16 @@ def test_gradcheck(backend, options):
     assert torch.autograd.gradcheck(call, (leaf(case.h), leaf(case.weight), leaf(case.bias)))
 
 
-def op_args(case: Case, *, need_grad=True, sparse=False, requires_grad=True) -> tuple[Any, ...]:
+def op_args(
+    case: Case, *, reduction=0, need_grad=True, with_lse=True, sparse=False, requires_grad=True
+) -> tuple[Any, ...]:
     """The positional arguments of the raw op."""
     h, weight, bias = (leaf(t) if requires_grad else t for t in (case.h, case.weight, case.bias))
     offsets, known = case.options.get("positives", (None, None))
-    target = case.target if case.target.dim() == 2 else case.target.unsqueeze(1)
     return (
-        h, weight, target, case.ids, case.log_q, bias, case.options.get("class_weight"), offsets, known,
+        h, weight, case.target, case.ids, case.log_q, bias, case.options.get("class_weight"), offsets, known,
         case.options["scale"], case.options["label_smoothing"], case.options.get("ignore_index", -100),
-        case.options["absolute"], need_grad, sparse,
+        reduction, case.options["absolute"], need_grad, with_lse, sparse,
     )  # fmt: skip
 
 
@@ -812,21 +813,21 @@ def test_opcheck_forward(backend, options, flags):
     torch.library.opcheck(OP, op_args(case, **flags))
 
 
+@pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     ("need_rows", "with_bias", "with_lse"), [(True, True, True), (True, False, False), (False, False, True)]
 )
-def test_opcheck_backward(backend, shared, need_rows, with_bias, with_lse):
+def test_opcheck_backward(backend, shared, need_rows, with_bias, with_lse, reduction):
     # Every id once: rows behind `count` are unspecified, and opcheck would compare them.
     case = make_case(3, 4, 5, classes=100, shared=shared, smoothing=0.1)
     case.ids, case.target = torch.arange(case.ids.numel()).reshape(case.ids.shape), torch.tensor([50, 60, 70])
     case = case.to(backend.device)
-    args = op_args(case, requires_grad=False)
-    saved = OP(*args)[3:]
-    grads = [torch.randn(3, device=backend.device) for _ in range(2)]
+    args = op_args(case, reduction=reduction, with_lse=with_lse, requires_grad=False)
+    loss, lse, saved = OP(*args)
+    grads = torch.randn_like(loss), torch.randn_like(lse) if with_lse else None
     torch.library.opcheck(
-        OP_BWD,
-        (grads[0], grads[1] if with_lse else None, args[0], args[2], args[3], *saved, 100, need_rows, with_bias),
+        OP_BWD, (*grads, args[0], args[2], args[3], saved, 100, reduction, with_lse, need_rows, with_bias)
     )
 
 

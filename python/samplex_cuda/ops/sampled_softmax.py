@@ -6,7 +6,6 @@ The ops take what the kernels need and check it; `samplex_cuda.functional.sample
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +114,9 @@ def _(
     )
 
 
-def rows_to_coo(row_ids: Tensor, rows: Tensor, count: Tensor, size: Sequence[int], dtype: torch.dtype | None) -> Tensor:
+def rows_to_coo(
+    row_ids: Tensor, rows: Tensor, count: Tensor, size: tuple[int, ...], dtype: torch.dtype | None
+) -> Tensor:
     """Fixed-size row gradients as a coalesced sparse COO tensor. The only step of a backward that waits for the device.
 
     Args:
@@ -192,7 +193,7 @@ def _gradients(
 
 
 def _rows_to_dense(
-    row_ids: Tensor, rows: Tensor, count: Tensor, size: Sequence[int], dtype: torch.dtype | None
+    row_ids: Tensor, rows: Tensor, count: Tensor, size: tuple[int, ...], dtype: torch.dtype | None
 ) -> Tensor:
     # Rows behind `count` carry id -1 and unspecified numbers; they all go to one row that is cut off.
     dense = rows.new_zeros((size[0] + 1, *size[1:]))
