@@ -25,8 +25,8 @@ namespace SX_BACKEND_NS {
 
 constexpr int kWarps = 4;  // block of all kernels but the one-pass one
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kStage = 128;  // entries staged in shared memory at a time
-constexpr int kMeanThreads = 1024;
+constexpr int kStage = 128;        // entries staged in shared memory at a time
+constexpr int kMeanThreads = 256;  // of the one block that sums over the batch
 
 // ------------------------------------------------------------------------------------------------ entries of a row
 SX_DEVICE inline bool counts_as_target(const SampledSoftmaxParams& p, int64_t id) {
@@ -451,16 +451,21 @@ struct OnePass {
   // Logits become coefficients. An entry that takes no part holds -inf, or anything in a nan row: then it is asked
   // again.
   SX_DEVICE void finish_coefs(const RowSetup<float>& row, int entries, float lse, float total, bool trivial) const {
-    const bool good = lse == lse;
-    for (int k = lane; k < entries; k += kWarpSize) {
-      float x = quick_exp(logits[k] - lse) * scale;
-      if (absolute) x *= signs()[k];
-      if (!good) x = entry_id(p, b, k) < 0 ? 0.0f : quiet_nan<float>();
-      if (p.coef_lse != nullptr) static_cast<float*>(p.coef_lse)[b * entries + k] = x;
-      x = weighted(total, x);
-      if (!trivial && (k < p.num_targets || row.every_share != 0)) x -= entry_pull(p, row, b, k);
-      logits[k] = x;
+    if (lse == lse && !absolute && p.coef_lse == nullptr) {
+      const float factor = total * scale;
+      for (int k = lane; k < entries; k += kWarpSize) logits[k] = factor * quick_exp(logits[k] - lse);
+    } else {
+      for (int k = lane; k < entries; k += kWarpSize) {
+        float x = quick_exp(logits[k] - lse) * scale;
+        if (absolute) x *= signs()[k];
+        if (lse != lse) x = entry_id(p, b, k) < 0 ? 0.0f : quiet_nan<float>();
+        if (p.coef_lse != nullptr) static_cast<float*>(p.coef_lse)[b * entries + k] = x;
+        logits[k] = weighted(total, x);
+      }
     }
+    if (trivial) return;
+    const int pulling = row.every_share != 0 ? entries : int(p.num_targets);
+    for (int k = lane; k < pulling; k += kWarpSize) logits[k] -= entry_pull(p, row, b, k);
   }
 
   SX_DEVICE void run(float* buffer) {
