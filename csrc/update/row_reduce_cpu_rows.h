@@ -52,6 +52,18 @@ inline void add_entry(A* out, const RowReduceSource& source, int64_t row, A coef
   }
 }
 
+// to = from, past the cache: the rows of a large batch do not fit it, and a store that misses would read them first.
+template <typename A>
+inline void stream_row(A* to, const A* from, int64_t d) {
+#if defined(__AVX2__)
+  if constexpr (sizeof(A) == 4) {
+    for (int64_t c = 0; c < d; c += Vec::kSize) Vec::load(from + c).stream(to + c);
+    return;
+  }
+#endif
+  for (int64_t c = 0; c < d; ++c) to[c] = from[c];
+}
+
 template <typename A>
 inline void row_reduce_range(const RowReduceParams& p, const cpu::RowReduceRange& range) {
   const uint64_t entry_mask = (uint64_t(1) << range.entry_bits) - 1;
@@ -60,11 +72,13 @@ inline void row_reduce_range(const RowReduceParams& p, const cpu::RowReduceRange
   const int64_t split = p.source[0].entries;
   const Divider row_of[2] = {Divider(p.source[0].entries_per_row), Divider(p.source[1].entries_per_row)};
   int64_t row = range.first_row - 1;
+  alignas(64) A scratch[kStreamWidth];
   for (int64_t i = 0; i < range.num_keys;) {
     const uint64_t id = range.keys[i] >> range.entry_bits;
     ++row;
     p.row_ids[row] = int64_t(id);
-    A* out = grads + row * p.dim;
+    A* const place = grads + row * p.dim;
+    A* const out = p.stream ? scratch : place;
     A coef_sum = 0;
     bool first = true;
     for (; i < range.num_keys && (range.keys[i] >> range.entry_bits) == id; ++i) {
@@ -80,8 +94,12 @@ inline void row_reduce_range(const RowReduceParams& p, const cpu::RowReduceRange
       coef_sum += source.bias ? static_cast<const A*>(source.bias)[at] : coef;
       first = false;
     }
+    if (p.stream) stream_row(place, out, p.dim);
     if (bias) bias[row] = coef_sum;
   }
+#if defined(__AVX2__)
+  _mm_sfence();  // streamed rows are visible before the thread says that it is done
+#endif
 }
 
 }  // namespace SX_ISA_NS

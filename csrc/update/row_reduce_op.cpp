@@ -53,6 +53,9 @@ RowGradients run_row_reduce(const char* op, RowReduceParams params, const Tensor
   params.row_bias = with_bias ? out_any(result.row_bias) : nullptr;
   params.count = out<int64_t>(result.count);
   if (backend_of(op, like) == Backend::kCpu) {
+    const bool aligned = reinterpret_cast<uintptr_t>(params.row_grads) % 64 == 0;
+    const size_t bytes = size_t(params.capacity * params.dim) * (params.double_acc ? 8 : 4);
+    params.stream = aligned && params.dim % 16 == 0 && params.dim <= kStreamWidth && bytes >= kPoolSmallest;
     cpu::launch_row_reduce(params);
     return result;
   }

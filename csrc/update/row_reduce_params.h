@@ -14,6 +14,8 @@
 
 namespace samplex {
 
+constexpr int64_t kStreamWidth = 2048;
+
 struct RowReduceSource {
   const int64_t* ids;  // [entries]
   const void* coef;    // A [entries], or nullptr for 1
@@ -31,6 +33,7 @@ struct RowReduceParams {
   int64_t* count;    // [1]
   int64_t capacity, dim, num_rows;
   bool double_acc;  // A is double
+  bool stream;      // CPU only: write rows past the cache; row_grads is 64-byte aligned, d % 16 == 0, d <= kStreamWidth
   // CUDA only, filled between the launches:
   int64_t* keys;          // [entries]: id, or num_rows for an entry left out
   const int64_t* sorted;  // [entries]: keys ascending
