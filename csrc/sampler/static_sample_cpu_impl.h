@@ -2,12 +2,7 @@
 // block that the compiler vectorises, Philox by hand. Every lane does the arithmetic of static_sample_law.h.
 #pragma once
 
-#ifdef __AVX2__
-// GCC 12 takes the undefined lanes of its own intrinsics for a mistake.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#endif
-
+#include "common/philox_many.h"
 #include "sampler/static_sample_law.h"
 
 #define SX_CONCAT_(a, b) a##b
@@ -27,62 +22,8 @@ struct Block {
   double n[kBlock], log_weight[kBlock];
 };
 
-// Two Philox words are kept in each 64-bit lane's low half; what lies above is never read by the 32-bit multiply.
 inline void philox_block(Block& s, PhiloxKey key) {
-  int i = 0;
-#if defined(__AVX512F__)
-  for (; i < s.count; i += 8) {
-    __m512i c0 = _mm512_set1_epi64(int64_t(uint32_t(key.offset))), c1 = _mm512_set1_epi64(int64_t(key.offset >> 32));
-    __m512i c2 = _mm512_cvtepu32_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(s.row + i)));
-    __m512i c3 = _mm512_cvtepu32_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(s.position + i)));
-    uint32_t key0 = uint32_t(key.seed), key1 = uint32_t(key.seed >> 32);
-#pragma GCC unroll 10
-    for (int round = 0; round < 10; ++round) {
-      const __m512i p0 = _mm512_mul_epu32(c0, _mm512_set1_epi64(0xD2511F53));
-      const __m512i p1 = _mm512_mul_epu32(c2, _mm512_set1_epi64(0xCD9E8D57));
-      c0 = _mm512_xor_si512(_mm512_xor_si512(_mm512_srli_epi64(p1, 32), c1), _mm512_set1_epi64(key0));
-      c2 = _mm512_xor_si512(_mm512_xor_si512(_mm512_srli_epi64(p0, 32), c3), _mm512_set1_epi64(key1));
-      c1 = p1;
-      c3 = p0;
-      key0 += 0x9E3779B9u;
-      key1 += 0xBB67AE85u;
-    }
-    const __m512i low = _mm512_set1_epi64(0xFFFFFFFF);
-    _mm512_storeu_si512(s.bits0 + i, _mm512_or_si512(_mm512_slli_epi64(c1, 32), _mm512_and_si512(c0, low)));
-    _mm512_storeu_si512(s.bits1 + i, _mm512_or_si512(_mm512_slli_epi64(c3, 32), _mm512_and_si512(c2, low)));
-  }
-#elif defined(__AVX2__)
-  for (; i < s.count; i += 4) {
-    __m256i c0 = _mm256_set1_epi64x(int64_t(uint32_t(key.offset))), c1 = _mm256_set1_epi64x(int64_t(key.offset >> 32));
-    __m256i c2 = _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s.row + i)));
-    __m256i c3 = _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s.position + i)));
-    uint32_t key0 = uint32_t(key.seed), key1 = uint32_t(key.seed >> 32);
-#pragma GCC unroll 10
-    for (int round = 0; round < 10; ++round) {
-      const __m256i p0 = _mm256_mul_epu32(c0, _mm256_set1_epi64x(0xD2511F53));
-      const __m256i p1 = _mm256_mul_epu32(c2, _mm256_set1_epi64x(0xCD9E8D57));
-      c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), c1), _mm256_set1_epi64x(key0));
-      c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), c3), _mm256_set1_epi64x(key1));
-      c1 = p1;
-      c3 = p0;
-      key0 += 0x9E3779B9u;
-      key1 += 0xBB67AE85u;
-    }
-    const __m256i low = _mm256_set1_epi64x(0xFFFFFFFF);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.bits0 + i),
-                        _mm256_or_si256(_mm256_slli_epi64(c1, 32), _mm256_and_si256(c0, low)));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.bits1 + i),
-                        _mm256_or_si256(_mm256_slli_epi64(c3, 32), _mm256_and_si256(c2, low)));
-  }
-#else
-  for (; i < s.count; ++i) {
-    const PhiloxWords words =
-        philox4x32_10({{uint32_t(key.offset), uint32_t(key.offset >> 32), s.row[i], s.position[i]}}, uint32_t(key.seed),
-                      uint32_t(key.seed >> 32));
-    s.bits0[i] = philox_u64(words, 0);
-    s.bits1[i] = philox_u64(words, 1);
-  }
-#endif
+  philox_many(key, s.row, s.position, s.count, s.bits0, s.bits1);
 }
 
 // The product's high half by one multiply; the same integer as uniform_below.

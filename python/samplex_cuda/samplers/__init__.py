@@ -1,11 +1,13 @@
 """Samplers: where negatives come from, and with which probability.
 
     Uniform, LogUniform, Unigram    laws that do not look at the query
+    Tree                            a decision tree fitted to data
 
 Every sampler gives a `Draw` whose log_q is the log-probability under the law it really drew from.
 """
 
 from samplex_cuda.samplers.base import Exclude, Sampler
 from samplex_cuda.samplers.static import LogUniform, StaticSampler, Uniform, Unigram
+from samplex_cuda.samplers.tree import Tree
 
-__all__ = ["Exclude", "LogUniform", "Sampler", "StaticSampler", "Uniform", "Unigram"]
+__all__ = ["Exclude", "LogUniform", "Sampler", "StaticSampler", "Tree", "Uniform", "Unigram"]

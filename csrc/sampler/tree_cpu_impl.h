@@ -1,0 +1,194 @@
+// CPU bodies of the tree, compiled once per instruction set. Draws of a row go down together, level by level: their
+// nodes are independent loads, and the choice of a child is a plain loop over the draws that the compiler vectorises.
+// The top levels, which hold fewer nodes than there are draws, are scored once for the row.
+#pragma once
+
+#include "common/philox_many.h"
+#include "sampler/tree_law.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace samplex {
+inline namespace SX_ISA_NS {
+
+constexpr int kTreeBlock = 64;     // draws that go down together
+constexpr int kTreeTopLevels = 6;  // at most: 2^6 - 1 nodes
+
+// ------------------------------------------------------------------------------------------------ w . x + b
+#if defined(__AVX512F__)
+
+inline __m512 tree_load(const float* p, __mmask16 some) { return _mm512_maskz_loadu_ps(some, p); }
+inline __m512 tree_load(const BFloat16* p, __mmask16 some) {
+  const __m256i bits = _mm256_maskz_loadu_epi16(some, p);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+// The order of tree_sum: halves first.
+template <typename T>
+inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x) {
+  const T* w = tree_node<T>(tree, node);
+  __m512 lanes = _mm512_setzero_ps();
+  for (int64_t c = 0; c < tree.dim; c += kTreeLanes) {
+    const int64_t rest = tree.dim - c;
+    const __mmask16 some = rest >= kTreeLanes ? __mmask16(0xFFFF) : __mmask16((1u << rest) - 1);
+    lanes = _mm512_add_ps(lanes, _mm512_mul_ps(tree_load(w + c, some), _mm512_maskz_loadu_ps(some, x + c)));
+  }
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1))) + to_acc(w[tree.dim]);
+}
+
+#elif defined(__AVX2__)
+
+inline __m256 tree_load(const float* p) { return _mm256_loadu_ps(p); }
+inline __m256 tree_load(const BFloat16* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+template <typename T>
+inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x) {
+  if (tree.dim % kTreeLanes != 0) return tree_logit<T>(tree, node, x);
+  const T* w = tree_node<T>(tree, node);
+  __m256 low = _mm256_setzero_ps(), high = _mm256_setzero_ps();
+  for (int64_t c = 0; c < tree.dim; c += kTreeLanes) {
+    low = _mm256_add_ps(low, _mm256_mul_ps(tree_load(w + c), _mm256_loadu_ps(x + c)));
+    high = _mm256_add_ps(high, _mm256_mul_ps(tree_load(w + c + 8), _mm256_loadu_ps(x + c + 8)));
+  }
+  const __m256 eight = _mm256_add_ps(low, high);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1))) + to_acc(w[tree.dim]);
+}
+
+#else
+
+template <typename T>
+inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x) {
+  return tree_logit<T>(tree, node, x);
+}
+
+#endif
+
+// ------------------------------------------------------------------------------------------------ draws
+struct TreeBlock {
+  int64_t node[kTreeBlock];
+  uint32_t row[kTreeBlock], position[kTreeBlock];
+  uint64_t bits[2][kTreeBlock];
+  float z[kTreeBlock];
+  double minor[kTreeBlock], product[kTreeBlock];
+};
+
+template <typename T>
+inline void tree_draw_block(const TreeSampleParams& p, PhiloxKey key, int64_t b, int64_t first, int count,
+                            const float* x, const float* top, int top_levels, TreeBlock& s) {
+  const TreeTable& tree = p.tree;
+  for (int g = 0; g < kTreeBlock; ++g) {
+    s.node[g] = 1;
+    s.row[g] = uint32_t(b);
+    s.minor[g] = 0;
+    s.product[g] = 1;
+  }
+  for (int level = 0; level < tree.depth; ++level) {
+    if (level % 2 == 0) {
+      for (int g = 0; g < kTreeBlock; ++g) s.position[g] = (uint32_t(first + g) << 8) | uint32_t(level / 2);
+      philox_many(key, s.row, s.position, count, s.bits[0], s.bits[1]);
+    }
+    if (level < top_levels) {
+      for (int g = 0; g < kTreeBlock; ++g) s.z[g] = top[s.node[g]];
+    } else {
+      for (int g = 0; g < count; ++g) s.z[g] = tree_logit_fast<T>(tree, s.node[g], x);
+    }
+    const uint64_t* bits = s.bits[level % 2];
+    for (int g = 0; g < count; ++g) {
+      const float z = s.z[g], a = z < 0 ? -z : z, e = tree_exp(a);
+      const double total = 1.0 + double(e), right_mass = right_weight(z, e);
+      const bool right = uniform53(bits[g]) * total < right_mass;
+      s.minor[g] += right != (z >= 0) ? double(a) : 0.0;
+      s.product[g] *= total;
+      s.node[g] = 2 * s.node[g] + right;
+    }
+  }
+  const int64_t leaves = int64_t(1) << tree.depth;
+  for (int g = 0; g < count; ++g) {
+    const int64_t id = tree.leaf_class[s.node[g] - leaves];
+    p.ids[b * p.num_samples + first + g] = id < 0 ? 0 : id;
+  }
+  for (int g = 0; g < count; ++g) {
+    p.log_q[b * p.num_samples + first + g] = float(-s.minor[g] - exact_log(s.product[g]));
+  }
+}
+
+template <typename T>
+inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t end) {
+  const TreeTable& tree = p.tree;
+  TreeBlock block;
+  float top[1 << kTreeTopLevels];
+  // Levels that hold no more nodes than the row has draws.
+  int top_levels = 0;
+  while (top_levels < kTreeTopLevels && top_levels < tree.depth && (int64_t(1) << top_levels) <= p.num_samples) {
+    ++top_levels;
+  }
+  PhiloxKey key = {0, 0};
+  if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
+  for (int64_t b = begin; b < end; ++b) {
+    const float* x = p.x + b * tree.dim;
+    for (int node = 1; node < 1 << top_levels; ++node) top[node] = tree_logit_fast<T>(tree, node, x);
+    const auto logit = [&](int64_t node, int level) {
+      return level < top_levels ? top[node] : tree_logit_fast<T>(tree, node, x);
+    };
+    const TreeExcluded out = excluded_of(p, b);
+    for (int64_t i = 0; i < out.count; ++i) {
+      for (int level = 0; level < tree.depth; ++level) {
+        out.left[i * (tree.depth + 1) + level] = double(logit(ancestor(tree, out.leaves[i], level), level));
+      }
+    }
+    if (out.count > 0) tree_left(tree, out);
+    if (p.given != nullptr) {
+      for (int64_t k = 0; k < p.num_samples; ++k) {
+        p.log_q[b * p.num_samples + k] = given_log_q(p, out, p.given[b * p.num_samples + k], logit);
+      }
+    } else if (out.count > 0) {
+      for (int64_t k = 0; k < p.num_samples; ++k) {
+        const TreeDraw drawn = tree_draw(p, out, key, b, k, logit);
+        p.ids[b * p.num_samples + k] = drawn.id;
+        p.log_q[b * p.num_samples + k] = drawn.log_q;
+      }
+    } else {
+      for (int64_t first = 0; first < p.num_samples; first += kTreeBlock) {
+        const int64_t rest = p.num_samples - first;
+        tree_draw_block<T>(p, key, b, first, int(rest < kTreeBlock ? rest : kTreeBlock), x, top, top_levels, block);
+      }
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ every class
+// Top down over the heap: a node's exp serves both children. `paths` is scratch for 2^(depth + 1) pairs.
+template <typename T>
+inline void tree_log_prob_all_rows(const TreeAllParams& p, int64_t begin, int64_t end, double* minor, double* product) {
+  const TreeTable& tree = p.tree;
+  const int64_t leaves = int64_t(1) << tree.depth;
+  for (int64_t b = begin; b < end; ++b) {
+    const float* x = p.x + b * tree.dim;
+    minor[1] = 0;
+    product[1] = 1;
+    for (int64_t node = 1; node < leaves; ++node) {
+      const float z = tree_logit_fast<T>(tree, node, x), a = z < 0 ? -z : z;
+      const double total = product[node] * (1.0 + double(tree_exp(a)));
+      product[2 * node] = product[2 * node + 1] = total;
+      minor[2 * node] = minor[node] + (z >= 0 ? double(a) : 0.0);
+      minor[2 * node + 1] = minor[node] + (z >= 0 ? 0.0 : double(a));
+    }
+    for (int64_t leaf = leaves; leaf < 2 * leaves; ++leaf) product[leaf] = -minor[leaf] - exact_log(product[leaf]);
+    for (int64_t id = 0; id < tree.num_classes; ++id) {
+      p.log_p[b * tree.num_classes + id] = float(product[leaves + tree.class_leaf[id]]);
+    }
+  }
+}
+
+}  // namespace SX_ISA_NS
+}  // namespace samplex

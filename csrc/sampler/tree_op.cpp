@@ -1,0 +1,202 @@
+// Schemas, checks and allocation of the tree's ops:
+//   tree_sample        -> ids [B, m] int64, log_q [B, m] float32
+//   tree_log_prob      ids [B, n] -> [B, n] float32, the same law
+//   tree_log_prob_all  -> [B, C] float32
+//   tree_topk          -> log_p [B, k] float32, ids [B, k] int64
+#include <tuple>
+
+#include "common/glue.h"
+#include "common/ids.h"
+#include "common/philox.h"
+#include "sampler/tree_params.h"
+
+namespace samplex::glue {
+namespace {
+
+using MaybeTensor = std::optional<Tensor>;
+
+TreeTable table_of(const char* op, const Tensor& x, const Tensor& nodes, const Tensor& leaf_class,
+                   const Tensor& class_leaf) {
+  check(nodes.scalar_type() == ScalarType::Float || nodes.scalar_type() == ScalarType::BFloat16, op,
+        ": nodes must be float32 or bfloat16, got ", describe(nodes));
+  check(x.dim() == 2, op, ": x must be [B, k] float32, got ", describe(x));
+  const int64_t k = x.size(1);
+  check(k >= 1 && k <= kTreeMostFeatures, op, ": x must be [B, k] with k in [1, ", kTreeMostFeatures, "], got ",
+        describe(x));
+  check_tensor(op, "x", x, {-1, k}, "[B, k]", ScalarType::Float, nodes);
+  check_tensor(op, "nodes", nodes, {-1, -1}, "[2^depth, stride]", nodes.scalar_type(), nodes);
+  const int64_t leaves = nodes.size(0), item = nodes.scalar_type() == ScalarType::Float ? 4 : 2;
+  int depth = 0;
+  while (depth < kTreeMostDepth && (int64_t(1) << depth) < leaves) ++depth;
+  check(leaves == int64_t(1) << depth, op, ": nodes must have 2^depth rows, got ", describe(nodes));
+  const int64_t stride = (k + 1) * item + 31;
+  check(nodes.size(1) == stride / 32 * 32 / item, op, ": nodes must be [2^depth, ", stride / 32 * 32 / item,
+        "] for x [B, ", k, "], got ", describe(nodes));
+  check_tensor(op, "leaf_class", leaf_class, {leaves}, "[2^depth]", ScalarType::Long, nodes);
+  check_tensor(op, "class_leaf", class_leaf, {-1}, "[C]", ScalarType::Long, nodes);
+  const int64_t classes = class_leaf.size(0);
+  check(classes >= 1 && classes <= leaves, op, ": class_leaf must be [C] with C in [1, ", leaves, "], got ",
+        describe(class_leaf));
+  TreeTable table{};
+  table.nodes = in_any(nodes);
+  check(reinterpret_cast<uintptr_t>(table.nodes) % 32 == 0, op, ": nodes must be aligned to 32 bytes, got a view that ",
+        "is not");
+  table.leaf_class = in<int64_t>(leaf_class);
+  table.class_leaf = in<int64_t>(class_leaf);
+  table.num_classes = classes;
+  table.dim = k;
+  table.stride = nodes.size(1);
+  table.depth = depth;
+  table.dtype = item == 4 ? DType::kFloat32 : DType::kBFloat16;
+  return table;
+}
+
+// Excluded leaves: rows ascending, -1 for none; values are checked on the CPU only.
+MaybeTensor take_exclude(const char* op, TreeSampleParams& p, const Tensor& x, const MaybeTensor& exclude,
+                         const MaybeTensor& offsets) {
+  check(exclude.has_value() || !offsets.has_value(), op, ": exclude_offsets needs exclude, got None");
+  if (!exclude) return std::nullopt;
+  if (offsets) {
+    check_tensor(op, "exclude", *exclude, {-1}, "[nnz]", ScalarType::Long, x);
+    check_tensor(op, "exclude_offsets", *offsets, {p.batch + 1}, "[B + 1]", ScalarType::Long, x);
+  } else {
+    check_tensor(op, "exclude", *exclude, {p.batch, -1}, "[B, P]", ScalarType::Long, x);
+    p.exclude_width = exclude->size(1);
+  }
+  p.exclude_size = exclude->numel();
+  if (p.exclude_size == 0) return std::nullopt;
+  p.exclude = in<int64_t>(*exclude);
+  p.exclude_offsets = offsets ? in<int64_t>(*offsets) : nullptr;
+  if (x.is_cpu()) {
+    const int64_t leaves = int64_t(1) << p.tree.depth;
+    if (offsets) {
+      bool ok = p.exclude_offsets[0] == 0 && p.exclude_offsets[p.batch] == p.exclude_size;
+      for (int64_t b = 0; b < p.batch; ++b) ok &= p.exclude_offsets[b] <= p.exclude_offsets[b + 1];
+      check(ok, op, ": exclude_offsets must ascend from 0 to ", p.exclude_size, ", got ", p.exclude_offsets[0], " … ",
+            p.exclude_offsets[p.batch]);
+    }
+    for (int64_t b = 0; b < p.batch; ++b) {
+      const int64_t begin = offsets ? p.exclude_offsets[b] : b * p.exclude_width;
+      const int64_t end = offsets ? p.exclude_offsets[b + 1] : begin + p.exclude_width;
+      for (int64_t i = begin; i < end; ++i) {
+        check(p.exclude[i] >= -1 && p.exclude[i] < leaves && (i == begin || p.exclude[i - 1] <= p.exclude[i]), op,
+              ": exclude must be leaves in [0, ", leaves, ") or -1, ascending in each row, got ", p.exclude[i],
+              " in row ", b);
+      }
+    }
+  }
+  Tensor left = empty(x, {p.exclude_size, p.tree.depth + 1}, ScalarType::Double);
+  p.left = out<double>(left);
+  return left;
+}
+
+std::tuple<Tensor, Tensor> tree_sample(Tensor key, Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf,
+                                       int64_t num_samples, MaybeTensor exclude, MaybeTensor exclude_offsets) {
+  constexpr const char* op = "tree_sample";
+  begin_op();
+  check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, x);
+  TreeSampleParams p{};
+  p.tree = table_of(op, x, nodes, leaf_class, class_leaf);
+  p.batch = x.size(0);
+  p.num_samples = num_samples;
+  check(p.batch <= kPhiloxMaxRows, op, ": x must have at most 2^32 rows, got ", describe(x));
+  check(num_samples >= 0 && num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
+        num_samples);
+  const MaybeTensor left = take_exclude(op, p, x, exclude, exclude_offsets);
+  p.x = in<float>(x);
+  p.key = in<int64_t>(key);
+  Tensor ids = empty(x, {p.batch, num_samples}, ScalarType::Long);
+  Tensor log_q = empty(x, {p.batch, num_samples}, ScalarType::Float);
+  p.ids = out<int64_t>(ids);
+  p.log_q = out<float>(log_q);
+  if (p.batch > 0 && num_samples > 0) SX_RUN(op, x, launch_tree_sample, p);
+  return {ids, log_q};
+}
+
+Tensor tree_log_prob(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_class, Tensor class_leaf, MaybeTensor exclude,
+                     MaybeTensor exclude_offsets) {
+  constexpr const char* op = "tree_log_prob";
+  begin_op();
+  TreeSampleParams p{};
+  p.tree = table_of(op, x, nodes, leaf_class, class_leaf);
+  p.batch = x.size(0);
+  check_tensor(op, "ids", ids, {p.batch, -1}, "[B, n]", ScalarType::Long, x);
+  p.num_samples = ids.size(1);
+  check_ids(op, "ids", ids, p.tree.num_classes);
+  const MaybeTensor left = take_exclude(op, p, x, exclude, exclude_offsets);
+  p.x = in<float>(x);
+  p.given = in<int64_t>(ids);
+  Tensor log_q = empty(x, {p.batch, p.num_samples}, ScalarType::Float);
+  p.log_q = out<float>(log_q);
+  if (p.batch > 0 && p.num_samples > 0) SX_RUN(op, x, launch_tree_sample, p);
+  return log_q;
+}
+
+Tensor tree_log_prob_all(Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf) {
+  constexpr const char* op = "tree_log_prob_all";
+  begin_op();
+  TreeAllParams p{};
+  p.tree = table_of(op, x, nodes, leaf_class, class_leaf);
+  p.batch = x.size(0);
+  p.x = in<float>(x);
+  Tensor log_p = empty(x, {p.batch, p.tree.num_classes}, ScalarType::Float);
+  if (p.batch == 0) return log_p;
+  p.log_p = out<float>(log_p);
+  MaybeTensor logits;
+  if (backend_of(op, x) != Backend::kCpu) {
+    logits = empty(x, {p.batch, int64_t(1) << p.tree.depth}, ScalarType::Float);
+    p.logits = out<float>(*logits);
+  }
+  SX_RUN(op, x, launch_tree_log_prob_all, p);
+  return log_p;
+}
+
+std::tuple<Tensor, Tensor> tree_topk(Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf, int64_t k,
+                                     int64_t beam) {
+  constexpr const char* op = "tree_topk";
+  begin_op();
+  TreeTopkParams p{};
+  p.tree = table_of(op, x, nodes, leaf_class, class_leaf);
+  p.batch = x.size(0);
+  check(beam >= 1 && beam <= kTreeMostBeam, op, ": beam must be in [1, ", kTreeMostBeam, "], got ", beam);
+  check(k >= 1 && k <= beam && k <= p.tree.num_classes, op, ": k must be in [1, min(beam, C)] = [1, ",
+        beam < p.tree.num_classes ? beam : p.tree.num_classes, "], got ", k);
+  p.beam = beam;
+  p.k = k;
+  p.x = in<float>(x);
+  Tensor log_p = empty(x, {p.batch, k}, ScalarType::Float);
+  Tensor ids = empty(x, {p.batch, k}, ScalarType::Long);
+  p.log_p = out<float>(log_p);
+  p.ids = out<int64_t>(ids);
+  if (p.batch > 0) SX_RUN(op, x, launch_tree_topk, p);
+  return {log_p, ids};
+}
+
+}  // namespace
+}  // namespace samplex::glue
+
+STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides};
+  m.def(
+      "tree_sample(Tensor key, Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf, SymInt num_samples, "
+      "Tensor? exclude=None, Tensor? exclude_offsets=None) -> (Tensor ids, Tensor log_q)",
+      tags);
+  m.def(
+      "tree_log_prob(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_class, Tensor class_leaf, Tensor? exclude=None, "
+      "Tensor? exclude_offsets=None) -> Tensor",
+      tags);
+  m.def("tree_log_prob_all(Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf) -> Tensor", tags);
+  m.def(
+      "tree_topk(Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf, int k, int beam) -> "
+      "(Tensor log_p, Tensor ids)",
+      tags);
+}
+
+#define SX_TREE_IMPLS(m)                                                     \
+  m.impl("tree_sample", TORCH_BOX(&samplex::glue::tree_sample));             \
+  m.impl("tree_log_prob", TORCH_BOX(&samplex::glue::tree_log_prob));         \
+  m.impl("tree_log_prob_all", TORCH_BOX(&samplex::glue::tree_log_prob_all)); \
+  m.impl("tree_topk", TORCH_BOX(&samplex::glue::tree_topk))
+
+STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) { SX_TREE_IMPLS(m); }
+STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) { SX_TREE_IMPLS(m); }

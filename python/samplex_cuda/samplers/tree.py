@@ -1,0 +1,270 @@
+"""`Tree`: a probabilistic decision tree over the classes, fitted to data (Bamler & Mandt 2020)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplex_cuda.draw import Draw
+from samplex_cuda.ops import tree as ops
+from samplex_cuda.ops.static_sample import sort_exclude
+from samplex_cuda.rng import Key, key_tensor
+from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, describe
+
+__all__ = ["Tree"]
+
+
+class Tree(Sampler):
+    """p_n(y | x): a balanced binary tree whose nodes are logistic regressions on a few features of x.
+
+    A draw costs O(k log C). Make one with `Tree.fit`; the constructor takes parameters that exist already. Callers
+    always pass the full features: the projection to k is kept inside. The parameters are buffers: `state_dict` holds
+    them, `.to(device)` moves them, no optimizer sees them.
+
+    Args:
+        weights: [2^depth, k] float, row i for node i of the heap (root 1, children 2i and 2i + 1; row 0 is not used).
+        bias: [2^depth]; +inf sends every row right, -inf left.
+        leaf_class: [2^depth] int64, the class at each leaf, every class once; -1 for padding.
+        mean: [K] of the features; None: features are taken as they are.
+        projection: [K, k]; None with mean None.
+        dtype: of the stored nodes, float32 or bfloat16 (half the memory traffic, probabilities of the rounded tree).
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> tree = sx.samplers.Tree(torch.zeros(4, 3), torch.zeros(4), torch.tensor([2, 0, 3, 1]))
+        >>> draw = tree.sample(torch.randn(5, 3), 8, exclude=torch.tensor([0, 1, 2, 3, 0]))
+        >>> draw.ids.shape, draw.log_q[0, 0].exp()
+        (torch.Size([5, 8]), tensor(0.3333))
+    """
+
+    _op = "tree"
+    nodes: Tensor
+    leaf_class: Tensor
+    class_leaf: Tensor
+    mean: Tensor
+    projection: Tensor
+
+    def __init__(
+        self,
+        weights: Tensor,
+        bias: Tensor,
+        leaf_class: Tensor,
+        *,
+        mean: Tensor | None = None,
+        projection: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"tree: dtype must be float32 or bfloat16, got {dtype}")
+        if not isinstance(weights, Tensor) or weights.dim() != 2 or not weights.is_floating_point():
+            raise ValueError(f"tree: weights must be [2^depth, k] floating point, got {_got(weights)}")
+        leaves, dim = weights.shape
+        if leaves & (leaves - 1) or leaves == 0 or dim == 0:
+            raise ValueError(f"tree: weights must be [2^depth, k] with k >= 1, got {describe(weights)}")
+        if not isinstance(bias, Tensor) or bias.shape != (leaves,) or not bias.is_floating_point():
+            raise ValueError(f"tree: bias must be [{leaves}] floating point, got {_got(bias)}")
+        check_int64("tree", "leaf_class", leaf_class)
+        if leaf_class.shape != (leaves,):
+            raise ValueError(f"tree: leaf_class must be [{leaves}] int64, got {describe(leaf_class)}")
+        real = torch.nonzero(leaf_class >= 0).squeeze(1)
+        classes = real.shape[0]
+        if classes == 0 or not torch.equal(leaf_class[real].sort().values, torch.arange(classes, device=real.device)):
+            raise ValueError("tree: leaf_class must hold every class of [0, C) once and -1 elsewhere")
+        if bool(weights[1:].isnan().any() | weights[1:].isinf().any() | bias[1:].isnan().any()):
+            raise ValueError("tree: weights must be finite and bias not nan")
+        class_leaf = torch.empty(classes, dtype=torch.int64, device=leaf_class.device)
+        class_leaf[leaf_class[real]] = real
+        self._dim = dim
+        self.register_buffer("nodes", ops.pack_nodes(weights, bias, dtype))
+        self.register_buffer("leaf_class", leaf_class.clone())
+        self.register_buffer("class_leaf", class_leaf)
+        if (mean is None) != (projection is None):
+            raise ValueError("tree: mean and projection must come together")
+        if mean is None or projection is None:
+            mean, projection = weights.new_zeros(dim), torch.eye(dim, device=weights.device)
+            self._identity = True
+        else:
+            if projection.dim() != 2 or projection.shape[1] != dim or mean.shape != projection.shape[:1]:
+                raise ValueError(
+                    f"tree: mean must be [K] and projection [K, {dim}], got {describe(mean)} and {describe(projection)}"
+                )
+            self._identity = False
+        self.register_buffer("mean", mean.detach().to(torch.float32).clone())
+        self.register_buffer("projection", projection.detach().to(torch.float32).clone())
+
+    @property
+    def num_classes(self) -> int:  # type: ignore[override]
+        """C."""
+        return self.class_leaf.shape[0]
+
+    @property
+    def num_features(self) -> int:
+        """K, the size of the features that `sample` and `log_prob` take."""
+        return self.projection.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """k, the size of the projected features."""
+        return self._dim
+
+    @property
+    def depth(self) -> int:
+        """Levels of the tree: ceil(log2 C)."""
+        return self.leaf_class.shape[0].bit_length() - 1
+
+    def parameters_of_nodes(self) -> tuple[Tensor, Tensor]:
+        """Weights [2^depth, k] and bias [2^depth] of the nodes, float32."""
+        return ops.unpack_nodes(self.nodes, self._dim)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Features [*, K] of any floating dtype to [B, k] float32, what the nodes see."""
+        if not isinstance(x, Tensor) or x.dim() < 1 or not x.is_floating_point():
+            raise ValueError(f"tree: h must be [*, {self.num_features}] floating point, got {_got(x)}")
+        if x.shape[-1] != self.num_features:
+            raise ValueError(f"tree: h must be [*, {self.num_features}], the features it was fitted on, got {_got(x)}")
+        if x.device != self.nodes.device:
+            raise ValueError(f"tree: h must be on {self.nodes.device}, where the tree is, got {_got(x)}")
+        flat = x.detach().reshape(-1, self.num_features).to(torch.float32)
+        if self._identity:
+            return flat.contiguous()
+        return (flat - self.mean) @ self.projection
+
+    def sample(
+        self,
+        h: Tensor | None,
+        num_samples: int,
+        *,
+        shared: bool = False,
+        key: Key | Tensor | None = None,
+        exclude: Exclude | None = None,
+        context: Tensor | None = None,
+        batch_size: int | None = None,
+    ) -> Draw:
+        """Draw `num_samples` classes for each row of the features h [*, K]; see `Sampler.sample`.
+
+        `exclude` is exact: the law conditioned on the other classes. Draws cannot be `shared`: each row has its law.
+        """
+        count = self._check_count(num_samples)
+        if shared:
+            raise ValueError("tree: shared must be False, each row has a law of its own; got True")
+        if h is None:
+            raise ValueError(f"tree: h must be [*, {self.num_features}], got None")
+        x = self.project(h)
+        self._check_batch(x, batch_size, None)
+        leaves, offsets = self._excluded_leaves(exclude, x)
+        pair = key_tensor(self._op, key, x.device)
+        return Draw(*ops.tree_sample(pair, x, *self._tables(), count, leaves, offsets))
+
+    def log_prob(
+        self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None
+    ) -> Tensor:
+        """Log-probability of given ids, the same numbers as the log_q of a draw; see `Sampler.log_prob`."""
+        if h is None:
+            raise ValueError(f"tree: h must be [*, {self.num_features}], got None")
+        check_int64(self._op, "ids", ids)
+        x = self.project(h)
+        batch = x.shape[0]
+        if ids.dim() == 2 and ids.shape[0] == batch:
+            wanted = ids
+        elif ids.dim() == 1:
+            wanted = ids.unsqueeze(1) if ids.shape[0] == batch else ids.expand(batch, -1)
+        else:
+            raise ValueError(f"tree: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
+        leaves, offsets = self._excluded_leaves(exclude, x)
+        try:
+            out = ops.tree_log_prob(x, wanted.contiguous(), *self._tables(), leaves, offsets)
+        except RuntimeError as error:
+            if "ids must be in [0, " in str(error):
+                raise IndexError(str(error).splitlines()[0]) from None
+            raise
+        return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
+
+    def log_prob_all(self, h: Tensor | None = None) -> Tensor:
+        """Log-probability of every class, [B, C] float32."""
+        if h is None:
+            raise ValueError(f"tree: h must be [*, {self.num_features}], got None")
+        return ops.tree_log_prob_all(self.project(h), *self._tables())
+
+    def topk(self, h: Tensor, k: int, *, beam: int | None = None) -> tuple[Tensor, Tensor]:
+        """The k most probable classes by beam search, in O(beam k log C); exact where the beam covers the level.
+
+        Args:
+            h: [*, K].
+            k: how many.
+            beam: nodes kept at each level, up to 512; by default 4 k, at least 64.
+
+        Returns:
+            log_p [B, k] float32, descending, and ids [B, k] int64.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> tree = sx.samplers.Tree(torch.zeros(4, 3), torch.tensor([0, 1.0, 0, 0]), torch.tensor([2, 0, 3, 1]))
+            >>> tree.topk(torch.randn(1, 3), 2)[1]
+            tensor([[1, 3]])
+        """
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= min(self.num_classes, 512):
+            raise ValueError(f"tree: k must be an int in [1, {min(self.num_classes, 512)}], got {k!r}")
+        if beam is None:
+            beam = min(512, max(64, 4 * k))
+        if not k <= beam <= 512:
+            raise ValueError(f"tree: beam must be in [k, 512] = [{k}, 512], got {beam!r}")
+        return ops.tree_topk(self.project(h), *self._tables(), k, beam)
+
+    def update(self, ids: Tensor, rows: Tensor) -> None:
+        """Nothing to do: the tree does not depend on the class table."""
+
+    def rebuild(self, weight: Tensor) -> None:
+        """Nothing to do: the tree does not depend on the class table; `refit` fits it to new data."""
+
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.nodes, self.leaf_class, self.class_leaf
+
+    def _excluded_leaves(self, exclude: Exclude | None, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Excluded classes of each row as leaves, ascending."""
+        exclude = self._check_exclude(exclude, x.device, x.shape[0])
+        if exclude is None:
+            return None, None
+        ids = exclude if isinstance(exclude, Tensor) else exclude[1]
+        if not ids.is_cuda and ids.numel() and not bool(((ids >= -1) & (ids < self.num_classes)).all()):
+            bad = ids[(ids < -1) | (ids >= self.num_classes)].flatten()[0]
+            raise IndexError(f"tree: exclude must be -1 or in [0, {self.num_classes}), got {int(bad)}")
+        leaves = torch.where(ids < 0, -1, self.class_leaf[ids.clamp(0, self.num_classes - 1)])
+        return sort_exclude(leaves if isinstance(exclude, Tensor) else (exclude[0], leaves))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # A tree of another size is as good: the buffers take the shapes of what is loaded.
+        names = ("nodes", "leaf_class", "class_leaf", "mean", "projection")
+        found = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        if len(found) == len(names):
+            for name, value in found.items():
+                own = self.get_buffer(name)
+                if own.shape != value.shape or own.dtype != value.dtype:
+                    setattr(self, name, torch.empty_like(value, device=own.device))
+            self._dim = found["projection"].shape[1]
+            self._identity = False
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Tree:
+        before = self.nodes.dtype
+        super()._apply(fn, recurse)
+        # `.to(bfloat16)` or `.half()` of a model is not about the tree: its law, and with it log_q, would change.
+        if self.nodes.dtype != before:
+            raise TypeError(
+                f"tree: nodes must stay {before}; choose the storage with dtype= when the tree is made, "
+                f"got {self.nodes.dtype}"
+            )
+        return self
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return (
+            f"num_classes={self.num_classes}, num_features={self.num_features}, dim={self.dim}, depth={self.depth}, "
+            f"dtype={str(self.nodes.dtype).removeprefix('torch.')}"
+        )
+
+
+def _got(t: object) -> str:
+    return describe(t) if isinstance(t, Tensor) else type(t).__name__
