@@ -22,9 +22,7 @@ struct Block {
   double n[kBlock], log_weight[kBlock];
 };
 
-inline void philox_block(Block& s, PhiloxKey key) {
-  philox_many(key, s.row, s.position, s.count, s.bits0, s.bits1);
-}
+inline void philox_block(Block& s, PhiloxKey key) { philox_many(key, s.row, s.position, s.count, s.bits0, s.bits1); }
 
 // The product's high half by one multiply; the same integer as uniform_below.
 inline int64_t below(uint64_t bits, int64_t n) {

@@ -82,9 +82,10 @@ struct TreeBlock {
   double minor[kTreeBlock], product[kTreeBlock];
 };
 
+// Draws of a row with at most one excluded class, the usual case: a draw is on the way to it or it is not.
 template <typename T>
-inline void tree_draw_block(const TreeSampleParams& p, PhiloxKey key, int64_t b, int64_t first, int count,
-                            const float* x, const float* top, int top_levels, TreeBlock& s) {
+inline void tree_draw_block(const TreeSampleParams& p, const TreeExcluded& out, PhiloxKey key, int64_t b, int64_t first,
+                            int count, const float* x, const float* top, int top_levels, TreeBlock& s) {
   const TreeTable& tree = p.tree;
   for (int g = 0; g < kTreeBlock; ++g) {
     s.node[g] = 1;
@@ -103,12 +104,18 @@ inline void tree_draw_block(const TreeSampleParams& p, PhiloxKey key, int64_t b,
       for (int g = 0; g < count; ++g) s.z[g] = tree_logit_fast<T>(tree, s.node[g], x);
     }
     const uint64_t* bits = s.bits[level % 2];
+    const int64_t way = out.count > 0 ? ancestor(tree, out.leaves[0], level) : 0;
+    const double kept = out.count > 0 ? out.left[level + 1] : 1.0;  // of the child towards the excluded class
+    const bool to_right = out.count > 0 && goes_right(tree, out.leaves[0], level);
+    const double if_right = to_right ? kept : 1.0, if_left = to_right ? 1.0 : kept;
     for (int g = 0; g < count; ++g) {
       const float z = s.z[g], a = z < 0 ? -z : z, e = tree_exp(a);
-      const double total = 1.0 + double(e), right_mass = right_weight(z, e);
-      const bool right = uniform53(bits[g]) * total < right_mass;
+      const bool on_way = s.node[g] == way;
+      const double right_mass = right_weight(z, e) * (on_way ? if_right : 1.0);
+      const double left_mass = left_weight(z, e) * (on_way ? if_left : 1.0);
+      const bool right = uniform53(bits[g]) * (right_mass + left_mass) < right_mass;
       s.minor[g] += right != (z >= 0) ? double(a) : 0.0;
-      s.product[g] *= total;
+      s.product[g] *= 1.0 + double(e);
       s.node[g] = 2 * s.node[g] + right;
     }
   }
@@ -117,8 +124,9 @@ inline void tree_draw_block(const TreeSampleParams& p, PhiloxKey key, int64_t b,
     const int64_t id = tree.leaf_class[s.node[g] - leaves];
     p.ids[b * p.num_samples + first + g] = id < 0 ? 0 : id;
   }
+  const double log_left = out.count > 0 ? exact_log(out.left[0]) : 0.0;
   for (int g = 0; g < count; ++g) {
-    p.log_q[b * p.num_samples + first + g] = float(-s.minor[g] - exact_log(s.product[g]));
+    p.log_q[b * p.num_samples + first + g] = float(tree_log_p(s.minor[g], s.product[g]) - log_left);
   }
 }
 
@@ -151,7 +159,7 @@ inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t e
       for (int64_t k = 0; k < p.num_samples; ++k) {
         p.log_q[b * p.num_samples + k] = given_log_q(p, out, p.given[b * p.num_samples + k], logit);
       }
-    } else if (out.count > 0) {
+    } else if (out.count > 1 || (out.count == 1 && out.left[0] == 0.0)) {
       for (int64_t k = 0; k < p.num_samples; ++k) {
         const TreeDraw drawn = tree_draw(p, out, key, b, k, logit);
         p.ids[b * p.num_samples + k] = drawn.id;
@@ -160,14 +168,15 @@ inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t e
     } else {
       for (int64_t first = 0; first < p.num_samples; first += kTreeBlock) {
         const int64_t rest = p.num_samples - first;
-        tree_draw_block<T>(p, key, b, first, int(rest < kTreeBlock ? rest : kTreeBlock), x, top, top_levels, block);
+        tree_draw_block<T>(p, out, key, b, first, int(rest < kTreeBlock ? rest : kTreeBlock), x, top, top_levels,
+                           block);
       }
     }
   }
 }
 
 // ------------------------------------------------------------------------------------------------ every class
-// Top down over the heap: a node's exp serves both children. `paths` is scratch for 2^(depth + 1) pairs.
+// Top down over the heap: a node's exp serves both children. `minor` and `product` are scratch [2^(depth + 1)].
 template <typename T>
 inline void tree_log_prob_all_rows(const TreeAllParams& p, int64_t begin, int64_t end, double* minor, double* product) {
   const TreeTable& tree = p.tree;
@@ -183,7 +192,7 @@ inline void tree_log_prob_all_rows(const TreeAllParams& p, int64_t begin, int64_
       minor[2 * node] = minor[node] + (z >= 0 ? double(a) : 0.0);
       minor[2 * node + 1] = minor[node] + (z >= 0 ? 0.0 : double(a));
     }
-    for (int64_t leaf = leaves; leaf < 2 * leaves; ++leaf) product[leaf] = -minor[leaf] - exact_log(product[leaf]);
+    for (int64_t leaf = leaves; leaf < 2 * leaves; ++leaf) product[leaf] = tree_log_p(minor[leaf], product[leaf]);
     for (int64_t id = 0; id < tree.num_classes; ++id) {
       p.log_p[b * tree.num_classes + id] = float(product[leaves + tree.class_leaf[id]]);
     }

@@ -1,7 +1,8 @@
 // The tree on the GPU. The arithmetic, and with it every bit of a draw, is that of tree_law.h.
 //
 //   tree_sample_kernel    a block has a row: its top levels are scored once into shared memory, then a thread takes a
-//                         draw (or a given id) down the rest, one node a level: three sectors in float32, two in bfloat16
+//                         draw (or a given id) down the rest, one node a level: three sectors in float32, two in
+//                         bfloat16
 //   tree_logits_kernel    w . x + b of every node, one thread each;  tree_all_kernel walks to every class with them
 //   tree_topk_kernel      beam search: a block has a row, candidates are sorted in shared memory
 #pragma once

@@ -1,7 +1,8 @@
 // The arithmetic of a walk down the tree, the same on every backend: products and sums in a fixed order, an exp of our
 // own, no fused multiply-add (compile the users with -ffp-contract=off / -fmad=false).
 //
-// With z = w . x + b and e = exp(-|z|) the likelier child has probability 1 / (1 + e), the other e / (1 + e). A path has
+// With z = w . x + b and e = exp(-|z|) the likelier child has probability 1 / (1 + e), the other e / (1 + e). A path
+// has
 //   log p = -sum of |z| where it takes the less likely child - log of the product of all (1 + e),
 // which never forms 1 - sigmoid and takes one logarithm for the whole path.
 #pragma once
@@ -59,15 +60,20 @@ SX_HOST_DEVICE inline float tree_logit(const TreeTable& tree, int64_t node, cons
   return tree_sum(lanes) + to_acc(w[tree.dim]);
 }
 
+// log p of a path from its two parts; 0 * product keeps a nan, which exact_log does not.
+SX_HOST_DEVICE inline double tree_log_p(double minor, double product) {
+  return (-minor - exact_log(product)) + 0.0 * product;
+}
+
 // What a path is made of so far.
 struct TreePath {
-  double minor = 0;     // sum of |z| over less likely children taken
-  double product = 1;   // of (1 + e)
+  double minor = 0;    // sum of |z| over less likely children taken
+  double product = 1;  // of (1 + e)
   SX_HOST_DEVICE void step(float z, float e, bool right) {
     if (right != (z >= 0)) minor += double(z < 0 ? -z : z);
     product *= 1.0 + double(e);
   }
-  SX_HOST_DEVICE double log_p() const { return -minor - exact_log(product); }
+  SX_HOST_DEVICE double log_p() const { return tree_log_p(minor, product); }
 };
 
 // Weights of the right and the left child, up to the common factor 1 / (1 + e).
@@ -196,7 +202,8 @@ SX_HOST_DEVICE inline TreeDraw tree_draw(const TreeSampleParams& p, const TreeEx
     double on_right, on_left;
     children_left(tree, out, at, level, on_right, on_left);
     const double right_mass = right_weight(z, e) * on_right;
-    const bool right = uniform53(philox_u64(words, level % 2)) * (right_mass + left_weight(z, e) * on_left) < right_mass;
+    const bool right =
+        uniform53(philox_u64(words, level % 2)) * (right_mass + left_weight(z, e) * on_left) < right_mass;
     path.step(z, e, right);
     at = below(tree, out, at, level, right);
     node = 2 * node + right;

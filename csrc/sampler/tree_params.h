@@ -12,8 +12,8 @@
 
 namespace samplex {
 
-constexpr int kTreeMostDepth = 40;     // levels; a level takes half of a Philox block, 256 blocks are there
-constexpr int kTreeMostBeam = 512;    // what a block of the GPU sorts in shared memory
+constexpr int kTreeMostDepth = 40;  // levels; a level takes half of a Philox block, 256 blocks are there
+constexpr int kTreeMostBeam = 512;  // what a block of the GPU sorts in shared memory
 constexpr int kTreeMostFeatures = 1024;
 
 // Node i is one aligned row: `dim` weights, the bias, zeros up to `stride` numbers (a multiple of 32 bytes).
@@ -67,7 +67,7 @@ void tree_sample_rows_avx512(const TreeSampleParams& params, int64_t begin, int6
 void tree_log_prob_all_rows_avx2(const TreeAllParams& params, int64_t begin, int64_t end, double* minor,
                                  double* product);
 void tree_log_prob_all_rows_avx512(const TreeAllParams& params, int64_t begin, int64_t end, double* minor,
-                                 double* product);
+                                   double* product);
 }  // namespace cpu
 
 }  // namespace samplex

@@ -89,9 +89,7 @@ def tree_sample(
         >>> ids.shape, log_q[0, 0].exp()
         (torch.Size([3, 5]), tensor(0.5000))
     """
-    return torch.ops.samplex.tree_sample(
-        key, x, nodes, leaf_class, class_leaf, num_samples, exclude, exclude_offsets
-    )
+    return torch.ops.samplex.tree_sample(key, x, nodes, leaf_class, class_leaf, num_samples, exclude, exclude_offsets)
 
 
 def tree_log_prob(
