@@ -118,6 +118,13 @@ inline void tree_draw_block(const TreeSampleParams& p, const TreeExcluded& out, 
       s.product[g] *= 1.0 + double(e);
       s.node[g] = 2 * s.node[g] + right;
     }
+    // All nodes of the next level at once: the walk is bound by the latency of these loads.
+    if (level + 1 < tree.depth && level + 1 >= top_levels) {
+      for (int g = 0; g < count; ++g) {
+        const char* node = reinterpret_cast<const char*>(tree_node<T>(tree, s.node[g]));
+        for (int64_t at = 0; at <= tree.dim * int64_t(sizeof(T)); at += 64) __builtin_prefetch(node + at);
+      }
+    }
   }
   const int64_t leaves = int64_t(1) << tree.depth;
   for (int g = 0; g < count; ++g) {

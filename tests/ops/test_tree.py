@@ -283,7 +283,7 @@ def test_features_are_projected():
 
 def test_casting_a_model_does_not_change_the_law():
     tree = make_tree(20, 3)
-    with pytest.raises(TypeError, match="nodes must stay torch.float32"):
+    with pytest.raises(TypeError, match=r"nodes must stay torch\.float32"):
         tree.to(torch.bfloat16)
 
 

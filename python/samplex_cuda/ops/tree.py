@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import _library  # noqa: F401  registers the ops
+from samplex_cuda.tables import empty_table
 
 __all__ = ["pack_nodes", "tree_log_prob", "tree_log_prob_all", "tree_sample", "tree_topk", "unpack_nodes"]
 
@@ -36,7 +37,7 @@ def pack_nodes(weights: Tensor, bias: Tensor, dtype: torch.dtype = torch.float32
     leaves, dim = weights.shape
     item = torch.empty(0, dtype=dtype).element_size()
     stride = -(-(dim + 1) * item // _ROW_BYTES) * _ROW_BYTES // item
-    nodes = torch.zeros(leaves, stride, dtype=dtype, device=weights.device)
+    nodes = empty_table(leaves, stride, dtype=dtype, device=weights.device).zero_()
     nodes[:, :dim] = weights.to(dtype)
     nodes[:, dim] = bias.to(dtype)
     return nodes

@@ -72,7 +72,7 @@ def sample(
 ) -> Tensor:
     """Classes drawn with the op's own random numbers, [B, m]; a branch within 1e-6 of its threshold gives -1 instead.
 
-    At each level the right child is taken where u < P(right | node, no excluded class): two levels share a Philox block.
+    At each level the right child is taken if u < P(right | node, no excluded class). Two levels share a Philox block.
     """
     leaves = weights.shape[0]
     depth = leaves.bit_length() - 1
@@ -81,7 +81,7 @@ def sample(
         for leaf in range(leaves):
             if int(leaf_class[leaf]) in ids:
                 p[row, leaf] = 0.0
-    ids = torch.empty(x.shape[0], num_samples, dtype=torch.int64)
+    drawn = torch.empty(x.shape[0], num_samples, dtype=torch.int64)
     for b in range(x.shape[0]):
         for draw in range(num_samples):
             low, high, sure = 0, leaves, True
@@ -92,8 +92,8 @@ def sample(
                 right = on_right / (on_left + on_right)
                 sure &= abs(u - right) > 1e-6 or right in (0.0, 1.0)
                 low, high = (middle, high) if u < right else (low, middle)
-            ids[b, draw] = leaf_class[low] if sure else -1
-    return ids
+            drawn[b, draw] = leaf_class[low] if sure else -1
+    return drawn
 
 
 def topk(log_p: Tensor, k: int) -> tuple[Tensor, Tensor]:
