@@ -1,12 +1,14 @@
-"""The CUDA kernel of sampled_softmax under the profile of an emulated CUDA runtime (ptxrun): figures without a GPU.
+"""CUDA kernels under the profile of an emulated CUDA runtime (ptxrun): figures without a GPU.
 
 Needs PTXRUN=<directory of a built ptxrun> and nvcc; without them it says so and exits with 0.
 
-Builds the library as a test build with shared cudart and compiles csrc/loss/sampled_softmax_cuda.cu to PTX with the
-flags of that build. A child process runs the op on CPU tensors with SAMPLEX_CPU_BACKEND=cuda, so the launcher itself
-chooses grid, block and shared memory; a hook hands each launch to a ptxrun module that counts. Per-row draws, m = 64:
+Builds the library as a test build with shared cudart and compiles the kernels to PTX with the flags of that build. A
+child process runs the op on CPU tensors with SAMPLEX_CPU_BACKEND=cuda, so the launcher itself chooses grid, block and
+shared memory; a hook hands each launch to a ptxrun module that counts. sampled_softmax with per-row draws, m = 64, and
+tree_sample, C = 2^17, k = 16, m = 64:
 
-  sectors        32-byte sectors loaded / fewest possible: every input byte touched, once (ids all different, no bias)
+  sectors        32-byte sectors loaded / fewest possible: every input byte touched, once (ids all different, no bias);
+                 for the tree, sectors loaded per draw and level
   active lanes   mean share of the 32 lanes that take part in an executed instruction
   bank           extra shared-memory passes beyond the fewest
   instructions   thread instructions / gathered elements B (m + 1) d
@@ -25,16 +27,22 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from _harness import ROOT, Report, Row, progress
 
-SOURCE = ROOT / "csrc" / "loss" / "sampled_softmax_cuda.cu"
-KERNEL = "sampled_softmax"
+# Sources, with what their build adds to the common flags.
+SOURCES = {
+    "sampled_softmax": (ROOT / "csrc" / "loss" / "sampled_softmax_cuda.cu", []),
+    "tree": (ROOT / "csrc" / "sampler" / "tree_cuda.cu", ["-fmad=false"]),
+}
 BATCH, M, CLASSES = 32, 64, 20_000
 LIMITS = {128: 6.0, 512: 4.0}  # thread instructions per gathered element
+DEPTH, FEATURES = 17, 16
+TREE_SECTORS = {"float32": 3.3, "bfloat16": 2.2}  # sectors loaded per draw and level
 
 
 # ----------------------------------------------------------------------------------------------------- build
@@ -72,13 +80,14 @@ def build_site(work: Path) -> Path:
     return site
 
 
-def build_ptx(work: Path) -> Path:
-    progress("compiling the kernel to PTX")
-    out = work / "sampled_softmax.ptx"
+def build_ptx(work: Path, name: str) -> Path:
+    progress(f"compiling {name} to PTX")
+    out = work / f"{name}.ptx"
+    source, more = SOURCES[name]
     torch_include = Path(torch.__file__).parent / "include"
     flags = ["-std=c++20", "-O3", "-arch=compute_80", "-lineinfo", "--expt-relaxed-constexpr", "-DNDEBUG"]
     includes = [f"-I{ROOT / 'csrc'}", "-isystem", str(torch_include)]
-    run(["nvcc", "-ptx", *flags, *includes, str(SOURCE), "-o", str(out)])
+    run(["nvcc", "-ptx", *flags, *more, *includes, str(source), "-o", str(out)])
     progress("")
     return out
 
@@ -91,12 +100,12 @@ def build_hook(work: Path) -> Path:
 
 
 # ----------------------------------------------------------------------------------------------------- the child
-def child(ptxrun_dir: str, ptx: str, dim: int) -> None:
-    """Runs the op forward, training and no_grad, under the hook; prints the counters of each launch as JSON."""
+def child(ptxrun_dir: str, ptx: str, case: str) -> None:
+    """Runs an op under the hook and prints the counters of each launch as JSON. `case`: a width d, or a dtype."""
     sys.path.insert(0, ptxrun_dir)
     import ptxrun
 
-    from samplex_cuda import functional as sxf
+    import samplex_cuda  # noqa: F401  loads the library before the hook is asked for
 
     module = ptxrun.Module(Path(ptx).read_text())
     unsupported = module.unsupported()
@@ -144,6 +153,14 @@ def child(ptxrun_dir: str, ptx: str, dim: int) -> None:
 
     ctypes.CDLL(None).samplex_hook(on_launch)
     torch.manual_seed(0)
+    result = run_tree(case, launches) if case in TREE_SECTORS else run_sampled_softmax(int(case), launches)
+    print("RESULT " + json.dumps(result))
+
+
+def run_sampled_softmax(dim: int, launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Forward, training and no_grad."""
+    from samplex_cuda import functional as sxf
+
     # All ids different: then no row is shared and the fewest possible sectors are known exactly.
     perm = torch.randperm(CLASSES)[: BATCH * (M + 1)]
     target, ids = perm[:BATCH].clone(), perm[BATCH:].view(BATCH, M).clone()
@@ -165,7 +182,32 @@ def child(ptxrun_dir: str, ptx: str, dim: int) -> None:
         if not error <= 1e-5:
             raise SystemExit(f"profile_cuda: refcheck: the loss is off by {error:.1e} ({mode}, d = {dim})")
         result[mode] = {"launches": list(launches), "error": error}
-    print("RESULT " + json.dumps(result))
+    return result
+
+
+def run_tree(dtype: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Draws without exclusion."""
+    import samplex_cuda as sx
+
+    leaves = 1 << DEPTH
+    tree = sx.samplers.Tree(
+        torch.randn(leaves, FEATURES) * 0.5,
+        torch.randn(leaves) * 0.3,
+        torch.randperm(leaves),
+        dtype=getattr(torch, dtype),
+    )
+    x = torch.randn(BATCH, FEATURES)
+    draw = tree.sample(x, M, key=sx.Key(1))
+    weights, bias = (t.double() for t in tree.parameters_of_nodes())
+    leaf, want = tree.class_leaf[draw.ids] + leaves, torch.zeros(BATCH, M, dtype=torch.float64)
+    for level in range(DEPTH):
+        node, right = leaf >> (DEPTH - level), (leaf >> (DEPTH - level - 1)) & 1
+        z = torch.einsum("bmk,bk->bm", weights[node], x.double()) + bias[node]
+        want += torch.nn.functional.logsigmoid(torch.where(right == 1, z, -z))
+    error = float(((draw.log_q.double() - want).abs() / want.abs()).max())
+    if not error <= 1e-5:
+        raise SystemExit(f"profile_cuda: refcheck: log_q is off by {error:.1e} ({dtype})")
+    return {"draw": {"launches": list(launches), "error": error}}
 
 
 def demangled(module: Any, name: str) -> str:
@@ -205,8 +247,8 @@ def fewest_sectors(dim: int) -> int:
     return sum(math.ceil(n / 32) for n in inputs)
 
 
-def profile(ptxrun_dir: Path, site: Path, ptx: Path, hook: Path, dim: int) -> dict[str, Any]:
-    progress(f"running d = {dim}")
+def profile(ptxrun_dir: Path, site: Path, ptx: Path, hook: Path, case: str) -> dict[str, Any]:
+    progress(f"running {case}")
     env = {k: v for k, v in os.environ.items() if not k.startswith("PTXRUN")}
     paths = [str(site), str(ROOT / "bench")]
     # The hook first, so that it sees each launch; the runtime also preloaded, so that the hook can pass calls on to it.
@@ -217,7 +259,7 @@ def profile(ptxrun_dir: Path, site: Path, ptx: Path, hook: Path, dim: int) -> di
         LD_LIBRARY_PATH=os.pathsep.join([str(ptxrun_dir / "shim"), env.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep),
         LD_PRELOAD=" ".join(str(path) for path in preload),
     )
-    argv = [sys.executable, __file__, "--child", str(ptxrun_dir), str(ptx), str(dim)]
+    argv = [sys.executable, __file__, "--child", str(ptxrun_dir), str(ptx), case]
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
     progress("")
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -228,7 +270,7 @@ def profile(ptxrun_dir: Path, site: Path, ptx: Path, hook: Path, dim: int) -> di
 
 def main() -> int:
     if len(sys.argv) > 1 and sys.argv[1] == "--child":
-        child(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+        child(sys.argv[2], sys.argv[3], sys.argv[4])
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -248,28 +290,63 @@ def main() -> int:
     if shutil.which("nvcc") is None:
         print("profile_cuda: skipped: no nvcc on PATH")
         return 0
-    if not SOURCE.exists():
-        print(f"profile_cuda: skipped: there is no {SOURCE.relative_to(ROOT)}")
-        return 0
     ptxrun_dir = Path(asked).resolve()
     options.work.mkdir(parents=True, exist_ok=True)
     site = options.site or build_site(options.work)
-    ptx, hook = build_ptx(options.work), build_hook(options.work)
+    hook = build_hook(options.work)
     report = Report("profile_cuda", torch.device("cpu"), store=not options.no_store, timed=False)
-    for dim, limit in LIMITS.items():
-        result = profile(ptxrun_dir, site, ptx, hook, dim)
-        for mode, got in result.items():
-            mine = [launch for launch in got["launches"] if KERNEL in launch["kernel"]]
+
+    def launches_of(name: str, ptx: Path, case: str, elements: int) -> Iterator[tuple[str, dict[str, Any], float]]:
+        """The heaviest launch of each mode of a case."""
+        for mode, got in profile(ptxrun_dir, site, ptx, hook, case).items():
+            mine = [launch for launch in got["launches"] if name in launch["kernel"]]
             if not mine:
                 raise SystemExit(
-                    f"profile_cuda: no launch of {KERNEL} was seen (d = {dim}, {mode}); is cudart shared in this build?"
+                    f"profile_cuda: no launch of {name} was seen ({case}); is cudart shared in this build?"
                 )
-            add_rows(report, dim, mode, limit, max(mine, key=lambda launch: launch["sectors"]), got["error"])
+            yield mode, max(mine, key=lambda launch: launch["sectors"]), got["error"]
             for launch in got["launches"]:
                 print(f"    {launch['kernel']} <<<{launch['grid']}, {launch['block']}, {launch['smem']}>>>")
                 if options.lines:
-                    print_hot(launch, BATCH * (M + 1) * dim)
+                    print_hot(launch, elements)
+
+    ptx = build_ptx(options.work, "sampled_softmax")
+    for dim, limit in LIMITS.items():
+        for mode, launch, error in launches_of("sampled_softmax", ptx, str(dim), BATCH * (M + 1) * dim):
+            add_rows(report, dim, mode, limit, launch, error)
+    ptx = build_ptx(options.work, "tree")
+    for dtype, limit in TREE_SECTORS.items():
+        for _, launch, error in launches_of("tree_sample", ptx, dtype, BATCH * M * DEPTH):
+            add_tree_rows(report, dtype, limit, launch, error)
     return report.finish(fail=not options.no_fail)
+
+
+def add_tree_rows(report: Report, dtype: str, limit: float, got: dict[str, Any], error: float) -> None:
+    config = {
+        "C": 1 << DEPTH,
+        "k": FEATURES,
+        "m": M,
+        "B": BATCH,
+        "nodes": dtype,
+        **{k: v for k, v in got.items() if k not in ("hot", "opcodes")},
+    }
+    lanes = 100 * got["thread_instructions"] / (32 * got["warp_instructions"])
+    for key, what, value, unit, sense, target in (
+        ("sectors", "sectors loaded per draw and level", got["sectors"] / (BATCH * M * DEPTH), "ratio", "<=", limit),
+        ("lanes", "active lanes", lanes, "%", ">=", 90.0),
+    ):
+        report.add(
+            Row(
+                f"tree_{dtype}_{key}",
+                f"tree_sample, C = 2^{DEPTH}, k = {FEATURES}, m = {M}, {dtype}: {what}",
+                value,
+                unit,
+                f"log_q vs fp64: {error:.1e}",
+                sense=sense,
+                target=target,
+                config=config,
+            )
+        )
 
 
 def print_hot(launch: dict[str, Any], elements: int) -> None:
