@@ -37,17 +37,18 @@ SX_DEVICE inline float tree_logit_vector(const TreeTable& tree, int64_t node, co
   for (int j = 0; j < kTreeLanes; ++j) {
     if (c + j < dim) lanes[j] = lanes[j] + to_acc(w[c + j]) * x[c + j];
   }
+  // tree_sum written out: a loop over the steps would keep the lanes in memory.
 #pragma unroll
-  for (int step = kTreeLanes / 2; step > 0; step /= 2) {
+  for (int j = 0; j < 8; ++j) lanes[j] = lanes[j] + lanes[j + 8];
 #pragma unroll
-    for (int j = 0; j < step; ++j) lanes[j] = lanes[j] + lanes[j + step];
-  }
+  for (int j = 0; j < 4; ++j) lanes[j] = lanes[j] + lanes[j + 4];
+  lanes[0] = (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
   return lanes[0] + to_acc(w[dim]);
 }
 
 // ------------------------------------------------------------------------------------------------ draws, given ids
 template <typename T>
-__global__ void __launch_bounds__(kTreeThreads) tree_sample_kernel(TreeSampleParams p) {
+__global__ void __launch_bounds__(kTreeThreads, 8) tree_sample_kernel(TreeSampleParams p) {
   __shared__ float top[1 << kTreeTop];
   SX_DYN_SMEM(float, x);  // [dim]
   const TreeTable& tree = p.tree;
@@ -149,7 +150,7 @@ struct TreeBeam {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kTreeSortThreads) tree_topk_kernel(TreeTopkParams p, int size) {
+__global__ void __launch_bounds__(kTreeSortThreads, 4) tree_topk_kernel(TreeTopkParams p, int size) {
   SX_DYN_SMEM(double, memory);  // four arrays of `size`
   const TreeBeam beam = {memory, memory + size, memory + 2 * size, reinterpret_cast<int64_t*>(memory + 3 * size), size};
   const TreeTable& tree = p.tree;

@@ -80,11 +80,6 @@ struct TreePath {
 SX_HOST_DEVICE inline double right_weight(float z, float e) { return z >= 0 ? 1.0 : double(e); }
 SX_HOST_DEVICE inline double left_weight(float z, float e) { return z >= 0 ? double(e) : 1.0; }
 
-// 64 random bits of a level: two levels a Philox block.
-SX_HOST_DEVICE inline uint64_t tree_bits(PhiloxKey key, int64_t row, int64_t draw, int level) {
-  return philox_u64(philox_at(key, row, draw, level / 2), level % 2);
-}
-
 // ------------------------------------------------------------------------------------------------ exclusion
 // A row's excluded leaves, ascending, without those below 0.
 struct TreeExcluded {
@@ -195,15 +190,20 @@ SX_HOST_DEVICE inline TreeDraw tree_draw(const TreeSampleParams& p, const TreeEx
   TreePath path;
   TreeRange at = {0, out.count};
   int64_t node = 1;
-  PhiloxWords words = {{0, 0, 0, 0}};
+  uint64_t bits = 0, next_bits = 0;  // two levels a Philox block
   for (int level = 0; level < tree.depth; ++level) {
-    if (level % 2 == 0) words = philox_at(key, b, draw, level / 2);
+    if (level % 2 == 0) {
+      const PhiloxWords words = philox_at(key, b, draw, level / 2);
+      bits = philox_u64(words, 0);
+      next_bits = philox_u64(words, 1);
+    } else {
+      bits = next_bits;
+    }
     const float z = logit(node, level), e = tree_exp(z < 0 ? -z : z);
     double on_right, on_left;
     children_left(tree, out, at, level, on_right, on_left);
     const double right_mass = right_weight(z, e) * on_right;
-    const bool right =
-        uniform53(philox_u64(words, level % 2)) * (right_mass + left_weight(z, e) * on_left) < right_mass;
+    const bool right = uniform53(bits) * (right_mass + left_weight(z, e) * on_left) < right_mass;
     path.step(z, e, right);
     at = below(tree, out, at, level, right);
     node = 2 * node + right;
