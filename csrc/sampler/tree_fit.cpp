@@ -347,7 +347,9 @@ class NodeFit {
       const double* part = parts.data() + (shared_ ? g * kp * kp : 0);
       for (int64_t i = 0; i < kp * kp; ++i) covariance[i] += part[i];
     }
-    dominant(covariance, v);
+    // Where all T_y are 0 but for rounding (one class has all examples, constant features) there is no direction.
+    const double noise = 1e-13 * sums[kp];
+    dominant(covariance, noise * noise, v);
     for_classes(m, [&](int64_t begin, int64_t end) {
       std::vector<double> sum(kp);
       for (int64_t y = begin; y < end; ++y) {
@@ -357,9 +359,10 @@ class NodeFit {
     });
   }
 
-  // Power iteration on a symmetric matrix given by its lower triangle; the zero vector for a zero matrix. It only
+  // Power iteration on a symmetric matrix given by its lower triangle; the zero vector where no entry exceeds
+  // `least`. It only
   // starts the alternation: where two eigenvalues are so near that the bound ends it, any mixture is as good.
-  void dominant(std::vector<double>& a, std::vector<double>& v) {
+  void dominant(std::vector<double>& a, double least, std::vector<double>& v) {
     const int64_t kp = at_.kp;
     int64_t largest = 0;
     for (int64_t i = 0; i < kp; ++i) {
@@ -368,7 +371,7 @@ class NodeFit {
     }
     const double top = a[largest * kp + largest];
     std::fill(v.begin(), v.end(), 0.0);
-    if (!(top > 0.0)) return;
+    if (!(top > least)) return;
     for (double& value : a) value /= top;  // no overflow of squares
     v[largest] = 1.0;
     std::vector<double> next(kp);

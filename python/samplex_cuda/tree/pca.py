@@ -45,10 +45,11 @@ class _Rows:
         self.rows, self.width = int(x.shape[0]), int(x.shape[1])
         if self.rows == 0:
             raise ValueError(f"{op}: x must have at least 1 row, got {list(x.shape)}")
-        dtype = (
-            np.dtype(x.dtype).kind if self.kind in ("numpy", "scipy_csr") else ("f" if x.is_floating_point() else "i")
-        )
-        if dtype not in "fiu":
+        if isinstance(x, Tensor):
+            real = not (x.is_complex() or x.dtype == torch.bool)
+        else:
+            real = np.dtype(x.dtype).kind in "fiu"
+        if not real:
             raise TypeError(f"{op}: x must hold real numbers, got {x.dtype}")
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"{op}: chunk_size must be at least 1, got {chunk_size}")
