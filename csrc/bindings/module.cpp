@@ -7,6 +7,8 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "common/backend.h"
 #include "common/build_info.h"
@@ -15,6 +17,7 @@
 #include "common/selftest.h"
 #include "common/simd.h"
 #include "sampler/alias_table.h"
+#include "sampler/tree_fit.h"
 
 namespace py = pybind11;
 
@@ -51,6 +54,75 @@ void build_alias(const DoubleArray& weights, py::array_t<int64_t> table, py::arr
     const py::gil_scoped_release release;
     samplex::build_alias(in, classes, table_data, prefix_data);
   }
+}
+
+using FloatArray = py::array_t<float, py::array::c_style>;
+using LongArray = py::array_t<int64_t, py::array::c_style>;
+
+py::dict as_dict(const samplex::TreeFitLevel& level) {
+  py::dict result;
+  result["level"] = level.level;
+  result["nodes"] = level.nodes;
+  result["log_likelihood"] = level.log_likelihood;
+  result["objective"] = level.objective;
+  result["rounds"] = level.rounds;
+  result["most_rounds"] = level.most_rounds;
+  result["newton_steps"] = level.newton_steps;
+  result["gradient_ratio"] = level.gradient_ratio;
+  result["unfinished"] = level.unfinished;
+  return result;
+}
+
+// Fills weights, bias, leaf_class and, where it is not empty, exact; returns the trace.
+std::vector<std::tuple<int64_t, int64_t, double>> fit_tree(const FloatArray& x, const LongArray& y, int64_t num_classes,
+                                                           double reg, int64_t max_rounds, bool discrete,
+                                                           FloatArray weights, FloatArray bias, LongArray leaf_class,
+                                                           py::array_t<double, py::array::c_style> exact,
+                                                           const py::object& progress, bool trace) {
+  if (x.ndim() != 2 || y.ndim() != 1 || x.shape(0) != y.shape(0)) {
+    throw py::value_error("fit_tree: x and y must be [N, k] and [N]");
+  }
+  const int64_t n = x.shape(0), k = x.shape(1), leaves = samplex::tree_num_leaves(num_classes);
+  if (weights.size() != leaves * k || bias.size() != leaves || leaf_class.size() != leaves ||
+      (exact.size() != 0 && exact.size() != leaves * (k + 1))) {
+    throw py::value_error("fit_tree: weights, bias, leaf_class and exact must be [L, k], [L], [L] and [L, k + 1]");
+  }
+  samplex::TreeFitOptions options;
+  options.reg = reg;
+  options.max_rounds = max_rounds;
+  options.discrete = discrete;
+  const float* x_data = x.data();
+  const int64_t* y_data = y.data();
+  float *weights_data = weights.mutable_data(), *bias_data = bias.mutable_data();
+  int64_t* leaf_data = leaf_class.mutable_data();
+  double* exact_data = exact.size() == 0 ? nullptr : exact.mutable_data();
+  const bool report = !progress.is_none();
+  std::vector<samplex::TreeFitTrace> entries;
+  {
+    const py::gil_scoped_release release;
+    const auto show = [&](const samplex::TreeFitLevel& level) {
+      if (!report) return;
+      const py::gil_scoped_acquire acquire;
+      progress(as_dict(level));
+    };
+    samplex::fit_tree(x_data, y_data, n, k, num_classes, options, weights_data, bias_data, leaf_data, exact_data, show,
+                      trace ? &entries : nullptr);
+  }
+  std::vector<std::tuple<int64_t, int64_t, double>> result;
+  result.reserve(entries.size());
+  for (const auto& entry : entries) result.emplace_back(entry.node, entry.round, entry.objective);
+  return result;
+}
+
+std::vector<int> tree_split(const std::vector<double>& delta, const std::vector<int32_t>& ids, int64_t least,
+                            int64_t most) {
+  const int64_t m = int64_t(delta.size());
+  if (int64_t(ids.size()) != m || least < 0 || least > most || most > m) {
+    throw py::value_error("tree_split: ids must be [m] as delta, and 0 <= least <= most <= m");
+  }
+  std::vector<uint8_t> right(m);
+  samplex::tree_split(delta.data(), ids.data(), m, least, most, right.data());
+  return {right.begin(), right.end()};
 }
 
 py::tuple philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
@@ -94,6 +166,14 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
       "Ask for huge pages behind a buffer that was not touched yet; returns whether the system took the hint.");
   m.def("build_alias", &build_alias, py::arg("weights"), py::arg("table").noconvert(), py::arg("prefix").noconvert(),
         "Fills table [C, 4] int64 and prefix [C + 1] int64 for alias_sample from weights [C] float64.");
+  m.def("fit_tree", &fit_tree, py::arg("x").noconvert(), py::arg("y").noconvert(), py::arg("num_classes"),
+        py::arg("reg"), py::arg("max_rounds"), py::arg("discrete"), py::arg("weights").noconvert(),
+        py::arg("bias").noconvert(), py::arg("leaf_class").noconvert(), py::arg("exact").noconvert(),
+        py::arg("progress"), py::arg("trace"),
+        "Fills weights [L, k], bias [L], leaf_class [L] (and exact [L, k + 1] fp64) from x [N, k] fp32 and y [N]; "
+        "progress(dict) after each level. Returns (node, round, objective) of every step if trace.");
+  m.def("tree_split", &tree_split, py::arg("delta"), py::arg("ids"), py::arg("least"), py::arg("most"),
+        "The discrete step of the tree fit: 1 for each class that goes right, else 0.");
   m.def("philox", &philox, py::arg("counter"), py::arg("key"), "Philox4x32-10: 4 and 2 words of 32 bits -> 4 words.");
   m.def("exact_math", &exact_math, py::arg("name"), py::arg("x"),
         "exp, log or log1p of common/numeric.h, elementwise.");
