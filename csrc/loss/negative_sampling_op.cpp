@@ -50,6 +50,7 @@ Forward negative_sampling(const Tensor& hidden, const Tensor& weight, const Tens
   auto& [loss, saved] = result;
   if (B == 0) {
     if (reduction != Reduction::kNone) torch::stable::zero_(loss);
+    torch::stable::zero_(saved);  // holds the factor of the mean
     return result;
   }
 

@@ -64,6 +64,7 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   auto& [loss, lse, saved] = result;
   if (B == 0) {
     if (reduction != Reduction::kNone) torch::stable::zero_(loss);
+    torch::stable::zero_(saved);  // holds the factor of the mean
     return result;
   }
 
