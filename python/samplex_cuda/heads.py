@@ -281,8 +281,8 @@ class SampledClassifier(nn.Module):
             draw = sampler.sample(seen, self.num_samples, shared=self.shared, key=key, exclude=exclude, context=context)
             target_log_q = None
             if noise and self.reg:
-                known = torch.where(valid, target, 0).reshape(target.shape[0], -1)[:, 0]
-                target_log_q = sampler.log_prob(seen, known, context=context)
+                known = torch.where(valid, target, 0)
+                target_log_q = sampler.log_prob(seen, known if known.dim() == 1 else known[:, 0], context=context)
         if noise:
             return functional.negative_sampling(
                 h,
