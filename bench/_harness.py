@@ -512,3 +512,23 @@ def write_readme(report: Report, options: argparse.Namespace) -> None:
         from update_readme import update
 
         update()
+
+
+# ---------------------------------------------------------------------------------------------------- one process a row
+def row_in_child(script: str, row_id: str, argv: list[str]) -> Any:
+    """One row of a bench, measured by `script --row` in a fresh process; None where it does not apply here."""
+    progress(row_id)
+    done = subprocess.run([sys.executable, script, *argv, "--row", row_id], stdout=subprocess.PIPE, text=True)
+    progress("")
+    if done.returncode != 0:
+        raise SystemExit(f"bench: row {row_id} failed")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def row_from(values: dict[str, Any], has_targets: bool) -> Row:
+    values = {name: value for name, value in values.items() if name != "passed"}
+    for name in ("ours", "other"):
+        values[name] = None if values[name] is None else Timing(**values[name])
+    row = Row(**values)
+    # The targets are CPU targets; on CUDA the rows are printed without a verdict.
+    return row if has_targets else dataclasses.replace(row, target=None, aim=None)

@@ -36,13 +36,14 @@ from _harness import (
     Report,
     Row,
     Side,
-    Timing,
     check_close,
     common_options,
     huge_share,
     interleave,
     make_table,
     progress,
+    row_from,
+    row_in_child,
     set_up,
     wanted,
     write_readme,
@@ -377,26 +378,6 @@ class Bench:
         return {"d": DIM, "B": batch, "m": m, "points": points}
 
 
-# ---------------------------------------------------------------------------------------------------- one process a row
-def row_in_child(row_id: str, argv: list[str]) -> Any:
-    """Measures one row (or the sweep) in a fresh process; None where it does not apply here."""
-    progress(row_id)
-    done = subprocess.run([sys.executable, __file__, *argv, "--row", row_id], stdout=subprocess.PIPE, text=True)
-    progress("")
-    if done.returncode != 0:
-        raise SystemExit(f"bench: row {row_id} failed")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def row_from(values: dict[str, Any], has_targets: bool) -> Row:
-    values = {name: value for name, value in values.items() if name != "passed"}
-    for name in ("ours", "other"):
-        values[name] = None if values[name] is None else Timing(**values[name])
-    row = Row(**values)
-    # The targets are CPU targets; on CUDA the rows are printed without a verdict.
-    return row if has_targets else dataclasses.replace(row, target=None, aim=None)
-
-
 # ----------------------------------------------------------------------------------------------------- peak memory
 def memory_in_child(name: str, classes: int, batch: int, m: int, threads: int) -> dict[str, Any]:
     """Peak resident memory above the start of one step, in a process of its own: no freed block of an earlier step can
@@ -465,10 +446,10 @@ def main() -> int:
     name = "sampled_softmax" if on_cpu else f"sampled_softmax_{bench.device.type}"
     report = Report(name, bench.device, store=not (options.quick or options.no_store))
     for row_id in bench.rows():
-        if wanted(options, row_id) and (got := row_in_child(row_id, sys.argv[1:])) is not None:
+        if wanted(options, row_id) and (got := row_in_child(__file__, row_id, sys.argv[1:])) is not None:
             report.add(row_from(got, on_cpu))
     if wanted(options, "sweep"):
-        report.extra["sweep"] = row_in_child("sweep", sys.argv[1:])
+        report.extra["sweep"] = row_in_child(__file__, "sweep", sys.argv[1:])
     code = report.finish(fail=not options.no_fail)
     if report.store and on_cpu and not options.no_plot:
         plot()

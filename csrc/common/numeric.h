@@ -68,6 +68,8 @@ SX_HOST_DEVICE inline float exp_acc(float x) { return ::expf(x); }
 SX_HOST_DEVICE inline double exp_acc(double x) { return ::exp(x); }
 SX_HOST_DEVICE inline float log_acc(float x) { return ::logf(x); }
 SX_HOST_DEVICE inline double log_acc(double x) { return ::log(x); }
+SX_HOST_DEVICE inline float log1p_acc(float x) { return ::log1pf(x); }
+SX_HOST_DEVICE inline double log1p_acc(double x) { return ::log1p(x); }
 
 // ------------------------------------------------------------------------------------------------ online softmax
 // Running log-sum-exp of a stream: max so far and sum of exp(x - max). Empty is (-inf, 0). A nan sticks.

@@ -8,132 +8,13 @@
 
 #include <cstdlib>
 
-#include "common/vec.h"
-#include "loss/sampled_softmax_math.h"
+#include "common/rows.h"
+#include "loss/sampled_softmax_params.h"
 
 namespace samplex {
 inline namespace SX_ISA_NS {
 
 constexpr int kTile = 16;
-
-// ------------------------------------------------------------------------------------------------ row arithmetic
-// Row primitives on A-type buffers: scalar code for any type, and vector code for float accumulation.
-template <typename T>
-struct Rows {
-  using A = acc_t<T>;
-
-  // out[j] = h . w[j], four class rows at a time so that h is read once for four
-  static void dot4(const A* h, const T* const* w, int64_t d, A* out) {
-    int64_t c = 0;
-    A tail[4] = {0, 0, 0, 0};
-#if defined(__AVX2__)
-    if constexpr (sizeof(A) == 4) {
-      Vec s0 = Vec::zero(), s1 = Vec::zero(), s2 = Vec::zero(), s3 = Vec::zero();
-      for (; c + Vec::kSize <= d; c += Vec::kSize) {
-        const Vec x = Vec::load(h + c);
-        s0 = fma(x, Vec::load(w[0] + c), s0);
-        s1 = fma(x, Vec::load(w[1] + c), s1);
-        s2 = fma(x, Vec::load(w[2] + c), s2);
-        s3 = fma(x, Vec::load(w[3] + c), s3);
-      }
-      tail[0] = s0.sum();
-      tail[1] = s1.sum();
-      tail[2] = s2.sum();
-      tail[3] = s3.sum();
-    }
-#endif
-    for (; c < d; ++c) {
-      for (int j = 0; j < 4; ++j) tail[j] += h[c] * to_acc(w[j][c]);
-    }
-    for (int j = 0; j < 4; ++j) out[j] = tail[j];
-  }
-
-  // acc += sum_j coef[j] * w[j]
-  static void axpy4(A* acc, const A* coef, const T* const* w, int64_t d) {
-    int64_t c = 0;
-#if defined(__AVX2__)
-    if constexpr (sizeof(A) == 4) {
-      const Vec c0 = Vec::all(coef[0]), c1 = Vec::all(coef[1]), c2 = Vec::all(coef[2]), c3 = Vec::all(coef[3]);
-      for (; c + Vec::kSize <= d; c += Vec::kSize) {
-        Vec x = fma(c0, Vec::load(w[0] + c), Vec::load(acc + c));
-        x = fma(c1, Vec::load(w[1] + c), x);
-        x = fma(c2, Vec::load(w[2] + c), x);
-        fma(c3, Vec::load(w[3] + c), x).store(acc + c);
-      }
-    }
-#endif
-    for (; c < d; ++c) {
-      A x = acc[c];
-      for (int j = 0; j < 4; ++j) x += coef[j] * to_acc(w[j][c]);
-      acc[c] = x;
-    }
-  }
-
-  static void axpy1(A* acc, A coef, const T* w, int64_t d) {
-    for (int64_t c = 0; c < d; ++c) acc[c] += coef * to_acc(w[c]);
-  }
-
-  static void scale_to(A* out, const A* acc, A factor, int64_t d) {
-    for (int64_t c = 0; c < d; ++c) out[c] = acc[c] * factor;
-  }
-
-  // out[k] = factor * exp(x[k] - shift)
-  static void exp_to(const A* x, A shift, A factor, A* out, int64_t n) {
-    int64_t k = 0;
-#if defined(__AVX2__)
-    if constexpr (sizeof(A) == 4) {
-      const Vec s = Vec::all(shift), f = Vec::all(factor);
-      for (; k + Vec::kSize <= n; k += Vec::kSize) (f * vexp(Vec::load(x + k) - s)).store(out + k);
-      if (k < n) store_tail(f * vexp(load_tail(x + k, int(n - k)) - s), out + k, int(n - k));
-      return;
-    }
-#endif
-    for (; k < n; ++k) out[k] = factor * exp_acc(x[k] - shift);
-  }
-
-  static A max_of(const A* x, int64_t n) {
-    A max = negative_infinity<A>();
-    for (int64_t k = 0; k < n; ++k) max = x[k] > max ? x[k] : max;
-    return max;
-  }
-
-  // out[k] = exp(x[k] - shift); returns the sum
-  static A exp_sum(const A* x, A shift, A* out, int64_t n) {
-    int64_t k = 0;
-    A sum = 0;
-#if defined(__AVX2__)
-    if constexpr (sizeof(A) == 4) {
-      const Vec s = Vec::all(shift);
-      Vec total = Vec::zero();
-      for (; k + Vec::kSize <= n; k += Vec::kSize) {
-        const Vec e = vexp(Vec::load(x + k) - s);
-        e.store(out + k);
-        total = total + e;
-      }
-      if (k < n) {
-        const int rest = int(n - k);
-        const Vec e = vexp(load_tail(x + k, rest) - s);
-        store_tail(e, out + k, rest);
-        for (; k < n; ++k) sum += out[k];
-      }
-      return total.sum() + sum;
-    }
-#endif
-    for (; k < n; ++k) {
-      out[k] = exp_acc(x[k] - shift);
-      sum += out[k];
-    }
-    return sum;
-  }
-};
-
-// SX_ALWAYS_INLINE, here and in the callers: GCC takes a function that only prefetches for one without effect, and
-// drops the call.
-template <typename T>
-SX_ALWAYS_INLINE void prefetch_row(const T* row, int64_t d) {
-  const char* bytes = reinterpret_cast<const char*>(row);
-  for (int64_t at = 0; at < d * int64_t(sizeof(T)); at += 64) __builtin_prefetch(bytes + at, 0, 2);
-}
 
 // ------------------------------------------------------------------------------------------------ scratch of a thread
 template <typename A>
@@ -183,11 +64,8 @@ struct SampledSoftmaxRow {
         P(params.num_targets),
         m(params.num_samples),
         row_entries(params.num_targets + params.num_samples),
-        // About 256 cache lines under way, into the L2 cache: it takes 48 misses at a time, the L1 only 16. Measured.
-        lookahead(clamp_lookahead(256 * 64 / (params.dim * int64_t(sizeof(T)) + 1) + 1)),
+        lookahead(rows_ahead<T>(params.dim)),
         one_target(params.num_targets == 1 && params.known_offsets == nullptr) {}
-
-  static int64_t clamp_lookahead(int64_t rows) { return rows < 4 ? 4 : rows > 32 ? 32 : rows / 4 * 4; }
 
   const T* weight_row(int64_t id) const { return static_cast<const T*>(p.weight) + id * p.dim; }
   bool is_target(int64_t id) const { return id != p.ignore_index && !(P > 1 && id == kPadding); }

@@ -67,20 +67,5 @@ void launch_sampled_softmax(const SampledSoftmaxParams& params, void* stream) {
   }
 }
 
-void launch_sampled_softmax_mean(const SampledSoftmaxMeanParams& params, void* stream) {
-  if (params.double_acc)
-    SX_LAUNCH("sampled_softmax", sampled_softmax_mean_kernel<double>, 1, kMeanThreads, 0, stream, params);
-  else
-    SX_LAUNCH("sampled_softmax", sampled_softmax_mean_kernel<float>, 1, kMeanThreads, 0, stream, params);
-}
-
-void launch_sampled_softmax_bwd(const SampledSoftmaxBwdParams& params, void* stream) {
-  dispatch_dtype("sampled_softmax_bwd", params.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    SX_LAUNCH("sampled_softmax_bwd", (sampled_softmax_bwd_kernel<T>), unsigned(params.batch), kThreads, 0, stream,
-              params);
-  });
-}
-
 }  // namespace SX_BACKEND_NS
 }  // namespace samplex

@@ -2,8 +2,6 @@
 //
 //   sampled_softmax_kernel         float, half, bfloat16 storage; d <= 512 and 768 (odd d: <= 256): one pass
 //   sampled_softmax_wide_kernel    any other d, double, and shared draws (whose products come from a GEMM)
-//   sampled_softmax_mean_kernel    the loss over the batch
-//   sampled_softmax_bwd_kernel     coefficients and d_hidden from what the forward saved
 //   sampled_softmax_check_kernel   SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 //
 // One pass: a block is one warp and has one batch row. A group of kGroup lanes owns a class row, every lane kElements
@@ -14,19 +12,17 @@
 // numbers a class row: a warp keeps 16 KiB of it in flight, so a few hundred rows fill a large GPU.
 #pragma once
 
-#include <cstdio>
-
+#include "common/fused_loss_kernel.cuh"
 #include "common/vec_load.cuh"
 #include "common/warp.cuh"
-#include "loss/sampled_softmax_math.h"
+#include "loss/sampled_softmax_params.h"
 
 namespace samplex {
 namespace SX_BACKEND_NS {
 
 constexpr int kWarps = 4;  // block of all kernels but the one-pass one
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kStage = 128;        // entries staged in shared memory at a time
-constexpr int kMeanThreads = 256;  // of the one block that sums over the batch
+constexpr int kStage = 128;  // entries staged in shared memory at a time
 
 // ------------------------------------------------------------------------------------------------ entries of a row
 SX_DEVICE inline bool counts_as_target(const SampledSoftmaxParams& p, int64_t id) {
@@ -673,56 +669,12 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
   }
 }
 
-// ------------------------------------------------------------------------------------------------ over the batch
-// One block: sums in an order that depends on the batch size only.
-template <typename A>
-__global__ void __launch_bounds__(kMeanThreads) sampled_softmax_mean_kernel(SampledSoftmaxMeanParams p) {
-  __shared__ A scratch[kMeanThreads / kWarpSize];
-  A loss = 0, denom = 0;
-  for (int64_t b = threadIdx.x; b < p.batch; b += kMeanThreads) {
-    loss += static_cast<const A*>(p.row_loss)[b];
-    denom += static_cast<const A*>(p.denom)[b];
-  }
-  loss = block_sum<kMeanThreads / kWarpSize>(loss, scratch);
-  denom = block_sum<kMeanThreads / kWarpSize>(denom, scratch);
-  if (threadIdx.x != 0) return;
-  const A factor = p.mean ? mean_factor(denom) : A(1);
-  *static_cast<A*>(p.loss) = loss * factor;
-  *static_cast<A*>(p.factor) = factor;
-}
-
 // ------------------------------------------------------------------------------------------------ debug check
 // A kernel of its own: a printf in the hot kernels costs them a stack frame and registers.
 __global__ void __launch_bounds__(kThreads) sampled_softmax_check_kernel(SampledSoftmaxParams p) {
   const int64_t targets = p.batch * p.num_targets, draws = (p.shared ? 1 : p.batch) * p.num_samples;
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= targets + draws) return;
-  const bool target = i < targets;
-  const int64_t at = target ? i : i - targets;
-  const int64_t id = target ? p.target[at] : p.ids[at];
-  if ((id >= 0 && id < p.num_classes) || (target && !counts_as_target(p, id))) return;
-  printf("sampled_softmax: %s must be in [0, %lld), got %lld at flat position %lld\n", target ? "target" : "ids",
-         (long long)p.num_classes, (long long)id, (long long)at);
-  __trap();
-}
-
-// ------------------------------------------------------------------------------------------------ backward
-template <typename T>
-__global__ void __launch_bounds__(kThreads) sampled_softmax_bwd_kernel(SampledSoftmaxBwdParams p) {
-  using A = acc_t<T>;
-  const int64_t b = blockIdx.x, P = p.num_targets, m = p.num_samples, entries = P + m;
-  const SampledSoftmaxUpstream<A> up(p, b);
-  for (int64_t k = threadIdx.x; k < entries; k += kThreads) {
-    const A coef = up.combine(p.coef_loss, p.coef_lse, b * entries + k);
-    if (k < P)
-      static_cast<A*>(p.coef_target)[b * P + k] = coef;
-    else
-      static_cast<A*>(p.coef_draw)[b * m + k - P] = coef;
-  }
-  T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
-  for (int64_t c = threadIdx.x; c < p.dim; c += kThreads) {
-    d_hidden[c] = from_acc<T>(up.combine(p.d_loss, p.d_lse, b * p.dim + c));
-  }
+  check_loss_id<kThreads>("sampled_softmax", p.target, targets, p.ids, draws, p.num_classes,
+                          [&](int64_t id) { return !counts_as_target(p, id); });
 }
 
 }  // namespace SX_BACKEND_NS

@@ -47,35 +47,7 @@ struct SampledSoftmaxParams {
 
 constexpr int64_t kPadding = -100;  // pads rows of a [B, P] target
 
-enum class Reduction : int64_t { kNone = 0, kMean = 1, kSum = 2 };
-
-struct SampledSoftmaxMeanParams {
-  const void* row_loss;  // A [B]
-  const void* denom;     // A [B]
-  void* loss;            // A [1]
-  void* factor;          // A [1]: d loss / d row_loss
-  int64_t batch;
-  bool mean, double_acc;  // a mean, or a sum; A is double
-};
-
-struct SampledSoftmaxBwdParams {
-  const void* grad_loss;  // A [B], or [1] of a reduced loss
-  const void* grad_lse;   // A [B] or nullptr
-  const void* factor;     // A [1]: d loss / d row_loss of a reduced loss, else nullptr
-  const void* coef_loss;  // A [B, P + m]
-  const void* d_loss;     // A [B, d]
-  const void* coef_lse;   // A [B, P + m], with grad_lse
-  const void* d_lse;      // A [B, d], with grad_lse
-  void* coef_target;      // A [B, P]
-  void* coef_draw;        // A [B, m]
-  void* d_hidden;         // [B, d] in `dtype`
-  int64_t batch, num_targets, num_samples, dim;
-  DType dtype;
-};
-
 SX_DECLARE_LAUNCHER(launch_sampled_softmax, SampledSoftmaxParams)
-SX_DECLARE_LAUNCHER(launch_sampled_softmax_mean, SampledSoftmaxMeanParams)
-SX_DECLARE_LAUNCHER(launch_sampled_softmax_bwd, SampledSoftmaxBwdParams)
 
 // ISA bodies of the forward, float/half/bfloat16 storage; rows [begin, end).
 namespace cpu {

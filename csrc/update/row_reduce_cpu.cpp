@@ -18,8 +18,8 @@
 namespace samplex::cpu {
 namespace {
 
-constexpr int kMaxDigitBits = 11;  // 2048 counters stay in the L1 cache
-constexpr int64_t kBlock = 512;    // entries summed at a time
+constexpr int kMaxDigitBits = 11;           // 2048 counters stay in the L1 cache
+constexpr int64_t kBlockNumbers = 1 << 16;  // of the rows that a thread sums at a time
 
 // Stable counting sort of keys [n] by `digit_bits` bits from `shift` on, into `to`.
 void sort_by_digit(const uint64_t* keys, uint64_t* to, int64_t n, int shift, int digit_bits) {
@@ -107,6 +107,9 @@ void reduce(const RowReduceParams& p) {
     }
   }
 
+  // Entries of a block: wide rows make short blocks, or a small batch would be one block and one thread's work.
+  const int64_t block_entries = std::clamp<int64_t>(kBlockNumbers / std::max<int64_t>(p.dim, 1), 16, 512);
+
   // 2. Every part takes the keys of its range, in the order of the entries, sorts them and counts the rows.
   std::vector<const uint64_t*> sorted(parts);
   std::vector<std::vector<RowReduceRange>> blocks(parts);
@@ -133,7 +136,7 @@ void reduce(const RowReduceParams& p) {
     int64_t rows = 0;
     for (int64_t i = 0; i < n; ++i) {
       if (i > 0 && (key[i] >> entry_bits) == (key[i - 1] >> entry_bits)) continue;
-      if (blocks[part].empty() || key + i - blocks[part].back().keys >= kBlock) {
+      if (blocks[part].empty() || key + i - blocks[part].back().keys >= block_entries) {
         blocks[part].push_back({key + i, n - i, rows, entry_bits});
       }
       ++rows;

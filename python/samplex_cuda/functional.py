@@ -7,10 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from samplex_cuda.ops.sampled_softmax import REDUCTIONS, keep_coalesced
+from samplex_cuda.ops.fused_loss import REDUCTIONS, acc_dtype, keep_coalesced
+from samplex_cuda.ops.negative_sampling import negative_sampling as _negative_sampling
 from samplex_cuda.ops.sampled_softmax import sampled_softmax as _sampled_softmax
 
-__all__ = ["sampled_softmax"]
+__all__ = ["negative_sampling", "sampled_softmax"]
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -130,20 +131,14 @@ def sampled_softmax(
     # What the op takes as it is goes straight to it: it checks everything once more, in C++. Python's checks are for
     # the rest, and for a better message; they cost as much as scoring a thousand classes.
     if not _plain(h, weight, target, ids, log_q, bias, class_weight, reduction, positives):
-        lead, h, target, ids, log_q = _prepare(
-            op, h, weight, target, ids, log_q, bias, class_weight, reduction, label_smoothing
-        )
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
+        lead, h, target, ids, log_q = _prepare(op, h, weight, target, ids, log_q, bias, class_weight, reduction)
         weight = weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         class_weight = None if class_weight is None else class_weight.detach().contiguous()
         offsets, known = _csr(op, positives, h.shape[0], weight.device)
-    needs_grad = torch.is_grad_enabled() and (
-        h.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    if needs_grad and sparse and not torch.compiler.is_compiling():
-        keep_coalesced(weight)
-        if bias is not None:
-            keep_coalesced(bias)
+    needs_grad = _needs_grad(h, weight, bias, sparse)
     rest = (
         target,
         ids,
@@ -173,6 +168,153 @@ def sampled_softmax(
         assert lse is not None
         return loss, lse if lead is None else lse.reshape(lead)
     return loss
+
+
+def negative_sampling(
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    log_q: Tensor,
+    target_log_q: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    reg: float = 0.0,
+    reduction: str = "mean",
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    sparse: bool = True,
+) -> Tensor:
+    r"""Logistic regression of the target against draws from a noise distribution (Bamler & Mandt 2020, Eq. 2 and 6).
+
+    With scores :math:`\xi_k = \text{scale}\,(h \cdot w_k + b_k)` and m draws :math:`y'_j \sim p_n(\cdot|x)` the loss of
+    a row is
+
+    .. math::
+        \text{softplus}(-\xi_y) + \lambda (\xi_y + \log p_n(y|x))^2
+        + \frac{1}{m} \sum_j [\text{softplus}(\xi_{y'_j}) + \lambda (\xi_{y'_j} + \log p_n(y'_j|x))^2].
+
+    The paper has one draw; more are averaged, which leaves the expected loss and its minimiser as they are. At the
+    minimum :math:`\xi_y = \log p_D(y|x) - \log p_n(y|x)`: the scores are biased by the noise, and prediction adds
+    :math:`\log p_n(y|x)` back (Eq. 5), which `SampledClassifier` does by itself.
+
+    The draws come from the *unconditional* p_n: do not exclude the target when sampling. A draw that hits it counts
+    like any other; without those the minimiser would be another one.
+
+    One pass over the gathered rows, forward and backward: no [B, m, d] and no [C, d] tensor is made. Gradients of
+    `weight` and `bias` are coalesced sparse COO tensors, good for `torch.optim.SGD`, `Adagrad` and `SparseAdam`.
+
+    Args:
+        h: [*, d] hidden vectors. Under autocast they are cast to the dtype of `weight`, which keeps its own.
+        weight: [C, d] in float32, float64, float16 or bfloat16; sums run in float32 (float64 for float64).
+        target: int64 [*].
+        ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows. With m = 0 only the target's
+            term is left.
+        log_q: log p_n of each draw, shape of `ids`; read only where `reg` is not 0.
+        target_log_q: [*], log p_n(y|x) of the targets; may be None where `reg` is 0.
+        bias: [C] or None, in the dtype of `weight` or float32.
+        scale: multiplies the score (1 / temperature).
+        reg: lambda of Eq. 6, at least 0: pulls the corrected scores, xi + log p_n, to zero.
+        reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
+        class_weight: [C] float32; multiplies the loss of a row by the weight of its target, as in `F.cross_entropy`.
+        ignore_index: a row of this target has loss 0 and no gradient and is not in the mean.
+        sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).
+
+    Returns:
+        The loss in float32 (float64 for float64): a scalar, or [*] for "none". A nan in a row's h gives nan in that row
+        only.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> h, weight = torch.randn(4, 16), torch.randn(1000, 16, requires_grad=True)
+        >>> target = torch.tensor([1, 2, 3, 4])
+        >>> sampler = sx.samplers.LogUniform(1000)
+        >>> draw = sampler.sample(h, 5)
+        >>> log_p = sampler.log_prob(h, target)
+        >>> loss = sx.functional.negative_sampling(h, weight, target, draw.ids, draw.log_q, log_p, reg=1e-3)
+        >>> loss.backward()
+        >>> weight.grad.is_coalesced(), weight.grad.shape
+        (True, torch.Size([1000, 16]))
+    """
+    op = "negative_sampling"
+    lead = None
+    if not (
+        _plain(h, weight, target, ids, log_q, bias, class_weight, reduction, None)
+        and (target_log_q is None or _plain_row_values(target_log_q, h))
+        and 0.0 <= reg < math.inf
+        and (reg == 0.0 or target_log_q is not None)
+    ):
+        if not 0.0 <= reg < math.inf:
+            raise ValueError(f"{op}: reg must be finite and at least 0, got {reg}")
+        lead, h, target, ids, log_q = _prepare(op, h, weight, target, ids, log_q, bias, class_weight, reduction)
+        if target.shape[1] != 1:
+            raise ValueError(f"{op}: target must be {list(lead)} to fit h, got {_got(target)}")
+        target = target.squeeze(1)
+        target_log_q = _target_log_q(op, target_log_q, reg, lead, weight)
+        weight = weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        class_weight = None if class_weight is None else class_weight.detach().contiguous()
+    needs_grad = _needs_grad(h, weight, bias, sparse)
+    rest = (
+        target,
+        ids,
+        log_q,
+        target_log_q,
+        class_weight,
+        float(scale),
+        float(reg),
+        int(ignore_index),
+        REDUCTIONS[reduction],
+        needs_grad,
+        bool(sparse),
+    )
+    if torch.compiler.is_compiling():
+        loss = _negative_sampling(h, weight, bias, rest, need_grad=needs_grad)
+    else:
+        try:
+            loss = _negative_sampling(h, weight, bias, rest, need_grad=needs_grad)
+        except RuntimeError as error:
+            raise _as_python(error) from None
+    return loss.reshape(lead) if lead is not None and reduction == "none" else loss
+
+
+def _target_log_q(op: str, t: Tensor | None, reg: float, lead: torch.Size, weight: Tensor) -> Tensor | None:
+    """log p_n of the targets in the op's form, [B]."""
+    if t is None:
+        if reg != 0.0:
+            raise ValueError(f"{op}: target_log_q must be {list(lead)} where reg is not 0, got None")
+        return None
+    _check_tensor(op, "target_log_q", t, f"{list(lead)} floating point")
+    if t.shape != lead or not t.is_floating_point() or t.device != weight.device:
+        raise ValueError(f"{op}: target_log_q must be {list(lead)} floating point on {weight.device}, got {_got(t)}")
+    return t.detach().reshape(-1).to(acc_dtype(weight.dtype)).contiguous()
+
+
+def _plain_row_values(t: Tensor, h: Tensor) -> bool:
+    try:
+        return (
+            t.dim() == 1
+            and t.shape[0] == h.shape[0]
+            and t.dtype is torch.float32
+            and t.device == h.device
+            and t.is_contiguous()
+            and not t.requires_grad
+        )
+    except AttributeError:  # not a tensor
+        return False
+
+
+def _needs_grad(h: Tensor, weight: Tensor, bias: Tensor | None, sparse: bool) -> bool:
+    """Whether a call needs gradients; sparse ones are then kept coalesced where autograd adds them up."""
+    needs_grad = torch.is_grad_enabled() and (
+        h.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    if needs_grad and sparse and not torch.compiler.is_compiling():
+        keep_coalesced(weight)
+        if bias is not None:
+            keep_coalesced(bias)
+    return needs_grad
 
 
 def _plain(
@@ -225,7 +367,6 @@ def _prepare(
     bias: Tensor | None,
     class_weight: Tensor | None,
     reduction: str,
-    label_smoothing: float,
 ) -> tuple[torch.Size, Tensor, Tensor, Tensor, Tensor]:
     """Checks every argument and brings them into the op's form: leading shape, h, target, ids, log_q."""
     for name, t, wanted in (
@@ -254,9 +395,7 @@ def _prepare(
         raise ValueError(f"{op}: log_q must be on {weight.device} like weight, got {_got(log_q)}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"{op}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
-    acc = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    acc = acc_dtype(weight.dtype)
     for name, table in (("bias", bias), ("class_weight", class_weight)):
         if table is None:
             continue

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda import functional
-from samplex_cuda.prediction import _describe, exact_log_prob, exact_nll, exact_topk, valid_targets
+from samplex_cuda.prediction import (
+    Prior,
+    _describe,
+    exact_log_prob,
+    exact_nll,
+    exact_scores,
+    exact_topk,
+    valid_targets,
+)
 from samplex_cuda.tables import empty_table
 
 if TYPE_CHECKING:
@@ -20,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SampledClassifier"]
 
-_LOSSES = ("sampled_softmax",)
+_LOSSES = ("sampled_softmax", "negative_sampling")
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -28,8 +36,13 @@ class SampledClassifier(nn.Module):
     """A linear classifier over C classes that trains on sampled classes and evaluates exactly.
 
     In training mode `head(h, y)` draws `num_samples` classes per row (or once for the batch, with `shared=True`) and
-    returns the sampled softmax loss; gradients reach only the rows that were touched. In eval mode `head(h, y)` is the
-    exact negative log-likelihood over all classes, computed in chunks, without gradient.
+    returns the sampled loss; gradients reach only the rows that were touched. In eval mode `head(h, y)` is the exact
+    negative log-likelihood over all classes, computed in chunks, without gradient.
+
+    With `loss="negative_sampling"` (Bamler & Mandt 2020) the scores are learned relative to the sampler's law p_n, so
+    evaluation and prediction add log p_n(y|x) back (Eq. 5) by themselves: the NLL, `log_prob`, `predict`, `topk` and
+    `scores`. The sampler then belongs to the model: keep it with the weights, and keep it fixed, or later predictions
+    are corrected by another law than the one the scores were learned against.
 
     `weight` [C, d] and `bias` [C] have the names, shapes and initial values of `nn.Linear(d, C)`:
 
@@ -44,13 +57,14 @@ class SampledClassifier(nn.Module):
         num_classes: C.
         sampler: where negatives come from, for the same C.
         num_samples: draws per row, or per batch with `shared=True`.
-        loss: "sampled_softmax".
+        loss: "sampled_softmax" or "negative_sampling".
         bias: whether there is a bias per class.
         shared: draw once for the whole batch. Targets among the draws are then masked, where per-row draws exclude
-            them beforehand; both leave the expected normaliser right.
+            them beforehand; both leave the expected normaliser right. (Negative sampling does neither.)
         scale: inverse temperature; the logit is `scale * (h @ w + b)`.
         absolute: the logit is `|scale * (h @ w + b)|` (for samplers that favour large absolute logits).
         label_smoothing: as in `F.cross_entropy`, over the target and the draws; training only.
+        reg: lambda of Eq. 6, for negative sampling: pulls the corrected scores to zero.
         class_weight: [C], as `weight` of `F.cross_entropy`. It moves with the module, keeps at least fp32 and is not
             part of `state_dict()`.
         ignore_index: rows of this target have no loss and no gradient.
@@ -89,6 +103,7 @@ class SampledClassifier(nn.Module):
         scale: float = 1.0,
         absolute: bool = False,
         label_smoothing: float = 0.0,
+        reg: float = 0.0,
         class_weight: Tensor | None = None,
         ignore_index: int = -100,
         sparse: bool = True,
@@ -114,6 +129,16 @@ class SampledClassifier(nn.Module):
             raise ValueError(f"SampledClassifier: scale must be finite, got {scale!r}")
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"SampledClassifier: label_smoothing must be in [0, 1], got {label_smoothing!r}")
+        if not 0.0 <= reg < math.inf:
+            raise ValueError(f"SampledClassifier: reg must be finite and at least 0, got {reg!r}")
+        if loss == "negative_sampling":
+            for name, given in (("absolute", absolute), ("label_smoothing", label_smoothing)):
+                if given:
+                    raise ValueError(
+                        f"SampledClassifier: {name} must be off with loss='negative_sampling', got {given!r}"
+                    )
+        elif reg:
+            raise ValueError(f"SampledClassifier: reg must be 0 with loss={loss!r}, got {reg!r}")
         if class_weight is not None and (
             class_weight.shape != (num_classes,) or not class_weight.dtype.is_floating_point
         ):
@@ -131,6 +156,7 @@ class SampledClassifier(nn.Module):
         self.scale = float(scale)
         self.absolute = absolute
         self.label_smoothing = float(label_smoothing)
+        self.reg = float(reg)
         self.ignore_index = ignore_index
         self.sparse = sparse
         self.reduction = reduction
@@ -196,9 +222,12 @@ class SampledClassifier(nn.Module):
             raise ValueError(
                 f"SampledClassifier: sample_weight must be {list(lead)} floating point, got {_describe(sample_weight)}"
             )
-        if features is not None and features.shape[:-1] != lead:
-            want = ", ".join([*(str(n) for n in lead), "f"])
-            raise ValueError(f"SampledClassifier: features must be [{want}] to fit h, got {_describe(features)}")
+        self._check_features("forward", features, lead)
+        if positives is not None and self.loss == "negative_sampling":
+            raise ValueError(
+                "SampledClassifier: positives must be None with loss='negative_sampling', which counts every draw; got "
+                f"{_describe(positives)}"
+            )
         rows = h.reshape(-1, self.in_features)
         target = y.reshape(rows.shape[0], *y.shape[len(lead) :])
         valid = valid_targets(target, self.ignore_index)
@@ -219,6 +248,7 @@ class SampledClassifier(nn.Module):
                 absolute=self.absolute,
                 class_weight=self.class_weight,
                 ignore_index=self.ignore_index,
+                prior=self._prior(rows, features),
             )
             row_weight = self._row_weight(target, valid)
         if sample_weight is not None:
@@ -244,10 +274,31 @@ class SampledClassifier(nn.Module):
         reduction: str,
     ) -> Tensor:
         with torch.no_grad():
-            seen = h.detach() if features is None else features.detach().reshape(h.shape[0], features.shape[-1])
-            exclude = None if self.shared else torch.where(valid, target, -1)
+            seen = self._seen(h, features)
+            noise = self.loss == "negative_sampling"
+            exclude = None if self.shared or noise else torch.where(valid, target, -1)
             sampler: Any = self.sampler
             draw = sampler.sample(seen, self.num_samples, shared=self.shared, key=key, exclude=exclude, context=context)
+            target_log_q = None
+            if noise and self.reg:
+                known = torch.where(valid, target, 0)
+                target_log_q = sampler.log_prob(seen, known if known.dim() == 1 else known[:, 0], context=context)
+        if noise:
+            return functional.negative_sampling(
+                h,
+                self.weight,
+                target,
+                draw.ids,
+                draw.log_q,
+                target_log_q,
+                self.bias,
+                scale=self.scale,
+                reg=self.reg,
+                reduction=reduction,
+                class_weight=self.class_weight,
+                ignore_index=self.ignore_index,
+                sparse=self.sparse,
+            )
         loss = functional.sampled_softmax(
             h,
             self.weight,
@@ -274,12 +325,69 @@ class SampledClassifier(nn.Module):
         weight = torch.where(valid, self.class_weight[target.clamp(0, self.num_classes - 1)], 0.0)
         return weight if valid.dim() == 1 else weight.sum(1) / valid.sum(1).clamp(min=1)
 
+    @staticmethod
+    def _seen(h: Tensor, features: Tensor | None) -> Tensor:
+        """What the sampler looks at, [B, f]."""
+        return (h if features is None else features.reshape(h.shape[0], features.shape[-1])).detach()
+
+    def _prior(self, h: Tensor, features: Tensor | None) -> Prior | None:
+        """log p_n of a block of rows, [n, C], where Eq. 5 asks for it; `h` is [B, d]."""
+        if self.loss != "negative_sampling":
+            return None
+        seen = self._seen(h, features)
+        sampler: Any = self.sampler
+        return lambda rows: sampler.log_prob_all(seen[rows])
+
+    def _check_features(self, method: str, features: Tensor | None, lead: torch.Size) -> None:
+        if features is None or features.shape[:-1] == lead:
+            return
+        where = "SampledClassifier" if method == "forward" else f"SampledClassifier.{method}"
+        want = ", ".join([*(str(n) for n in lead), "f"])
+        raise ValueError(f"{where}: features must be [{want}] to fit h, got {_describe(features)}")
+
+    def scores(
+        self, h: Tensor, features: Tensor | None = None, corrected: bool = True, *, chunk_size: int | None = None
+    ) -> Tensor:
+        """Scores of all classes, `scale * (h @ w + b)`; with negative sampling plus log p_n(y|x), Eq. 5.
+
+        Args:
+            h: [*, d].
+            features: [*, f], what the sampler looks at where that is not `h`.
+            corrected: False leaves log p_n out. Without negative sampling there is nothing to correct.
+            chunk_size: classes per chunk; chosen from the shapes when not given.
+
+        Returns:
+            [*, C] fp32 (fp64 with fp64 parameters), without gradient. `log_prob` is their log_softmax.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sampler = sx.samplers.Unigram(torch.arange(1.0, 51.0))
+            >>> head = sx.SampledClassifier(4, 50, sampler, num_samples=10, loss="negative_sampling")
+            >>> h = torch.randn(3, 4)
+            >>> added = head.scores(h) - head.scores(h, corrected=False)
+            >>> torch.allclose(added, sampler.log_prob_all().expand(3, 50), atol=1e-5)
+            True
+        """
+        lead = self._check_h("scores", h)
+        self._check_features("scores", features, lead)
+        rows = h.reshape(-1, self.in_features)
+        out = exact_scores(
+            rows,
+            self.weight,
+            self.bias,
+            scale=self.scale,
+            absolute=self.absolute,
+            prior=self._prior(rows, features) if corrected else None,
+            chunk_size=chunk_size,
+        )
+        return out.reshape(*lead, self.num_classes)
+
     def log_prob(self, h: Tensor, *, features: Tensor | None = None, chunk_size: int | None = None) -> Tensor:
         """Exact log-probabilities of all classes; [*, C] by definition, beyond it only a chunk is held.
 
         Args:
             h: [*, d].
-            features: [*, f]; no loss of today needs it here.
+            features: [*, f], what the sampler looks at where that is not `h`; used with negative sampling.
             chunk_size: classes per chunk; chosen from the shapes when not given.
 
         Returns:
@@ -293,12 +401,15 @@ class SampledClassifier(nn.Module):
             True
         """
         lead = self._check_h("log_prob", h)
+        self._check_features("log_prob", features, lead)
+        rows = h.reshape(-1, self.in_features)
         out = exact_log_prob(
-            h.reshape(-1, self.in_features),
+            rows,
             self.weight,
             self.bias,
             scale=self.scale,
             absolute=self.absolute,
+            prior=self._prior(rows, features),
             chunk_size=chunk_size,
         )
         return out.reshape(*lead, self.num_classes)
@@ -308,7 +419,7 @@ class SampledClassifier(nn.Module):
 
         Args:
             h: [*, d].
-            features: [*, f]; no loss of today needs it here.
+            features: [*, f], what the sampler looks at where that is not `h`; used with negative sampling.
             chunk_size: classes per chunk; chosen from the shapes when not given.
 
         Returns:
@@ -330,11 +441,12 @@ class SampledClassifier(nn.Module):
         Args:
             h: [*, d].
             k: how many, 1 to C.
-            features: [*, f]; no loss of today needs it here.
+            features: [*, f], what the sampler looks at where that is not `h`; used with negative sampling.
             chunk_size: classes per chunk; chosen from the shapes when not given.
 
         Returns:
-            (logits [*, k], ids int64 [*, k]), largest first, equal logits in ascending id order.
+            (logits [*, k], ids int64 [*, k]), largest first, equal logits in ascending id order. The logits are those
+            of `scores`.
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -346,13 +458,16 @@ class SampledClassifier(nn.Module):
         lead = self._check_h("topk", h)
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= self.num_classes:
             raise ValueError(f"SampledClassifier.topk: k must be an int in [1, {self.num_classes}], got {k!r}")
+        self._check_features("topk", features, lead)
+        rows = h.reshape(-1, self.in_features)
         logits, ids = exact_topk(
-            h.reshape(-1, self.in_features),
+            rows,
             self.weight,
             k,
             self.bias,
             scale=self.scale,
             absolute=self.absolute,
+            prior=self._prior(rows, features),
             chunk_size=chunk_size,
         )
         return logits.reshape(*lead, k), ids.reshape(*lead, k)
@@ -407,6 +522,7 @@ class SampledClassifier(nn.Module):
             "scale": 1.0,
             "absolute": False,
             "label_smoothing": 0.0,
+            "reg": 0.0,
             "ignore_index": -100,
             "sparse": True,
             "reduction": "mean",

@@ -4,21 +4,30 @@ Everything here costs O(C) per row and belongs to evaluation, not to a training 
 `s = scale * (h @ weight.T + bias)` (`|s|` with `absolute=True`), computed in fp32 whatever the storage dtype (in fp64
 where an input is fp64), one block of rows and one chunk of classes at a time, so that no [B, C] exists unless it is
 asked for. No function here records gradients.
+
+`prior(rows)`, where it is given, is added to the logits: [n, C] for the rows of a slice, e.g. log p_n(y|x) of the noise
+that negative sampling learned against. It is asked for a block of rows at a time, each small enough that the block
+holds at most 2^25 elements (one row, where C is larger).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["exact_log_prob", "exact_lse", "exact_nll", "exact_topk"]
+__all__ = ["Prior", "exact_log_prob", "exact_lse", "exact_nll", "exact_scores", "exact_topk"]
+
+Prior: TypeAlias = Callable[[slice], Tensor]
 
 # A block of logits holds at most this many elements (16 MB in fp32), and so does an up-cast chunk of weight rows.
 _BLOCK_ELEMENTS = 1 << 22
 # Beyond this many rows a GEMM gains nothing from more of them.
 _BLOCK_ROWS = 1024
+# A block of rows of a prior holds at most this many elements: it is [rows, C] at once.
+_PRIOR_ELEMENTS = 1 << 25
 
 
 def _describe(x: object) -> str:
@@ -43,16 +52,23 @@ def _check(op: str, h: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: 
         raise ValueError(f"{op}: chunk_size must be at least 1, got {chunk_size}")
 
 
-def _row_blocks(h: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of rows of `h`, up-cast to the dtype the logits are computed in."""
+def _row_blocks(h: Tensor, weight: Tensor, prior: Prior | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Blocks of rows of `h`, up-cast to the dtype the logits are computed in, and their prior."""
     wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
-    for begin in range(0, h.shape[0], _BLOCK_ROWS):
-        rows = slice(begin, min(begin + _BLOCK_ROWS, h.shape[0]))
-        yield rows, h[rows].to(wide)
+    size = _BLOCK_ROWS if prior is None else max(1, min(_BLOCK_ROWS, _PRIOR_ELEMENTS // weight.shape[0]))
+    for begin in range(0, h.shape[0], size):
+        rows = slice(begin, min(begin + size, h.shape[0]))
+        yield rows, h[rows].to(wide), None if prior is None else prior(rows)
 
 
 def _logit_chunks(
-    h: Tensor, weight: Tensor, bias: Tensor | None, scale: float, absolute: bool, chunk_size: int | None
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    absolute: bool,
+    prior: Tensor | None,
+    chunk_size: int | None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields (first class, logits [rows, chunk]) for one block of rows; the logits are the caller's to overwrite."""
     num_classes, dim = weight.shape
@@ -65,7 +81,11 @@ def _logit_chunks(
             logits += bias[begin:end].to(h.dtype)
         if scale != 1.0:
             logits *= scale
-        yield begin, logits.abs_() if absolute else logits
+        if absolute:
+            logits.abs_()
+        if prior is not None:
+            logits += prior[:, begin:end].to(h.dtype)
+        yield begin, logits
 
 
 def _merge_lse(running: Tensor, logits: Tensor) -> Tensor:
@@ -85,6 +105,7 @@ def exact_lse(
     *,
     scale: float = 1.0,
     absolute: bool = False,
+    prior: Prior | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
     """Log of the softmax normaliser of each row.
@@ -95,6 +116,7 @@ def exact_lse(
         bias: [C].
         scale: inverse temperature, applied to `h @ weight.T + bias`.
         absolute: the logit is the absolute value.
+        prior: added to the logits; see the module.
         chunk_size: classes per chunk; chosen from the shapes when not given.
 
     Returns:
@@ -111,9 +133,9 @@ def exact_lse(
     wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
     out = torch.empty(h.shape[0], dtype=wide, device=h.device)
     with torch.autocast(h.device.type, enabled=False):
-        for rows, block in _row_blocks(h, weight):
+        for rows, block, added in _row_blocks(h, weight, prior):
             lse = _no_mass(block)
-            for _, logits in _logit_chunks(block, weight, bias, scale, absolute, chunk_size):
+            for _, logits in _logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
                 lse = _merge_lse(lse, logits)
             out[rows] = lse.to(wide)
     return out
@@ -136,6 +158,7 @@ def exact_nll(
     absolute: bool = False,
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
+    prior: Prior | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
     """Negative log-likelihood of each row under the full softmax, the mean over its targets where it has several.
@@ -149,6 +172,7 @@ def exact_nll(
         absolute: the logit is the absolute value.
         class_weight: [C], multiplies the term of each target, as in `F.cross_entropy` with `reduction="none"`.
         ignore_index: targets of this value are skipped; a row with no other has the value 0.
+        prior: added to the logits; see the module.
         chunk_size: classes per chunk; chosen from the shapes when not given.
 
     Returns:
@@ -175,10 +199,10 @@ def exact_nll(
     wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
     out = torch.empty(h.shape[0], dtype=wide, device=h.device)
     with torch.autocast(h.device.type, enabled=False):
-        for rows, block in _row_blocks(h, weight):
+        for rows, block, added in _row_blocks(h, weight, prior):
             lse = _no_mass(block)
             positive = torch.zeros(target[rows].shape, dtype=wide, device=h.device)
-            for begin, logits in _logit_chunks(block, weight, bias, scale, absolute, chunk_size):
+            for begin, logits in _logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
                 lse = _merge_lse(lse, logits)
                 # Taken from the same product as the normaliser, so that the NLL is not below zero by rounding.
                 local = target[rows] - begin
@@ -192,6 +216,48 @@ def exact_nll(
 
 
 @torch.no_grad()
+def exact_scores(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    absolute: bool = False,
+    prior: Prior | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Logits of all classes, not normalised.
+
+    Args:
+        h: [B, d].
+        weight: [C, d].
+        bias: [C].
+        scale: inverse temperature.
+        absolute: the logit is the absolute value.
+        prior: added to the logits; see the module.
+        chunk_size: classes per chunk; chosen from the shapes when not given.
+
+    Returns:
+        [B, C] fp32, or fp64 where `h` or `weight` is.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.prediction import exact_scores
+        >>> h, weight = torch.randn(3, 8), torch.randn(100, 8)
+        >>> torch.allclose(exact_scores(h, weight, chunk_size=32), h @ weight.T, atol=1e-5)
+        True
+    """
+    _check("exact_scores", h, weight, bias, chunk_size)
+    wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
+    out = torch.empty(h.shape[0], weight.shape[0], dtype=wide, device=h.device)
+    with torch.autocast(h.device.type, enabled=False):
+        for rows, block, added in _row_blocks(h, weight, prior):
+            for begin, logits in _logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
+                out[rows, begin : begin + logits.shape[1]] = logits
+    return out
+
+
+@torch.no_grad()
 def exact_log_prob(
     h: Tensor,
     weight: Tensor,
@@ -199,6 +265,7 @@ def exact_log_prob(
     *,
     scale: float = 1.0,
     absolute: bool = False,
+    prior: Prior | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
     """Log-probabilities of all classes under the full softmax.
@@ -211,6 +278,7 @@ def exact_log_prob(
         bias: [C].
         scale: inverse temperature.
         absolute: the logit is the absolute value.
+        prior: added to the logits; see the module.
         chunk_size: classes per chunk; chosen from the shapes when not given.
 
     Returns:
@@ -227,9 +295,9 @@ def exact_log_prob(
     wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
     out = torch.empty(h.shape[0], weight.shape[0], dtype=wide, device=h.device)
     with torch.autocast(h.device.type, enabled=False):
-        for rows, block in _row_blocks(h, weight):
+        for rows, block, added in _row_blocks(h, weight, prior):
             lse = _no_mass(block)
-            for begin, logits in _logit_chunks(block, weight, bias, scale, absolute, chunk_size):
+            for begin, logits in _logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
                 out[rows, begin : begin + logits.shape[1]] = logits
                 lse = _merge_lse(lse, logits)
             out[rows] -= lse.to(wide).unsqueeze(1)
@@ -261,6 +329,7 @@ def exact_topk(
     *,
     scale: float = 1.0,
     absolute: bool = False,
+    prior: Prior | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k classes of the largest logits of each row, by a running top-k over chunks of classes.
@@ -272,6 +341,7 @@ def exact_topk(
         bias: [C].
         scale: inverse temperature.
         absolute: the logit is the absolute value.
+        prior: added to the logits; see the module.
         chunk_size: classes per chunk; chosen from the shapes when not given.
 
     Returns:
@@ -292,10 +362,10 @@ def exact_topk(
     out_logits = torch.empty(h.shape[0], k, dtype=wide, device=h.device)
     out_ids = torch.empty(h.shape[0], k, dtype=torch.int64, device=h.device)
     with torch.autocast(h.device.type, enabled=False):
-        for rows, block in _row_blocks(h, weight):
+        for rows, block, added in _row_blocks(h, weight, prior):
             best = torch.empty(block.shape[0], 0, dtype=wide, device=h.device)
             ids = torch.empty(block.shape[0], 0, dtype=torch.int64, device=h.device)
-            for begin, logits in _logit_chunks(block, weight, bias, scale, absolute, chunk_size):
+            for begin, logits in _logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
                 values, columns = _stable_topk(logits, min(k, logits.shape[1]))
                 # What is held comes first and has the lower ids, so a stable order keeps ties ascending.
                 values, order = torch.cat([best, values], 1).sort(dim=1, descending=True, stable=True)

@@ -8,13 +8,12 @@ once, which is what the op promises.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import random
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from loss_cases import acc, dense, leaf, name_of, pairwise
 
 from samplex_cuda import _native, functional
 from samplex_cuda.reference.sampled_softmax import sampled_softmax as reference
@@ -23,10 +22,6 @@ from samplex_cuda.testing import assert_close
 NAN, INF = float("nan"), float("inf")
 OP = torch.ops.samplex.sampled_softmax.default
 OP_BWD = torch.ops.samplex.sampled_softmax_bwd.default
-
-
-def acc(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclasses.dataclass
@@ -106,14 +101,6 @@ def upstream(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(case.h.shape[0], generator=g).to(kind), torch.randn(case.h.shape[0], generator=g).to(kind)
 
 
-def leaf(t: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    return None if t is None else t.detach().to(dtype or t.dtype, copy=True).requires_grad_()
-
-
-def dense(grad: torch.Tensor | None) -> torch.Tensor | None:
-    return None if grad is None else grad.to_dense().cpu() if grad.is_sparse else grad.cpu()
-
-
 def run_ours(case: Case, device="cpu", *, sparse=True) -> dict[str, torch.Tensor]:
     """Loss, lse and all gradients for the random upstream gradients of `upstream`, on the CPU."""
     c = case.to(torch.device(device))
@@ -163,35 +150,6 @@ def check_case(case: Case, backend, *, sparse=True) -> None:
         assert_close(name, value, wanted, same, magnitude=magnitude)
 
 
-def pairwise(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Rows of factor values such that every pair of values of two factors occurs in one; greedy, deterministic."""
-    names = list(factors)
-    order = random.Random(0)
-    left = {
-        (a, i, b, j)
-        for a, b in itertools.combinations(range(len(names)), 2)
-        for i in range(len(factors[names[a]]))
-        for j in range(len(factors[names[b]]))
-    }
-    rows = []
-    while left:
-        a, i, b, j = min(left)
-        row = {a: i, b: j}
-        for c in order.sample(range(len(names)), len(names)):
-            if c in row:
-                continue
-
-            def gain(k, c=c, row=row, left=left):
-                return sum(((d, v, c, k) if d < c else (c, k, d, v)) in left for d, v in row.items())
-
-            values = list(range(len(factors[names[c]])))
-            order.shuffle(values)
-            row[c] = max(values, key=gain)
-        left -= {(d, row[d], c, row[c]) for d, c in itertools.combinations(range(len(names)), 2)}
-        rows.append({names[c]: factors[names[c]][v] for c, v in sorted(row.items())})
-    return rows
-
-
 GRID = pairwise({
     "dim": [1, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 128, 130, 256, 512, 1024, 1025, 1100],
     "samples": [0, 1, 2, 31, 33, 64, 65],
@@ -207,10 +165,6 @@ GRID = pairwise({
     "class_weight": [False, True],
     "positives": [False, True],
 })  # fmt: skip
-
-
-def name_of(row: dict[str, Any]) -> str:
-    return "-".join(f"{k[:4]}{str(v).removeprefix('torch.')}" for k, v in row.items() if v not in (False, "none"))
 
 
 # ------------------------------------------------------------------------------------------------ values, gradients

@@ -1,8 +1,8 @@
-// Formulas that the CPU and the GPU side of the fused sampled softmax share.
+// Formulas of the reduction and the backward that the CPU and the GPU side share.
 #pragma once
 
+#include "common/fused_loss_params.h"
 #include "common/numeric.h"
-#include "loss/sampled_softmax_params.h"
 
 namespace samplex {
 inline namespace SX_ISA_NS {
@@ -15,10 +15,10 @@ SX_HOST_DEVICE inline A mean_factor(A denom) {
 
 // Upstream gradients of row b.
 template <typename A>
-struct SampledSoftmaxUpstream {
+struct LossUpstream {
   A of_loss, of_lse;
 
-  SX_HOST_DEVICE SampledSoftmaxUpstream(const SampledSoftmaxBwdParams& p, int64_t b)
+  SX_HOST_DEVICE LossUpstream(const LossBwdParams& p, int64_t b)
       : of_loss(p.factor == nullptr ? static_cast<const A*>(p.grad_loss)[b]
                                     : *static_cast<const A*>(p.grad_loss) * *static_cast<const A*>(p.factor)),
         of_lse(p.grad_lse == nullptr ? A(0) : static_cast<const A*>(p.grad_lse)[b]) {}

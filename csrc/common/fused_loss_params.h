@@ -1,0 +1,45 @@
+// What fused losses share: the reduction over the batch, and a backward that only scales what the forward kept.
+// A = accumulation type (float, or double for double storage).
+//
+// A forward keeps, for every row b and entry k (its P targets, then its m draws),
+//   coef_loss = d loss_b / d (h_b . w_k)   and   d_loss = d loss_b / d h_b,
+// and the same of a second output, lse, where the loss has one. The backward multiplies them by the upstream gradients.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/launchers.h"
+
+namespace samplex {
+
+enum class Reduction : int64_t { kNone = 0, kMean = 1, kSum = 2 };
+
+struct LossMeanParams {
+  const void* row_loss;  // A [B]
+  const void* denom;     // A [B]
+  void* loss;            // A [1]
+  void* factor;          // A [1]: d loss / d row_loss
+  int64_t batch;
+  bool mean, double_acc;  // a mean, or a sum; A is double
+};
+
+struct LossBwdParams {
+  const void* grad_loss;  // A [B], or [1] of a reduced loss
+  const void* grad_lse;   // A [B] or nullptr
+  const void* factor;     // A [1]: d loss / d row_loss of a reduced loss, else nullptr
+  const void* coef_loss;  // A [B, P + m]
+  const void* d_loss;     // A [B, d]
+  const void* coef_lse;   // A [B, P + m], with grad_lse
+  const void* d_lse;      // A [B, d], with grad_lse
+  void* coef_target;      // A [B, P]
+  void* coef_draw;        // A [B, m]
+  void* d_hidden;         // [B, d] in `dtype`
+  int64_t batch, num_targets, num_samples, dim;
+  DType dtype;
+};
+
+SX_DECLARE_LAUNCHER(launch_loss_mean, LossMeanParams)
+SX_DECLARE_LAUNCHER(launch_loss_bwd, LossBwdParams)
+
+}  // namespace samplex

@@ -1,0 +1,196 @@
+// The torch side that fused losses share: what a forward keeps for its backward, the reduction, the backward itself,
+// and the GEMMs of shared draws.
+#pragma once
+
+#include <algorithm>
+#include <tuple>
+
+#include "common/fused_loss_params.h"
+#include "common/glue.h"
+#include "update/row_reduce_op.h"
+
+namespace samplex::glue {
+
+inline Tensor gather_rows(const Tensor& weight, const Tensor& ids) {
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(weight), torch::stable::detail::from(int64_t(0)),
+                                    torch::stable::detail::from(ids)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::index_select", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline Tensor as_acc(const Tensor& t) {
+  const ScalarType acc = acc_type(t.scalar_type());
+  return t.scalar_type() == acc ? t : torch::stable::to(t, acc);
+}
+
+// a [n, k] times b [k, p]. mm.out and not matmul: under autocast the functional overloads answer in half precision.
+inline Tensor product(const Tensor& a, const Tensor& b) {
+  const Tensor result = empty(a, {a.size(0), b.size(1)}, a.scalar_type());
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
+                                    torch::stable::detail::from(result)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// to += more, both [n] numbers of type A in `to`'s layout.
+inline void add_into(const Tensor& to, const Tensor& more) {
+  if (!to.is_cpu()) {
+    Tensor target = to;
+    torch::stable::copy_(target, torch::stable::subtract(to, more, -1.0));
+    return;
+  }
+  const auto add = [&](auto* sum, const auto* x) {
+    for (int64_t i = 0, n = to.numel(); i < n; ++i) sum[i] += x[i];
+  };
+  if (to.scalar_type() == ScalarType::Double)
+    add(static_cast<double*>(to.mutable_data_ptr()), static_cast<const double*>(more.const_data_ptr()));
+  else
+    add(static_cast<float*>(to.mutable_data_ptr()), static_cast<const float*>(more.const_data_ptr()));
+}
+
+// What the forward keeps for the backward, in one tensor: eight would cost more to make than a small batch to compute.
+// Offsets in numbers; a part that is not kept is -1.
+struct SavedLoss {
+  int64_t d_loss = -1, d_lse = -1, coef_loss = -1, coef_lse = -1, row_loss = -1, denom = -1, factor = -1, size = 0;
+
+  SavedLoss(int64_t batch, int64_t entries, int64_t dim, Reduction reduction, bool need_grad, bool with_lse) {
+    const auto place = [this](int64_t& part, bool kept, int64_t count) {
+      if (!kept) return;
+      part = size;
+      size += count;
+    };
+    place(d_loss, need_grad, batch * dim);  // first: vector stores want it aligned
+    place(d_lse, need_grad && with_lse, batch * dim);
+    place(coef_loss, need_grad, batch * entries);
+    place(coef_lse, need_grad && with_lse, batch * entries);
+    place(row_loss, reduction != Reduction::kNone, batch);
+    place(denom, true, batch);
+    place(factor, reduction != Reduction::kNone, 1);
+  }
+};
+
+inline void* part_of(const Tensor& saved, int64_t offset, int64_t count, bool writable) {
+  if (offset < 0) return nullptr;
+  const size_t item = saved.element_size();
+  char* data = static_cast<char*>(const_cast<void*>(saved.const_data_ptr())) + size_t(offset) * item;
+  note_bytes(saved, data, size_t(count) * item, writable);
+  return data;
+}
+
+// A part as a [rows, columns] tensor for torch's GEMMs.
+inline Tensor view_of(const Tensor& saved, int64_t offset, int64_t rows, int64_t columns, int64_t stride) {
+  char* data = static_cast<char*>(const_cast<void*>(saved.const_data_ptr())) + size_t(offset) * saved.element_size();
+  const std::array<int64_t, 2> sizes{rows, columns}, strides{stride, 1};
+  return torch::stable::from_blob(data, sizes, strides, saved.device(), saved.scalar_type());
+}
+
+inline Reduction reduction_of(const char* op, int64_t code) {
+  check(code >= 0 && code <= 2, op, ": reduction must be 0 (none), 1 (mean) or 2 (sum), got ", code);
+  return Reduction(code);
+}
+
+// Bias and class weights keep their own floating type: casting [C] numbers in a step would cost O(C).
+inline ScalarTable table_of(const char* op, const char* arg, const std::optional<Tensor>& t, int64_t num_classes,
+                            const Tensor& weight) {
+  if (!t) return {nullptr, DType::kFloat32};
+  const ScalarType own = t->scalar_type();
+  const ScalarType acc = acc_type(weight.scalar_type());
+  check_tensor(op, arg, *t, {num_classes}, "[C]", own == weight.scalar_type() ? own : acc, weight);
+  return {in_any(*t), dtype_tag(op, arg, *t)};
+}
+
+// The draws' part of a gradient of h, where draws are shared: coefficients [B, m] (columns P .. of `coefs`) times rows.
+inline void add_shared_draws(const Tensor& saved, int64_t gradient, int64_t coefs, int64_t batch, int64_t num_targets,
+                             const Tensor& class_rows) {
+  const int64_t m = class_rows.size(0), d = class_rows.size(1);
+  add_into(view_of(saved, gradient, batch, d, d),
+           product(view_of(saved, coefs + num_targets, batch, m, num_targets + m), class_rows));
+}
+
+// The reduced loss of the batch, and the factor its backward needs.
+inline void run_loss_mean(const char* op, Reduction reduction, const void* row_loss, const void* denom,
+                          const Tensor& loss, const Tensor& saved, const SavedLoss& at, int64_t batch) {
+  if (reduction == Reduction::kNone) return;
+  LossMeanParams mean{};
+  mean.row_loss = row_loss;
+  mean.denom = denom;
+  mean.loss = out_any(loss);
+  mean.factor = part_of(saved, at.factor, 1, true);
+  mean.batch = batch;
+  mean.mean = reduction == Reduction::kMean;
+  mean.double_acc = loss.scalar_type() == ScalarType::Double;
+  SX_RUN(op, saved, launch_loss_mean, mean);
+}
+
+struct LossBackward {
+  const Tensor& grad_loss;                // A [B], or [] of a reduced loss
+  const std::optional<Tensor>& grad_lse;  // A [B]
+  const Tensor& hidden;                   // [B, d]
+  const Tensor& target;                   // int64 [B] or [B, P]
+  const Tensor& ids;                      // int64 [B, m], or [m] when shared
+  const Tensor& saved;                    // what the forward kept
+};
+
+using LossGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // d_hidden, row ids, rows, bias, count
+
+// Everything is checked by the caller.
+inline LossGradients run_loss_backward(const char* op, const LossBackward& x, const SavedLoss& at, int64_t P,
+                                       int64_t num_classes, bool need_rows, bool with_bias) {
+  const auto& [grad_loss, grad_lse, hidden, target, ids, saved] = x;
+  const DType dtype = dtype_tag(op, "hidden", hidden);
+  const ScalarType acc = acc_type(hidden.scalar_type());
+  const int64_t B = hidden.size(0), d = hidden.size(1), m = ids.size(ids.dim() - 1), entries = P + m;
+  const bool shared = ids.dim() == 1;
+  Tensor d_hidden = empty(hidden, {B, d}, hidden.scalar_type());
+  const Tensor coef_target = empty(hidden, {B, P}, acc);
+  const Tensor coef_draw = empty(hidden, {B, m}, acc);
+  LossBwdParams params{};
+  params.grad_loss = in_any(grad_loss);
+  params.grad_lse = grad_lse ? in_any(*grad_lse) : nullptr;
+  params.factor = part_of(saved, at.factor, 1, false);
+  params.coef_loss = part_of(saved, at.coef_loss, B * entries, false);
+  params.coef_lse = part_of(saved, at.coef_lse, B * entries, false);
+  params.d_loss = part_of(saved, at.d_loss, B * d, false);
+  params.d_lse = part_of(saved, at.d_lse, B * d, false);
+  params.coef_target = out_any(coef_target);
+  params.coef_draw = out_any(coef_draw);
+  params.d_hidden = out_any(d_hidden);
+  params.batch = B;
+  params.num_targets = P;
+  params.num_samples = m;
+  params.dim = d;
+  params.dtype = dtype;
+  if (B > 0) SX_RUN(op, hidden, launch_loss_bwd, params);
+
+  RowReduceParams rows{};
+  rows.dim = d;
+  rows.num_rows = num_classes;
+  rows.double_acc = acc == ScalarType::Double;
+  if (!need_rows) {
+    rows.num_rows = 0;
+    RowGradients none{empty(hidden, {0}, ScalarType::Long), empty(hidden, {0, d}, acc), empty(hidden, {0}, acc),
+                      empty(hidden, {1}, ScalarType::Long)};
+    torch::stable::zero_(none.count);
+    return {d_hidden, none.row_ids, none.row_grads, none.row_bias, none.count};
+  }
+  rows.source[0] = {in<int64_t>(target), in_any(coef_target), in_any(hidden), B * P, std::max<int64_t>(P, 1), dtype};
+  std::optional<Tensor> draw_rows, draw_bias;
+  if (shared && m > 0 && B > 0) {
+    // One row per draw, already summed over the batch; a column of ones carries the bias along.
+    draw_rows = product(torch::stable::transpose(coef_draw, 0, 1), as_acc(hidden));
+    const DType acc_tag = acc == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
+    rows.source[1] = {in<int64_t>(ids), nullptr, in_any(*draw_rows), m, 1, acc_tag};
+    if (with_bias) {
+      const std::array<int64_t, 1> over_rows{0};
+      draw_bias = torch::stable::sum(coef_draw, over_rows);
+      rows.source[1].bias = in_any(*draw_bias);
+    }
+  } else {
+    rows.source[1] = {in<int64_t>(ids),   in_any(coef_draw),       in_any(hidden),
+                      shared ? 0 : B * m, std::max<int64_t>(m, 1), dtype};
+  }
+  RowGradients g = run_row_reduce(op, rows, hidden, with_bias);
+  return {d_hidden, g.row_ids, g.row_grads, g.row_bias, g.count};
+}
+
+}  // namespace samplex::glue
