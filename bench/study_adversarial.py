@@ -69,9 +69,7 @@ def accuracy(head: sx.SampledClassifier, x: torch.Tensor, y: torch.Tensor, corre
 def train(sampler: Any, data: Data, steps: list[int], lr: float, reg: float, negatives: int) -> list[dict[str, float]]:
     x, y, vx, vy, classes = data
     torch.manual_seed(0)
-    head = sx.SampledClassifier(
-        x.shape[1], classes, sampler, num_samples=negatives, loss="negative_sampling", reg=reg
-    )
+    head = sx.SampledClassifier(x.shape[1], classes, sampler, num_samples=negatives, loss="negative_sampling", reg=reg)
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
     optimizer = torch.optim.Adagrad(head.parameters(), lr=lr, initial_accumulator_value=1e-8)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplex_cuda import tree as fitting
+import samplex_cuda.tree as fitting
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import tree as ops
 from samplex_cuda.ops.static_sample import sort_exclude
@@ -140,9 +140,7 @@ class Tree(Sampler):
         mean, projection = fitting.fit_pca(x, dim, whiten=whiten, seed=seed)
         z = fitting.project(x, mean, projection)
         fitted = fitting.fit_tree(z, y, num_classes, reg=reg, seed=seed, progress=progress, **options)
-        tree = cls(
-            fitted.weights, fitted.bias, fitted.leaf_class, mean=mean, projection=projection, dtype=dtype
-        )
+        tree = cls(fitted.weights, fitted.bias, fitted.leaf_class, mean=mean, projection=projection, dtype=dtype)
         tree._fitted = {"reg": reg, "whiten": whiten, "seed": seed, **options}
         tree._report = fitting.describe_fit(fitted)
         return tree
@@ -157,15 +155,19 @@ class Tree(Sampler):
         """
         if x.shape[-1] != self.num_features:
             raise ValueError(f"tree: x must be [N, {self.num_features}], got {list(x.shape)}")
-        fresh = type(self).fit(
-            x,
-            y,
-            num_classes=self.num_classes,
-            dim=self.dim,
-            dtype=self.nodes.dtype,
-            progress=progress,
-            **self._fitted,
-        ).to(self.nodes.device)
+        fresh = (
+            type(self)
+            .fit(
+                x,
+                y,
+                num_classes=self.num_classes,
+                dim=self.dim,
+                dtype=self.nodes.dtype,
+                progress=progress,
+                **self._fitted,
+            )
+            .to(self.nodes.device)
+        )
         for name in ("nodes", "leaf_class", "class_leaf", "mean", "projection"):
             setattr(self, name, fresh.get_buffer(name))
         self._identity, self._report = False, fresh._report
