@@ -1,9 +1,9 @@
 // Forward over rows [begin, end): the body shared by the scalar and the SIMD translation units.
 //
-// One pass over the gathered rows: four class rows are scored, their coefficients follow at once (an entry needs its
-// own xi only), and they are added to the unit gradient of h while they are in the L1 cache. The rows behind them are
-// prefetched meanwhile, over the borders of batch rows: with one draw a row there are only two of them in each.
-// Deterministic: the order of operations in a row depends on its entries only.
+// One pass over the gathered rows: a tile of kTile class rows is scored, their coefficients follow at once (an entry
+// needs its own xi only), and they are added to the unit gradient of h while they are in the L1 cache. The rows behind
+// them are prefetched meanwhile, over the borders of batch rows: with one draw a row there are only two of them in
+// each. Deterministic: the order of operations in a row depends on its entries only.
 #pragma once
 
 #include <cstdlib>
@@ -17,7 +17,7 @@ inline namespace SX_ISA_NS {
 template <typename T>
 struct NegativeSamplingRow {
   using A = acc_t<T>;
-  static constexpr int64_t kTile = 4;  // what dot4 and axpy4 take
+  static constexpr int64_t kTile = 16;
 
   const NegativeSamplingParams& p;
   const NegativeSamplingFactors<A> f;
@@ -56,18 +56,80 @@ struct NegativeSamplingRow {
     for (int64_t c = b * p.dim; c < (b + 1) * p.dim; ++c) static_cast<A*>(p.d_loss)[c] = 0;
   }
 
-  // Adds entry k's term to the loss of the row and returns its coefficient; dot = h . w.
-  A finish(int64_t b, int64_t k, int64_t id, A dot, A row_weight, A& loss) const {
-    const A xi = f.scale * (dot + load_scalar<A>(p.bias, id, A(0)));
-    A log_q = 0;
-    if (f.reg != 0) {
-      log_q = k == 0 ? static_cast<const A*>(p.target_log_q)[b] : static_cast<const A*>(p.log_q)[first_draw(b) + k - 1];
+  // xi of entries first .. first + n - 1 from their products, in place.
+  void score(int64_t b, int64_t first, int64_t n, A* dots) const {
+    if (p.bias.data != nullptr) {
+      for (int64_t j = 0; j < n; ++j) dots[j] += load_scalar<A>(p.bias, entry_id(b, first + j), A(0));
     }
-    const EntryTerm<A> term = entry_term(xi, k == 0, f.reg, log_q);
-    const A share = row_weight * (k == 0 ? A(1) : f.share);
-    loss += share * term.value;
-    return share * f.scale * term.slope;
+    for (int64_t j = 0; j < n; ++j) dots[j] *= f.scale;
   }
+
+  // Terms of entries first .. first + n - 1: the slopes take the place of xi; returns the row's share of the loss.
+  A terms(int64_t b, int64_t first, int64_t n, A* xi) const {
+    A target_value = 0;
+    int64_t j = 0;
+    if (first == 0 && n > 0) {
+      const A log_q = f.reg != 0 ? static_cast<const A*>(p.target_log_q)[b] : A(0);
+      const EntryTerm<A> term = entry_term(xi[0], true, f.reg, log_q);
+      target_value = term.value;
+      xi[0] = term.slope;
+      j = 1;
+    }
+    const A* log_q = static_cast<const A*>(p.log_q) + first_draw(b) + first - 1;
+    const A value = draw_terms(xi + j, log_q + j, f.reg, n - j);
+    for (; j < n; ++j) xi[j] *= f.share;
+    return target_value + f.share * value;
+  }
+
+  // The same for n draws without the share.
+  static A draw_terms(A* xi, const A* log_q, A reg, int64_t n) {
+    A value = 0;
+    int64_t j = 0;
+#if defined(__AVX2__)
+    if constexpr (sizeof(A) == 4) {
+      Vec sum = Vec::zero();
+      for (; j + Vec::kSize <= n; j += Vec::kSize) {
+        Vec term, slope;
+        draw_vector(Vec::load(xi + j), reg == 0 ? Vec::zero() : Vec::load(log_q + j), reg, term, slope);
+        sum = sum + term;
+        slope.store(xi + j);
+      }
+      value = sum.sum();
+      if (n - j > 2) {
+        const int rest = int(n - j);
+        Vec term, slope;
+        float terms[Vec::kSize];
+        draw_vector(load_tail(xi + j, rest), reg == 0 ? Vec::zero() : load_tail(log_q + j, rest), reg, term, slope);
+        store_tail(slope, xi + j, rest);
+        store_tail(term, terms, rest);
+        for (int i = 0; i < rest; ++i) value += terms[i];
+        return value;
+      }
+    }
+#endif
+    for (; j < n; ++j) {
+      const EntryTerm<A> term = entry_term(xi[j], false, reg, reg == 0 ? A(0) : log_q[j]);
+      value += term.value;
+      xi[j] = term.slope;
+    }
+    return value;
+  }
+
+#if defined(__AVX2__)
+  // As entry_term of a draw: e = exp(-|xi|); max takes its second argument where the first is nan, so e carries the
+  // nan.
+  static void draw_vector(Vec xi, Vec log_q, float reg, Vec& term, Vec& slope) {
+    const Vec zero = Vec::zero(), one = Vec::all(1.0f), up = max(xi, zero), down = min(xi, zero);
+    const Vec e = vexp(keep_nan(down - up, xi));
+    term = up + vlog1p_unit(e);
+    // sigmoid(xi) = 1 / (1 + e) above zero, e / (1 + e) below; exp(down) is 1 and e there.
+    slope = vexp(keep_nan(down, xi)) / (one + e);
+    if (reg == 0) return;
+    const Vec off = xi + log_q, pull = Vec::all(reg) * off;
+    term = fma(pull, off, term);
+    slope = slope + pull + pull;
+  }
+#endif
 
   void run(int64_t b) const {
     if (p.target[b] == p.ignore_index) return zero_outputs(b);
@@ -79,37 +141,34 @@ struct NegativeSamplingRow {
       for (int64_t c = 0; c < p.dim; ++c) d_loss[c] = 0;
     }
     const A row_weight = load_scalar<A>(p.class_weight, p.target[b], A(1));
+    const A factor = row_weight * f.scale;  // of a slope in its coefficient
     A loss = 0;
     for (int64_t first = 0; first < rows_read; first += kTile) {
       const int64_t n = rows_read - first < kTile ? rows_read - first : kTile;
       const T* rows[kTile];
-      A dots[kTile], coef[kTile];
-      for (int64_t j = 0; j < kTile; ++j) {  // the last one is repeated, with coefficient 0
-        rows[j] = weight_row(entry_id(b, first + (j < n ? j : n - 1)));
-        coef[j] = 0;
+      A values[kTile];
+      for (int64_t j = 0; j < kTile; ++j) rows[j] = weight_row(entry_id(b, first + (j < n ? j : n - 1)));
+      for (int64_t j = 0; j < n; j += 4) {  // the last row is repeated: no read of its own
+        for (int64_t ahead = j; ahead < j + 4 && ahead < n; ++ahead) prefetch(b, first + ahead + lookahead);
+        Rows<T>::dot4(h, rows + j, p.dim, values + j);
       }
-      for (int64_t j = 0; j < n; ++j) prefetch(b, first + j + lookahead);
-      Rows<T>::dot4(h, rows, p.dim, dots);
-      for (int64_t j = 0; j < n; ++j) {
-        coef[j] = finish(b, first + j, entry_id(b, first + j), dots[j], row_weight, loss);
-        if (p.need_grad) coefs[first + j] = coef[j];
-      }
-      if (p.need_grad) add_rows(d_loss, coef, rows, n);
+      score(b, first, n, values);
+      loss += terms(b, first, n, values);
+      if (!p.need_grad) continue;
+      for (int64_t j = 0; j < n; ++j) coefs[first + j] = values[j] *= factor;
+      int64_t j = 0;
+      for (; j + 4 <= n; j += 4) Rows<T>::axpy4(d_loss, values + j, rows + j, p.dim);
+      for (; j < n; ++j) Rows<T>::axpy1(d_loss, values[j], rows[j], p.dim);
     }
     // Shared draws come with their products, and their part of d_loss goes to a GEMM.
-    for (int64_t k = rows_read; k < entries; ++k) {
-      const A dot = static_cast<const A*>(p.dots)[b * m + k - 1];
-      const A coef = finish(b, k, p.ids[k - 1], dot, row_weight, loss);
-      if (p.need_grad) coefs[k] = coef;
+    if (rows_read < entries) {
+      A* values = static_cast<A*>(p.dots) + b * m;  // ours to overwrite
+      score(b, 1, m, values);
+      loss += terms(b, 1, m, values);
+      for (int64_t k = 0; p.need_grad && k < m; ++k) coefs[1 + k] = values[k] * factor;
     }
-    static_cast<A*>(p.loss)[b] = loss;
+    static_cast<A*>(p.loss)[b] = row_weight * loss;
     static_cast<A*>(p.denom)[b] = row_weight;
-  }
-
-  // A short tile by single rows where that is less work; 0 times an infinite row would not be 0 either.
-  void add_rows(A* sum, const A* coef, const T* const* rows, int64_t n) const {
-    if (n == kTile) return Rows<T>::axpy4(sum, coef, rows, p.dim);
-    for (int64_t j = 0; j < n; ++j) Rows<T>::axpy1(sum, coef[j], rows[j], p.dim);
   }
 };
 

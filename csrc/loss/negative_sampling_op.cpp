@@ -58,7 +58,7 @@ Forward negative_sampling(const Tensor& hidden, const Tensor& weight, const Tens
   if (shared && m > 0) {
     class_rows = as_acc(gather_rows(weight, ids));
     dots = product(as_acc(hidden), torch::stable::transpose(*class_rows, 0, 1));
-    params.dots = in_any(*dots);
+    params.dots = out_any(*dots);
   }
   params.hidden = in_any(hidden);
   params.weight = in_any(weight);

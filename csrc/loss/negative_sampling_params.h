@@ -26,7 +26,7 @@ struct NegativeSamplingParams {
   const int64_t* ids;        // [B, m], or [m] when shared
   const void* log_q;         // A, shape of ids; read where reg != 0
   const void* target_log_q;  // A [B]; likewise
-  const void* dots;          // A [B, m]: h_b . w_ids, given when shared, else nullptr
+  void* dots;                // A [B, m]: h_b . w_ids, given when shared, else nullptr; overwritten
   ScalarTable bias;          // [C] or absent
   ScalarTable class_weight;  // [C] or absent
   void* loss;                // A [B]

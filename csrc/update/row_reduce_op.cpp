@@ -55,7 +55,7 @@ RowGradients run_row_reduce(const char* op, RowReduceParams params, const Tensor
   if (backend_of(op, like) == Backend::kCpu) {
     const bool aligned = reinterpret_cast<uintptr_t>(params.row_grads) % 64 == 0;
     const size_t bytes = size_t(params.capacity * params.dim) * (params.double_acc ? 8 : 4);
-    params.stream = aligned && params.dim % 16 == 0 && params.dim <= kStreamWidth && bytes >= kPoolSmallest;
+    params.stream = aligned && params.dim % 16 == 0 && params.dim <= kStreamWidth && bytes >= kStreamSmallest;
     cpu::launch_row_reduce(params);
     return result;
   }
