@@ -221,7 +221,7 @@ def main() -> int:
                     "<=",
                     2.4,
                     config=config,
-                    note=f"{once['seconds']:.1f} s, {twice['seconds']:.1f} s; CPU {once['cpu']:.1f} s, {twice['cpu']:.1f} s",
+                    note="; ".join(f"{f['seconds']:.1f} s ({f['cpu']:.1f} s CPU)" for f in (once, twice)),
                 )
             )
     if fits and wanted(options, "memory") and not options.quick:  # a small fit measures the thread pool
