@@ -5,8 +5,10 @@ The compiled fit is compared with `reference/tree_fit.py`, and both parts of the
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -192,10 +194,21 @@ def test_the_split_is_stable_at_the_end():
         assert torch.equal(reference.split(delta, ids, len(right), len(right)), torch.isin(ids, right))
 
 
-@pytest.mark.parametrize("max_rounds", [0, 1, 2, 30])
-@pytest.mark.parametrize("discrete", [True, False])
-@pytest.mark.parametrize(("n", "classes", "k"), [(500, 16, 4), (800, 21, 7), (40, 30, 2)])
-def test_the_compiled_fit_takes_the_steps_of_the_reference(n, classes, k, discrete, max_rounds):
+@pytest.mark.parametrize(
+    ("n", "classes", "k", "max_rounds", "discrete"),
+    [
+        (500, 16, 4, 30, True),
+        (500, 16, 4, 30, False),
+        (800, 21, 7, 0, True),
+        (800, 21, 7, 1, True),
+        (800, 21, 7, 2, True),
+        (800, 21, 7, 30, True),
+        (40, 30, 2, 30, True),
+        (300, 9, 1, 30, True),
+        (600, 8, 37, 30, True),
+    ],
+)
+def test_the_compiled_fit_takes_the_steps_of_the_reference(n, classes, k, max_rounds, discrete):
     z, y = clusters(n, classes, k, seed=classes)
     options = {"reg": 0.2, "max_rounds": max_rounds, "discrete": discrete}
     exact, leaf_class, _, _ = native_fit(z, y, classes, **options)
@@ -410,6 +423,31 @@ def test_the_callback_hears_every_level_and_may_stop_the_fit():
         _native.fit_tree(z.numpy(), y.numpy(), 16, 0.1, 30, True, *buffers, stop, False)
     assert [level["level"] for level in seen] == [0, 1, 2]
     assert fit_tree(z, y, 16).levels[:3] == seen
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal_and_nothing_elsewhere(monkeypatch, capsys):
+    pytest.importorskip("rich")
+    z, y = clusters(100, 16, 3, seed=11)
+    quiet = fit_tree(z, y, 16)
+    assert capsys.readouterr() == ("", "")
+    for wanted, rich_is_there in ((True, True), (False, True), (True, False)):
+        terminal = Terminal()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", terminal)
+            if not rich_is_there:
+                patch.setitem(sys.modules, "rich.progress", None)
+            tree = fit_tree(z, y, 16, progress=wanted)
+        assert torch.equal(tree.weights, quiet.weights)
+        if wanted and rich_is_there:
+            assert "level 4/4" in terminal.getvalue()
+            assert f"log p_n so far {tree.train_log_prob:8.4f}" in terminal.getvalue()
+        else:
+            assert terminal.getvalue() == ""
 
 
 # ------------------------------------------------------------------------------------------------ PCA

@@ -42,6 +42,8 @@ inline Pair load(const double* p) {
   return v;
 }
 
+inline void store(double* p, Pair v) { std::memcpy(p, &v, sizeof(v)); }
+
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // Offsets in a partial sum of the label-free part of the objective; kp = k rounded up to 4.
@@ -125,12 +127,25 @@ void add_rows(const float* rows, int64_t count, const Layout& at, const double* 
     for (int64_t row = 0; row < n; ++row) {
       sum_p += p[row];
       sum_s += s[row];
-      const double* from = x + row * kp;
-      double *to = sx + row * kp, *px_sum = out + at.px, *sx_sum = out + at.sx;
-      for (int64_t i = 0; i < kp; ++i) {
-        to[i] = s[row] * from[i];
-        px_sum[i] += p[row] * from[i];
-        sx_sum[i] += to[i];
+    }
+    for (int64_t i = 0; i < kp; i += 4) {
+      Pair px_low = {}, px_high = {}, sx_low = {}, sx_high = {};
+      for (int64_t row = 0; row < n; ++row) {
+        const Pair low = load(x + row * kp + i), high = load(x + row * kp + i + 2);
+        const Pair weight = {p[row], p[row]}, curve = {s[row], s[row]};
+        const Pair curve_low = curve * low, curve_high = curve * high;
+        px_low += weight * low;
+        px_high += weight * high;
+        sx_low += curve_low;
+        sx_high += curve_high;
+        store(sx + row * kp + i, curve_low);
+        store(sx + row * kp + i + 2, curve_high);
+      }
+      for (int c = 0; c < 2; ++c) {
+        out[at.px + i + c] += px_low[c];
+        out[at.px + i + 2 + c] += px_high[c];
+        out[at.sx + i + c] += sx_low[c];
+        out[at.sx + i + 2 + c] += sx_high[c];
       }
     }
     out[at.softplus] += positive + exact_log(product);
