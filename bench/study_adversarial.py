@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _eurlex import eurlex, unit_rows
 from _harness import IMAGES, RESULTS, commit, machine, print_table, progress
 
 import samplex_cuda as sx
 from samplex_cuda.datasets import HierarchicalZipf
+from samplex_cuda.tree import fit_pca, project
 
 BATCH = 256
 Data = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]  # x, y, held-out x, held-out y, C
@@ -36,14 +38,12 @@ def built_in(classes: int, examples: int, width: int) -> Data:
     return x, y, vx, vy, classes
 
 
-def eurlex(directory: Path, width: int = 512) -> Data:
-    """Smallest label of each example, unlabelled ones dropped, features by PCA fitted on the training part."""
-    from _eurlex import read_xc
-
-    x, y = read_xc(directory, "train")
-    vx, vy = read_xc(directory, "test")
-    mean, projection = sx.tree.fit_pca(x, width, seed=0)
-    train, test = sx.tree.project(x, mean, projection), sx.tree.project(vx, mean, projection)
+def eurlex_features(directory: Path, width: int = 512) -> Data:
+    """Smallest label of each example, unlabelled ones dropped; unit rows, PCA fitted on the training part."""
+    x, y, vx, vy = eurlex(directory)
+    x, vx = unit_rows(x), unit_rows(vx)
+    mean, projection = fit_pca(x, width, seed=0)
+    train, test = project(x, mean, projection), project(vx, mean, projection)
     scale = train.std()
     return train / scale, y, test / scale, vy, int(max(y.max(), vy.max())) + 1
 
@@ -133,7 +133,11 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(2)
     name = "eurlex4k" if options.eurlex else "built_in"
-    data = eurlex(options.eurlex) if options.eurlex else built_in(options.classes, options.examples, options.width)
+    data = (
+        eurlex_features(options.eurlex)
+        if options.eurlex
+        else built_in(options.classes, options.examples, options.width)
+    )
     print(f"{name}: {data[0].shape[0]:,} examples, {data[4]:,} classes, {data[0].shape[1]} features")
     noises = samplers(data[0], data[1], data[4], options.dim, options.tree_reg)
     curves = {
