@@ -36,7 +36,7 @@ def clusters(n: int, classes: int, k: int, seed: int = 0, noise: float = 0.3) ->
     return centre[y] + noise * torch.randn(n, k, generator=generator), y
 
 
-def native_fit(z, y, num_classes, *, reg=0.1, max_rounds=30, discrete=True):
+def native_fit(z, y, num_classes, *, reg=0.1, max_rounds=15, discrete=True):
     """(exact fp64 [L, k + 1], leaf_class, trace, levels), straight from the compiled part."""
     leaves = 2 ** (num_classes - 1).bit_length()
     weights, bias = np.empty((leaves, z.shape[1]), np.float32), np.empty(leaves, np.float32)
@@ -420,7 +420,7 @@ def test_the_callback_hears_every_level_and_may_stop_the_fit():
 
     buffers = (np.empty((16, 3), np.float32), np.empty(16, np.float32), np.empty(16, np.int64), np.empty(0))
     with pytest.raises(KeyboardInterrupt):
-        _native.fit_tree(z.numpy(), y.numpy(), 16, 0.1, 30, True, *buffers, stop, False)
+        _native.fit_tree(z.numpy(), y.numpy(), 16, 0.1, 15, True, *buffers, stop, False)
     assert [level["level"] for level in seen] == [0, 1, 2]
     assert fit_tree(z, y, 16).levels[:3] == seen
 
@@ -574,6 +574,6 @@ def test_nothing_is_written_before_a_native_error():
     for z, y in ((Z * math.nan, Y), (Z, Y + 5)):
         with pytest.raises(ValueError, match="fit_tree: "):
             _native.fit_tree(
-                z.numpy(), y.numpy(), 3, 0.1, 30, True, weights, bias, leaf_class, np.empty(0), None, False
+                z.numpy(), y.numpy(), 3, 0.1, 15, True, weights, bias, leaf_class, np.empty(0), None, False
             )
         assert bool((weights == 1).all() and (bias == 1).all() and (leaf_class == 1).all())

@@ -12,7 +12,7 @@ namespace samplex {
 
 struct TreeFitOptions {
   double reg = 0.1;         // > 0; the penalty is reg (|w|^2 + b^2)
-  int64_t max_rounds = 30;  // discrete steps per node, at most
+  int64_t max_rounds = 15;  // discrete steps per node, at most
   bool discrete = true;     // false: the median split along the first eigenvector stays, only (w, b) is fitted
 };
 

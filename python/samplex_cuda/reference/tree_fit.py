@@ -121,7 +121,7 @@ def fit_node(
     half: int,
     *,
     reg: float = 0.1,
-    max_rounds: int = 30,
+    max_rounds: int = 15,
     discrete: bool = True,
 ) -> Node:
     """Fits one node with at least two classes.
@@ -194,7 +194,7 @@ def fit_node(
 
 
 def fit_tree(
-    z: Tensor, y: Tensor, num_classes: int, *, reg: float = 0.1, max_rounds: int = 30, discrete: bool = True
+    z: Tensor, y: Tensor, num_classes: int, *, reg: float = 0.1, max_rounds: int = 15, discrete: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fits the whole tree, node after node.
 

@@ -201,7 +201,7 @@ def fit_tree(
     num_classes: int,
     *,
     reg: float = 0.1,
-    max_rounds: int = 30,
+    max_rounds: int = 15,
     discrete: bool = True,
     seed: int = 0,
     progress: bool = True,
