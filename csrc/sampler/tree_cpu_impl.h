@@ -15,6 +15,14 @@ inline namespace SX_ISA_NS {
 
 constexpr int kTreeBlock = 64;     // draws that go down together
 constexpr int kTreeTopLevels = 6;  // at most: 2^6 - 1 nodes
+constexpr int kGivenAhead = 2;     // given ids whose paths are under way
+
+// Always inlined: GCC takes a function that only prefetches for one without effect, and drops the call.
+template <typename T>
+SX_ALWAYS_INLINE void prefetch_node(const TreeTable& tree, int64_t node) {
+  const char* bytes = reinterpret_cast<const char*>(tree_node<T>(tree, node));
+  for (int64_t at = 0; at <= tree.dim * int64_t(sizeof(T)); at += 64) __builtin_prefetch(bytes + at);
+}
 
 // ------------------------------------------------------------------------------------------------ w . x + b
 #if defined(__AVX512F__)
@@ -74,45 +82,60 @@ inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x
 #endif
 
 // ------------------------------------------------------------------------------------------------ draws
+// Draws that go down together, of one row or of several. A row has at most one excluded class here, the usual case: a
+// draw is on the way to it or it is not.
 struct TreeBlock {
   int64_t node[kTreeBlock];
-  uint32_t row[kTreeBlock], position[kTreeBlock];
+  int64_t excluded[kTreeBlock];  // heap index of the excluded leaf, 0 for none
+  const double* left[kTreeBlock];
+  const float* x[kTreeBlock];
+  int64_t at[kTreeBlock];                                    // place in the output
+  uint32_t row[kTreeBlock] = {}, position[kTreeBlock] = {};  // read up to the next multiple of 8
   uint64_t bits[2][kTreeBlock];
   float z[kTreeBlock];
-  double minor[kTreeBlock], product[kTreeBlock];
+  double minor[kTreeBlock], product[kTreeBlock], kept[kTreeBlock];
+  int count = 0;
+
+  void add(const TreeSampleParams& p, const TreeExcluded& out, int64_t b, int64_t draw) {
+    const int g = count++;
+    node[g] = 1;
+    minor[g] = 0;
+    product[g] = 1;
+    excluded[g] = out.count > 0 ? (int64_t(1) << p.tree.depth) + out.leaves[0] : 0;
+    left[g] = out.left;
+    x[g] = p.x + b * p.tree.dim;
+    at[g] = b * p.num_samples + draw;
+    row[g] = uint32_t(b);
+    position[g] = uint32_t(draw) << 8;
+  }
 };
 
-// Draws of a row with at most one excluded class, the usual case: a draw is on the way to it or it is not.
+// All draws of the block to their leaves, and out. `top` holds the logits of the first `top_levels` levels, where all
+// draws are of one row.
 template <typename T>
-inline void tree_draw_block(const TreeSampleParams& p, const TreeExcluded& out, PhiloxKey key, int64_t b, int64_t first,
-                            int count, const float* x, const float* top, int top_levels, TreeBlock& s) {
+inline void draw_block(const TreeSampleParams& p, PhiloxKey key, const float* top, int top_levels, TreeBlock& s) {
   const TreeTable& tree = p.tree;
-  for (int g = 0; g < kTreeBlock; ++g) {
-    s.node[g] = 1;
-    s.row[g] = uint32_t(b);
-    s.minor[g] = 0;
-    s.product[g] = 1;
-  }
+  const int count = s.count;
   for (int level = 0; level < tree.depth; ++level) {
     if (level % 2 == 0) {
-      for (int g = 0; g < kTreeBlock; ++g) s.position[g] = (uint32_t(first + g) << 8) | uint32_t(level / 2);
       philox_many(key, s.row, s.position, count, s.bits[0], s.bits[1]);
+      for (int g = 0; g < kTreeBlock; ++g) ++s.position[g];  // the next Philox block
     }
     if (level < top_levels) {
-      for (int g = 0; g < kTreeBlock; ++g) s.z[g] = top[s.node[g]];
+      for (int g = 0; g < count; ++g) s.z[g] = top[s.node[g]];
     } else {
-      for (int g = 0; g < count; ++g) s.z[g] = tree_logit_fast<T>(tree, s.node[g], x);
+      for (int g = 0; g < count; ++g) s.z[g] = tree_logit_fast<T>(tree, s.node[g], s.x[g]);
+    }
+    // What is left of the child towards the excluded class; 1 for a draw that is not on the way to it.
+    for (int g = 0; g < count; ++g) {
+      s.kept[g] = s.excluded[g] >> (tree.depth - level) == s.node[g] ? s.left[g][level + 1] : 1.0;
     }
     const uint64_t* bits = s.bits[level % 2];
-    const int64_t way = out.count > 0 ? ancestor(tree, out.leaves[0], level) : 0;
-    const double kept = out.count > 0 ? out.left[level + 1] : 1.0;  // of the child towards the excluded class
-    const bool to_right = out.count > 0 && goes_right(tree, out.leaves[0], level);
-    const double if_right = to_right ? kept : 1.0, if_left = to_right ? 1.0 : kept;
     for (int g = 0; g < count; ++g) {
       const float z = s.z[g], a = z < 0 ? -z : z, e = tree_exp(a);
-      const bool on_way = s.node[g] == way;
-      const double right_mass = right_weight(z, e) * (on_way ? if_right : 1.0);
-      const double left_mass = left_weight(z, e) * (on_way ? if_left : 1.0);
+      const bool to_right = (s.excluded[g] >> (tree.depth - 1 - level)) & 1;
+      const double right_mass = right_weight(z, e) * (to_right ? s.kept[g] : 1.0);
+      const double left_mass = left_weight(z, e) * (to_right ? 1.0 : s.kept[g]);
       const bool right = uniform53(bits[g]) * (right_mass + left_mass) < right_mass;
       s.minor[g] += right != (z >= 0) ? double(a) : 0.0;
       s.product[g] *= 1.0 + double(e);
@@ -120,21 +143,20 @@ inline void tree_draw_block(const TreeSampleParams& p, const TreeExcluded& out, 
     }
     // All nodes of the next level at once: the walk is bound by the latency of these loads.
     if (level + 1 < tree.depth && level + 1 >= top_levels) {
-      for (int g = 0; g < count; ++g) {
-        const char* node = reinterpret_cast<const char*>(tree_node<T>(tree, s.node[g]));
-        for (int64_t at = 0; at <= tree.dim * int64_t(sizeof(T)); at += 64) __builtin_prefetch(node + at);
-      }
+      for (int g = 0; g < count; ++g) prefetch_node<T>(tree, s.node[g]);
     }
   }
   const int64_t leaves = int64_t(1) << tree.depth;
   for (int g = 0; g < count; ++g) {
     const int64_t id = tree.leaf_class[s.node[g] - leaves];
-    p.ids[b * p.num_samples + first + g] = id < 0 ? 0 : id;
+    p.ids[s.at[g]] = id < 0 ? 0 : id;
   }
-  const double log_left = out.count > 0 ? exact_log(out.left[0]) : 0.0;
+  for (int g = 0; g < count; ++g) s.product[g] = tree_log_p(s.minor[g], s.product[g]);
   for (int g = 0; g < count; ++g) {
-    p.log_q[b * p.num_samples + first + g] = float(tree_log_p(s.minor[g], s.product[g]) - log_left);
+    const double log_left = s.excluded[g] > 0 ? exact_log(s.left[g][0]) : 0.0;
+    p.log_q[s.at[g]] = float(s.product[g] - log_left);
   }
+  s.count = 0;
 }
 
 template <typename T>
@@ -142,9 +164,11 @@ inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t e
   const TreeTable& tree = p.tree;
   TreeBlock block;
   float top[1 << kTreeTopLevels];
-  // Levels that hold no more nodes than the row has draws.
+  // Levels that hold no more nodes than the row has draws. Few draws a row: blocks of several rows, without a top.
+  const bool by_row = p.num_samples >= kTreeBlock / 2;
   int top_levels = 0;
-  while (top_levels < kTreeTopLevels && top_levels < tree.depth && (int64_t(1) << top_levels) <= p.num_samples) {
+  while (by_row && top_levels < kTreeTopLevels && top_levels < tree.depth &&
+         (int64_t(1) << top_levels) <= p.num_samples) {
     ++top_levels;
   }
   PhiloxKey key = {0, 0};
@@ -157,29 +181,42 @@ inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t e
     };
     const TreeExcluded out = excluded_of(p, b);
     for (int64_t i = 0; i < out.count; ++i) {
+      for (int level = top_levels; level < tree.depth; ++level) {
+        prefetch_node<T>(tree, ancestor(tree, out.leaves[i], level));
+      }
       for (int level = 0; level < tree.depth; ++level) {
         out.left[i * (tree.depth + 1) + level] = double(logit(ancestor(tree, out.leaves[i], level), level));
       }
     }
     if (out.count > 0) tree_left(tree, out);
+    const int64_t first = b * p.num_samples;
     if (p.given != nullptr) {
       for (int64_t k = 0; k < p.num_samples; ++k) {
-        p.log_q[b * p.num_samples + k] = given_log_q(p, out, p.given[b * p.num_samples + k], logit);
+        // A given path is known beforehand: that of a few ids ahead is on its way meanwhile.
+        if (first + k + kGivenAhead < end * p.num_samples) {
+          const int64_t leaf = tree.class_leaf[p.given[first + k + kGivenAhead]];
+          for (int level = kTreeTopLevels; level < tree.depth; ++level) {
+            prefetch_node<T>(tree, ancestor(tree, leaf, level));
+          }
+        }
+        p.log_q[first + k] = given_log_q(p, out, p.given[first + k], logit);
       }
     } else if (out.count > 1 || (out.count == 1 && out.left[0] == 0.0)) {
       for (int64_t k = 0; k < p.num_samples; ++k) {
         const TreeDraw drawn = tree_draw(p, out, key, b, k, logit);
-        p.ids[b * p.num_samples + k] = drawn.id;
-        p.log_q[b * p.num_samples + k] = drawn.log_q;
+        p.ids[first + k] = drawn.id;
+        p.log_q[first + k] = drawn.log_q;
       }
     } else {
-      for (int64_t first = 0; first < p.num_samples; first += kTreeBlock) {
-        const int64_t rest = p.num_samples - first;
-        tree_draw_block<T>(p, out, key, b, first, int(rest < kTreeBlock ? rest : kTreeBlock), x, top, top_levels,
-                           block);
+      for (int64_t k = 0; k < p.num_samples; ++k) {
+        block.add(p, out, b, k);
+        if (block.count == kTreeBlock || (by_row && k + 1 == p.num_samples)) {
+          draw_block<T>(p, key, top, top_levels, block);
+        }
       }
     }
   }
+  if (block.count > 0) draw_block<T>(p, key, top, top_levels, block);
 }
 
 // ------------------------------------------------------------------------------------------------ every class
