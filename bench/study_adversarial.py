@@ -50,7 +50,7 @@ def eurlex_features(directory: Path, width: int = 512) -> Data:
 
 def samplers(x: torch.Tensor, y: torch.Tensor, classes: int, dim: int, reg: float) -> dict[str, Any]:
     begin = time.perf_counter()
-    tree = sx.samplers.Tree.fit(x, y, num_classes=classes, dim=dim, reg=reg, progress=False)
+    tree = sx.samplers.Tree.fit(x, y, num_classes=classes, dim=dim, reg=reg, whiten=True, progress=False)
     print(f"tree fitted in {time.perf_counter() - begin:.1f} s")
     print(tree.describe())
     counts = torch.bincount(y, minlength=classes) + 1  # a class that was never seen may still be asked for
