@@ -75,8 +75,9 @@ struct NegativeSamplingRow {
       xi[0] = term.slope;
       j = 1;
     }
-    const A* log_q = static_cast<const A*>(p.log_q) + first_draw(b) + first - 1;
-    const A value = draw_terms(xi + j, log_q + j, f.reg, n - j);
+    if (j == n) return target_value;  // no draw here, and with m = 0 no log_q to point into
+    const A* log_q = static_cast<const A*>(p.log_q) + (first_draw(b) + first - 1 + j);
+    const A value = draw_terms(xi + j, log_q, f.reg, n - j);
     for (; j < n; ++j) xi[j] *= f.share;
     return target_value + f.share * value;
   }
