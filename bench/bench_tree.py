@@ -116,8 +116,8 @@ def fitted_tree(device: torch.device) -> sx.samplers.Tree:
 
 
 def our_step(tree: sx.samplers.Tree, weight: torch.Tensor, m: int, x: torch.Tensor, y: torch.Tensor) -> Step:
-    draw = tree.sample(x, m)
-    loss = sx.functional.negative_sampling(x, weight, y, draw.ids, draw.log_q, tree.log_prob(x, y), reg=REG)
+    draw, log_p = tree.sample_and_score(x, m, y)
+    loss = sx.functional.negative_sampling(x, weight, y, draw.ids, draw.log_q, log_p, reg=REG)
     d_x, d_w = torch.autograd.grad(loss, (x, weight))
     return loss.detach(), d_x, d_w
 

@@ -136,3 +136,23 @@ def test_bad_input(name):
     with pytest.raises(kind) as caught:
         Tree.fit(x, y, **{"num_classes": 3, "dim": 2, "progress": False} | options)
     assert text in str(caught.value)
+
+
+def test_sample_and_score_is_sample_and_log_prob():
+    x, y = torch.randn(200, 6), torch.randint(0, 10, (200,))
+    tree = sx.samplers.Tree.fit(x, y, num_classes=10, dim=3, progress=False)
+    h, target = torch.randn(2, 4, 6), torch.randint(0, 10, (8,))
+    draw, log_p = tree.sample_and_score(h, 5, target, key=sx.Key(3))
+    alone = tree.sample(h, 5, key=sx.Key(3))
+    assert torch.equal(draw.ids, alone.ids)
+    assert torch.equal(draw.log_q, alone.log_q)
+    assert torch.equal(log_p, tree.log_prob(h, target))
+    assert tree.sample_and_score(h, 5, target.view(4, 2).repeat(2, 1))[1].shape == (8, 2)
+    static = sx.samplers.Unigram(torch.arange(1.0, 11.0))
+    draw, log_p = static.sample_and_score(h, 5, target, key=sx.Key(3))
+    assert torch.equal(draw.ids, static.sample(h, 5, key=sx.Key(3)).ids)
+    assert torch.equal(log_p, static.log_prob(h, target))
+    with pytest.raises(ValueError, match=r"tree: shared must be False"):
+        tree.sample_and_score(h, 5, target, shared=True)
+    with pytest.raises(IndexError, match=r"ids must be in \[0, 10\)"):
+        tree.sample_and_score(h, 5, target + 10)

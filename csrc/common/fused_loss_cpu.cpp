@@ -36,7 +36,9 @@ void backward_rows(const LossBwdParams& p, int64_t begin, int64_t end) {
   for (int64_t b = begin; b < end; ++b) {
     const LossUpstream<A> up(p, b);
     combine(up, p.coef_loss, p.coef_lse, b * entries, P, static_cast<A*>(p.coef_target) + b * P);
-    combine(up, p.coef_loss, p.coef_lse, b * entries + P, m, static_cast<A*>(p.coef_draw) + b * m);
+    if (p.coef_draw != nullptr) {
+      combine(up, p.coef_loss, p.coef_lse, b * entries + P, m, static_cast<A*>(p.coef_draw) + b * m);
+    }
     combine(up, p.d_loss, p.d_lse, b * p.dim, p.dim, static_cast<T*>(p.d_hidden) + b * p.dim);
   }
 }

@@ -33,7 +33,7 @@ struct LossBwdParams {
   const void* coef_lse;   // A [B, P + m], with grad_lse
   const void* d_lse;      // A [B, d], with grad_lse
   void* coef_target;      // A [B, P]
-  void* coef_draw;        // A [B, m]
+  void* coef_draw;        // A [B, m]; the CPU side takes nullptr for "not wanted"
   void* d_hidden;         // [B, d] in `dtype`
   int64_t batch, num_targets, num_samples, dim;
   DType dtype;

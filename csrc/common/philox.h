@@ -57,6 +57,15 @@ SX_HOST_DEVICE inline uint64_t philox_u64(const PhiloxWords& x, int half) {
 // Uniform in [0, 1) with 53 bits; never 1.
 SX_HOST_DEVICE inline double uniform53(uint64_t bits) { return double(bits >> 11) * 0x1.0p-53; }
 
+// The same number without a conversion from 64-bit integers, which vector units have only since AVX-512: both halves go
+// into the mantissa of a power of two, and every step is exact.
+inline double uniform53_by_parts(uint64_t bits) {
+  const uint64_t x = bits >> 11;
+  const double high = __builtin_bit_cast(double, (x >> 32) | 0x4530000000000000u) - (0x1.0p84 + 0x1.0p52);
+  const double low = __builtin_bit_cast(double, (x & 0xFFFFFFFFu) | 0x4330000000000000u);
+  return (high + low) * 0x1.0p-53;
+}
+
 // Uniform integer in [0, n) by multiply-high; bias at most n / 2^64.
 SX_HOST_DEVICE inline int64_t uniform_below(uint64_t bits, int64_t n) {
   return int64_t(mul_high_u64(bits, uint64_t(n)));

@@ -62,6 +62,11 @@ struct Rows {
     for (int64_t c = 0; c < d; ++c) acc[c] += coef * to_acc(w[c]);
   }
 
+  // out = coef * w
+  static void scale_row(A* out, A coef, const T* w, int64_t d) {
+    for (int64_t c = 0; c < d; ++c) out[c] = coef * to_acc(w[c]);
+  }
+
   static void scale_to(A* out, const A* acc, A factor, int64_t d) {
     for (int64_t c = 0; c < d; ++c) out[c] = acc[c] * factor;
   }
@@ -80,10 +85,26 @@ struct Rows {
     for (; k < n; ++k) out[k] = factor * exp_acc(x[k] - shift);
   }
 
+  // nan is passed over
   static A max_of(const A* x, int64_t n) {
-    A max = negative_infinity<A>();
-    for (int64_t k = 0; k < n; ++k) max = x[k] > max ? x[k] : max;
-    return max;
+    A most = negative_infinity<A>();
+    int64_t k = 0;
+#if defined(__AVX2__)
+    if constexpr (sizeof(A) == 4) {
+      if (n >= 2 * Vec::kSize) {
+        Vec m0 = Vec::all(most), m1 = m0;
+        for (; k + 2 * Vec::kSize <= n; k += 2 * Vec::kSize) {
+          m0 = max(Vec::load(x + k), m0);
+          m1 = max(Vec::load(x + k + Vec::kSize), m1);
+        }
+        A lanes[Vec::kSize];
+        max(m0, m1).store(lanes);
+        for (const A lane : lanes) most = lane > most ? lane : most;
+      }
+    }
+#endif
+    for (; k < n; ++k) most = x[k] > most ? x[k] : most;
+    return most;
   }
 
   // out[k] = exp(x[k] - shift); returns the sum
@@ -115,6 +136,14 @@ struct Rows {
     return sum;
   }
 };
+
+// Class rows that are scored and then added up together: they are read twice, so they must stay in the L1 cache.
+constexpr int kTile = 16;  // at most
+template <typename T>
+inline int64_t rows_of_tile(int64_t d) {
+  const int64_t rows = 16384 / (d * int64_t(sizeof(T)) + 1) + 1;
+  return rows < 4 ? 4 : rows > kTile ? kTile : rows / 4 * 4;
+}
 
 // SX_ALWAYS_INLINE, here and in the callers: GCC takes a function that only prefetches for one without effect, and
 // drops the call.

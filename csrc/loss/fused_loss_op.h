@@ -23,13 +23,17 @@ inline Tensor as_acc(const Tensor& t) {
   return t.scalar_type() == acc ? t : torch::stable::to(t, acc);
 }
 
-// a [n, k] times b [k, p]. mm.out and not matmul: under autocast the functional overloads answer in half precision.
-inline Tensor product(const Tensor& a, const Tensor& b) {
-  const Tensor result = empty(a, {a.size(0), b.size(1)}, a.scalar_type());
+// result [n, p] = a [n, k] times b [k, p]. mm.out and not matmul: under autocast the functional overloads answer in
+// half precision.
+inline Tensor product_into(const Tensor& result, const Tensor& a, const Tensor& b) {
   std::array<StableIValue, 3> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
                                     torch::stable::detail::from(result)};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline Tensor product(const Tensor& a, const Tensor& b) {
+  return product_into(empty(a, {a.size(0), b.size(1)}, a.scalar_type()), a, b);
 }
 
 // to += more, both [n] numbers of type A in `to`'s layout.
@@ -122,6 +126,27 @@ inline void run_loss_mean(const char* op, Reduction reduction, const void* row_l
   SX_RUN(op, saved, launch_loss_mean, mean);
 }
 
+// factor * rows, in the accumulation type; CPU only.
+inline Tensor scaled_rows(const Tensor& rows, double factor) {
+  const ScalarType acc = acc_type(rows.scalar_type());
+  const bool converted = rows.scalar_type() != acc;
+  const Tensor from = as_acc(rows), to = converted ? from : empty(rows, {rows.size(0), rows.size(1)}, acc);
+  const auto scale = [n = rows.numel(), factor](const auto* x, auto* out) {
+    using A = std::remove_reference_t<decltype(*out)>;
+    for (int64_t i = 0; i < n; ++i) out[i] = A(factor) * x[i];
+  };
+  if (acc == ScalarType::Double)
+    scale(static_cast<const double*>(from.const_data_ptr()), static_cast<double*>(to.mutable_data_ptr()));
+  else
+    scale(static_cast<const float*>(from.const_data_ptr()), static_cast<float*>(to.mutable_data_ptr()));
+  return to;
+}
+
+// The one number of a tensor on the CPU.
+inline double number_of(ScalarType type, const void* data) {
+  return type == ScalarType::Double ? *static_cast<const double*>(data) : *static_cast<const float*>(data);
+}
+
 struct LossBackward {
   const Tensor& grad_loss;                // A [B], or [] of a reduced loss
   const std::optional<Tensor>& grad_lse;  // A [B]
@@ -141,19 +166,26 @@ inline LossGradients run_loss_backward(const char* op, const LossBackward& x, co
   const ScalarType acc = acc_type(hidden.scalar_type());
   const int64_t B = hidden.size(0), d = hidden.size(1), m = ids.size(ids.dim() - 1), entries = P + m;
   const bool shared = ids.dim() == 1;
+  // The whole batch has one upstream gradient, and it is at hand: it goes onto h [B, d] and not onto [B, m]
+  // coefficients of shared draws. Not where it is 0, which wins over a nan in a coefficient.
+  const void* factor_at = part_of(saved, at.factor, 1, false);
+  const bool one_factor = shared && m > 0 && B > 0 && need_rows && factor_at != nullptr && !grad_lse &&
+                          backend_of(op, hidden) == Backend::kCpu;
+  const double factor = one_factor ? number_of(acc, grad_loss.const_data_ptr()) * number_of(acc, factor_at) : 0.0;
+  const bool scale_hidden = factor != 0.0;
   Tensor d_hidden = empty(hidden, {B, d}, hidden.scalar_type());
   const Tensor coef_target = empty(hidden, {B, P}, acc);
-  const Tensor coef_draw = empty(hidden, {B, m}, acc);
+  const Tensor coef_draw = scale_hidden ? view_of(saved, at.coef_loss + P, B, m, entries) : empty(hidden, {B, m}, acc);
   LossBwdParams params{};
   params.grad_loss = in_any(grad_loss);
   params.grad_lse = grad_lse ? in_any(*grad_lse) : nullptr;
-  params.factor = part_of(saved, at.factor, 1, false);
+  params.factor = factor_at;
   params.coef_loss = part_of(saved, at.coef_loss, B * entries, false);
   params.coef_lse = part_of(saved, at.coef_lse, B * entries, false);
   params.d_loss = part_of(saved, at.d_loss, B * d, false);
   params.d_lse = part_of(saved, at.d_lse, B * d, false);
   params.coef_target = out_any(coef_target);
-  params.coef_draw = out_any(coef_draw);
+  params.coef_draw = scale_hidden ? nullptr : out_any(coef_draw);
   params.d_hidden = out_any(d_hidden);
   params.batch = B;
   params.num_targets = P;
@@ -177,12 +209,14 @@ inline LossGradients run_loss_backward(const char* op, const LossBackward& x, co
   std::optional<Tensor> draw_rows, draw_bias;
   if (shared && m > 0 && B > 0) {
     // One row per draw, already summed over the batch; a column of ones carries the bias along.
-    draw_rows = product(torch::stable::transpose(coef_draw, 0, 1), as_acc(hidden));
+    draw_rows =
+        product(torch::stable::transpose(coef_draw, 0, 1), scale_hidden ? scaled_rows(hidden, factor) : as_acc(hidden));
     const DType acc_tag = acc == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
     rows.source[1] = {in<int64_t>(ids), nullptr, in_any(*draw_rows), m, 1, acc_tag};
     if (with_bias) {
       const std::array<int64_t, 1> over_rows{0};
       draw_bias = torch::stable::sum(coef_draw, over_rows);
+      if (scale_hidden) draw_bias = scaled_rows(torch::stable::unsqueeze(*draw_bias, 0), factor);
       rows.source[1].bias = in_any(*draw_bias);
     }
   } else {

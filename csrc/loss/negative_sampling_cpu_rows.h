@@ -1,6 +1,6 @@
 // Forward over rows [begin, end): the body shared by the scalar and the SIMD translation units.
 //
-// One pass over the gathered rows: a tile of kTile class rows is scored, their coefficients follow at once (an entry
+// One pass over the gathered rows: a tile of class rows is scored, their coefficients follow at once (an entry
 // needs its own xi only), and they are added to the unit gradient of h while they are in the L1 cache. The rows behind
 // them are prefetched meanwhile, over the borders of batch rows: with one draw a row there are only two of them in
 // each. Deterministic: the order of operations in a row depends on its entries only.
@@ -17,11 +17,10 @@ inline namespace SX_ISA_NS {
 template <typename T>
 struct NegativeSamplingRow {
   using A = acc_t<T>;
-  static constexpr int64_t kTile = 16;
 
   const NegativeSamplingParams& p;
   const NegativeSamplingFactors<A> f;
-  const int64_t m, entries, rows_read, lookahead;
+  const int64_t m, entries, rows_read, lookahead, tile_rows;
   A* const h;  // [d], the current row in the accumulation type
 
   explicit NegativeSamplingRow(const NegativeSamplingParams& params)
@@ -31,6 +30,7 @@ struct NegativeSamplingRow {
         entries(1 + params.num_samples),
         rows_read(params.shared ? 1 : 1 + params.num_samples),
         lookahead(rows_ahead<T>(params.dim)),
+        tile_rows(rows_of_tile<T>(params.dim)),
         h(static_cast<A*>(std::aligned_alloc(64, (size_t(params.dim) * sizeof(A) + 64) / 64 * 64))) {}
   ~NegativeSamplingRow() { std::free(h); }
   NegativeSamplingRow(const NegativeSamplingRow&) = delete;
@@ -144,8 +144,8 @@ struct NegativeSamplingRow {
     const A row_weight = load_scalar<A>(p.class_weight, p.target[b], A(1));
     const A factor = row_weight * f.scale;  // of a slope in its coefficient
     A loss = 0;
-    for (int64_t first = 0; first < rows_read; first += kTile) {
-      const int64_t n = rows_read - first < kTile ? rows_read - first : kTile;
+    for (int64_t first = 0; first < rows_read; first += tile_rows) {
+      const int64_t n = rows_read - first < tile_rows ? rows_read - first : tile_rows;
       const T* rows[kTile];
       A values[kTile];
       for (int64_t j = 0; j < kTile; ++j) rows[j] = weight_row(entry_id(b, first + (j < n ? j : n - 1)));

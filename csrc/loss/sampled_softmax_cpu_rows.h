@@ -1,6 +1,6 @@
 // Forward over rows [begin, end): the body shared by the scalar and the SIMD translation units.
 //
-// One pass over the gathered rows: a tile of kTile class rows is scored, enters the online softmax, and is added to the
+// One pass over the gathered rows: a tile of class rows is scored, enters the online softmax, and is added to the
 // unit gradient of h while it is still in the L1 cache. Rows further down the list are prefetched meanwhile, over the
 // border of a batch row too: the gather is bound by memory latency, so the only thing to do is to have many rows under
 // way. Deterministic: the order of operations in a row depends on its entries only.
@@ -13,8 +13,6 @@
 
 namespace samplex {
 inline namespace SX_ISA_NS {
-
-constexpr int kTile = 16;
 
 // ------------------------------------------------------------------------------------------------ scratch of a thread
 template <typename A>
@@ -50,8 +48,9 @@ struct SampledSoftmaxRow {
   const SampledSoftmaxParams& p;
   Scratch<A> s;
   const A log_m, scale, eps;
-  const int64_t P, m, row_entries, lookahead;
+  const int64_t P, m, row_entries, lookahead, tile_rows;
   const bool one_target;    // the usual row: one target, no further positives
+  const bool plain_shared;  // shared draws in their usual form: `run_shared`
   int64_t num_targets = 0;  // of the current row, without padding
   int64_t num_entries = 0;  // that take part
 
@@ -65,7 +64,16 @@ struct SampledSoftmaxRow {
         m(params.num_samples),
         row_entries(params.num_targets + params.num_samples),
         lookahead(rows_ahead<T>(params.dim)),
-        one_target(params.num_targets == 1 && params.known_offsets == nullptr) {}
+        tile_rows(rows_of_tile<T>(params.dim)),
+        one_target(params.num_targets == 1 && params.known_offsets == nullptr),
+        plain_shared(params.shared && one_target && !params.absolute && params.label_smoothing == 0) {
+    if (!plain_shared) return;
+    const A* log_q = static_cast<const A*>(p.log_q);
+    for (int64_t k = 0; k < m; ++k) s.signs[k] = correction(log_q[k]);
+  }
+
+  // inf in log_q would silently drop the draw (or win it all): 0 * inf makes it nan, so that the bad row shows.
+  A correction(A log_q) const { return (-log_q - log_m) + A(0) * log_q; }
 
   const T* weight_row(int64_t id) const { return static_cast<const T*>(p.weight) + id * p.dim; }
   bool is_target(int64_t id) const { return id != p.ignore_index && !(P > 1 && id == kPadding); }
@@ -103,19 +111,18 @@ struct SampledSoftmaxRow {
     int64_t* to_ids = s.ids + P;
     A* logits = s.logits + P;
     int64_t out = 0;
-    // inf in log_q would silently drop the draw (or win it all): 0 * inf makes it nan, so that the bad row shows.
     if (one_target) {
       for (int64_t k = 0; k < m; ++k) {
         const bool hit = ids[k] == first;
         to_ids[k] = ids[k];
-        logits[k] = hit ? kOut : (-log_q[k] - log_m) + A(0) * log_q[k];
+        logits[k] = hit ? kOut : correction(log_q[k]);
         out += hit;
       }
     } else {
       for (int64_t k = 0; k < m; ++k) {
         const bool hit = masked(b, ids[k]);
         to_ids[k] = hit ? first : ids[k];
-        logits[k] = hit ? kOut : (-log_q[k] - log_m) + A(0) * log_q[k];
+        logits[k] = hit ? kOut : correction(log_q[k]);
         out += hit;
       }
     }
@@ -169,7 +176,67 @@ struct SampledSoftmaxRow {
     return eps > 0 ? total + eps / A(num_entries) * every_sum : total;
   }
 
+  // Shared draws, one target, nothing else: the products of the draws are there, and what is left is a softmax in two
+  // passes over them. The corrections are the same for every row and were made once (s.signs).
+  void run_shared(int64_t b) {
+    const int64_t target = p.target[b];
+    constexpr int64_t kAhead = 4;
+    if (b + kAhead < p.batch && uint64_t(p.target[b + kAhead]) < uint64_t(p.num_classes)) {
+      prefetch_row(weight_row(p.target[b + kAhead]), p.dim);
+    }
+    if (!is_target(target)) return zero_outputs(b);
+    const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
+    const T* row = weight_row(target);
+    const T* const rows[4] = {row, row, row, row};
+    for (int64_t c = 0; c < p.dim; ++c) s.h[c] = to_acc(hidden[c]);
+    A product[4];
+    Rows<T>::dot4(s.h, rows, p.dim, product);
+    A* logits = static_cast<A*>(p.dots) + b * p.dots_stride;  // ours to overwrite
+    int64_t hits = 0;
+    for (int64_t k = 0; k < m; ++k) hits += p.ids[k] == target;
+    if (p.bias.data != nullptr) {
+      product[0] += load_scalar<A>(p.bias, target, A(0));
+      for (int64_t k = 0; k < m; ++k) logits[k] += load_scalar<A>(p.bias, p.ids[k], A(0));
+    }
+    for (int64_t k = 0; k < m; ++k) logits[k] = logits[k] * scale + s.signs[k];
+    if (hits > 0) {
+      for (int64_t k = 0; k < m; ++k) logits[k] = p.ids[k] == target ? kOut : logits[k];
+    }
+    const A share = load_scalar<A>(p.class_weight, target, A(1)), own = product[0] * scale;
+    const bool trivial = hits == m;  // every draw is masked: nothing to learn from this row
+    const A total = trivial ? A(0) : share;
+    const A most = Rows<T>::max_of(logits, m), max = own > most ? own : most;
+    const A shift = max == kOut ? A(0) : max;
+    A* coef = p.need_grad ? static_cast<A*>(p.coef_loss) + b * row_entries : s.logits;
+    A sum = Rows<T>::exp_sum(logits, shift, coef + 1, m);
+    coef[0] = exp_acc(own - shift);
+    sum += coef[0];
+    const A lse = max == kOut ? quiet_nan<A>() : max + log_acc(sum);
+    static_cast<A*>(p.denom)[b] = share;
+    static_cast<A*>(p.lse)[b] = lse;
+    static_cast<A*>(p.loss)[b] = trivial ? A(0) : total * (lse - own);
+    if (!p.need_grad) return;
+    const A of_sum = scale / sum + A(0) * lse;  // nan where the row is
+    A* const d_loss = static_cast<A*>(p.d_loss) + b * p.dim;
+    if (p.coef_lse != nullptr) {
+      A* coef_lse = static_cast<A*>(p.coef_lse) + b * row_entries;
+      Rows<T>::scale_to(coef_lse, coef, of_sum, row_entries);
+      if (lse != lse) clear_masked(b, coef_lse);
+      Rows<T>::scale_row(static_cast<A*>(p.d_lse) + b * p.dim, coef_lse[0], row, p.dim);
+    }
+    if (total == 0) {  // wins over nan
+      for (int64_t k = 0; k < row_entries; ++k) coef[k] = 0;
+      for (int64_t c = 0; c < p.dim; ++c) d_loss[c] = 0;
+      return;
+    }
+    Rows<T>::scale_to(coef, coef, total * of_sum, row_entries);
+    if (lse != lse) clear_masked(b, coef);
+    coef[0] -= total * scale;
+    Rows<T>::scale_row(d_loss, coef[0], row, p.dim);
+  }
+
   void run(int64_t b) {
+    if (plain_shared) return run_shared(b);
     if (!list_entries(b)) return zero_outputs(b);
     const bool trivial = num_entries == num_targets;  // every draw is masked: nothing to learn from this row
     const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
@@ -183,8 +250,8 @@ struct SampledSoftmaxRow {
     A pulled = 0;  // sum a_k s_k
     // Rows of class memory are read for all entries, but shared draws come with their products.
     const int64_t num_rows = p.shared ? P : row_entries;
-    for (int64_t done = 0; done < num_rows; done += kTile) {
-      const int64_t n = num_rows - done < kTile ? num_rows - done : kTile;
+    for (int64_t done = 0; done < num_rows; done += tile_rows) {
+      const int64_t n = num_rows - done < tile_rows ? num_rows - done : tile_rows;
       online = tile(b, done, n, online, pulled);
     }
     if (p.shared) online = shared_draws(b, online, pulled);
@@ -298,7 +365,7 @@ struct SampledSoftmaxRow {
 
   // Shared draws: the products come from a GEMM, and their part of d_loss and d_lse goes to one.
   OnlineSoftmax<A> shared_draws(int64_t b, OnlineSoftmax<A> online, A& pulled) {
-    A* dots = static_cast<A*>(p.dots) + b * m;  // ours to overwrite
+    A* dots = static_cast<A*>(p.dots) + b * p.dots_stride;  // ours to overwrite
     A* logits = s.logits + P;
     score(P, m, dots, pulled);
     online = merge_max(online, Rows<T>::max_of(logits, m));

@@ -609,7 +609,7 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
     for (int64_t k = P + threadIdx.x; k < entries; k += kThreads) {
       const int64_t id = entry_id(p, b, k);
       if (id >= 0)
-        score(k, id, static_cast<const A*>(p.dots)[b * m + k - P]);
+        score(k, id, static_cast<const A*>(p.dots)[b * p.dots_stride + k - P]);
       else if (p.need_grad)
         logits[k] = negative_infinity<A>();
     }

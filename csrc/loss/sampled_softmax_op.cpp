@@ -71,7 +71,11 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   std::optional<Tensor> class_rows, dots, signs;
   if (shared && m > 0) {
     class_rows = as_acc(gather_rows(weight, ids));
-    dots = product(as_acc(hidden), torch::stable::transpose(*class_rows, 0, 1));
+    // The CPU kernel turns products into coefficients where they are.
+    const bool in_place = need_grad && backend_of(kOp, weight) == Backend::kCpu;
+    params.dots_stride = in_place ? entries : m;
+    dots = in_place ? view_of(saved, at.coef_loss + P, B, m, entries) : empty(hidden, {B, m}, acc);
+    product_into(*dots, as_acc(hidden), torch::stable::transpose(*class_rows, 0, 1));
     params.dots = out_any(*dots);
   }
   params.hidden = in_any(hidden);

@@ -21,12 +21,14 @@
 namespace samplex {
 
 struct SampledSoftmaxParams {
-  const void* hidden;            // [B, d]
-  const void* weight;            // [C, d]
-  const int64_t* target;         // [B, P]; ignore_index, and kPadding where P > 1, are skipped
-  const int64_t* ids;            // [B, m], or [m] when shared
-  const void* log_q;             // A, shape of ids
-  void* dots;                    // A [B, m]: h_b . w_ids, given when shared, else nullptr; overwritten
+  const void* hidden;     // [B, d]
+  const void* weight;     // [C, d]
+  const int64_t* target;  // [B, P]; ignore_index, and kPadding where P > 1, are skipped
+  const int64_t* ids;     // [B, m], or [m] when shared
+  const void* log_q;      // A, shape of ids
+  void* dots;             // A [B, m], rows `dots_stride` apart: h_b . w_ids, given when shared, else nullptr;
+                          // overwritten; may be the draws' columns of coef_loss
+  int64_t dots_stride;
   const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
   const int64_t* known_ids;      // [known_offsets[B]]
   ScalarTable bias;              // [C] or absent

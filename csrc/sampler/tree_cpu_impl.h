@@ -15,7 +15,7 @@ inline namespace SX_ISA_NS {
 
 constexpr int kTreeBlock = 64;     // draws that go down together
 constexpr int kTreeTopLevels = 6;  // at most: 2^6 - 1 nodes
-constexpr int kGivenAhead = 2;     // given ids whose paths are under way
+constexpr int kLevelsAhead = 2;    // of a known path that are under way
 
 // Always inlined: GCC takes a function that only prefetches for one without effect, and drops the call.
 template <typename T>
@@ -25,17 +25,18 @@ SX_ALWAYS_INLINE void prefetch_node(const TreeTable& tree, int64_t node) {
 }
 
 // ------------------------------------------------------------------------------------------------ w . x + b
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 
+// The first two halvings of tree_sum, which leave four partial sums. Zeros behind `dim`, as tree_logit has them.
+#if defined(__AVX512F__)
 inline __m512 tree_load(const float* p, __mmask16 some) { return _mm512_maskz_loadu_ps(some, p); }
 inline __m512 tree_load(const BFloat16* p, __mmask16 some) {
   const __m256i bits = _mm256_maskz_loadu_epi16(some, p);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-// The order of tree_sum: halves first.
 template <typename T>
-inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x) {
+inline __m128 tree_fours(const TreeTable& tree, int64_t node, const float* x) {
   const T* w = tree_node<T>(tree, node);
   __m512 lanes = _mm512_setzero_ps();
   for (int64_t c = 0; c < tree.dim; c += kTreeLanes) {
@@ -44,22 +45,18 @@ inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x
     lanes = _mm512_add_ps(lanes, _mm512_mul_ps(tree_load(w + c, some), _mm512_maskz_loadu_ps(some, x + c)));
   }
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1))) + to_acc(w[tree.dim]);
+  return _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
 }
-
-#elif defined(__AVX2__)
-
+#else
 inline __m256 tree_load(const float* p) { return _mm256_loadu_ps(p); }
 inline __m256 tree_load(const BFloat16* p) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 
+// dim a multiple of 16
 template <typename T>
-inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x) {
-  if (tree.dim % kTreeLanes != 0) return tree_logit<T>(tree, node, x);
+inline __m128 tree_fours(const TreeTable& tree, int64_t node, const float* x) {
   const T* w = tree_node<T>(tree, node);
   __m256 low = _mm256_setzero_ps(), high = _mm256_setzero_ps();
   for (int64_t c = 0; c < tree.dim; c += kTreeLanes) {
@@ -67,9 +64,40 @@ inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x
     high = _mm256_add_ps(high, _mm256_mul_ps(tree_load(w + c + 8), _mm256_loadu_ps(x + c + 8)));
   }
   const __m256 eight = _mm256_add_ps(low, high);
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+}
+#endif
+
+inline bool has_fours(const TreeTable& tree) {
+#if defined(__AVX512F__)
+  (void)tree;
+  return true;
+#else
+  return tree.dim % kTreeLanes == 0;
+#endif
+}
+
+template <typename T>
+inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x) {
+  if (!has_fours(tree)) return tree_logit<T>(tree, node, x);
+  const __m128 four = tree_fours<T>(tree, node, x);
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1))) + to_acc(w[tree.dim]);
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1))) + to_acc(tree_node<T>(tree, node)[tree.dim]);
+}
+
+// out[g] = logit of nodes[g] for x[g]. Four at a time: the last halvings of four sums are three additions of columns.
+template <typename T>
+inline void tree_logits(const TreeTable& tree, const int64_t* nodes, const float* const* x, int count, float* out) {
+  int g = 0;
+  for (; has_fours(tree) && g + 4 <= count; g += 4) {
+    __m128 s0 = tree_fours<T>(tree, nodes[g], x[g]), s1 = tree_fours<T>(tree, nodes[g + 1], x[g + 1]);
+    __m128 s2 = tree_fours<T>(tree, nodes[g + 2], x[g + 2]), s3 = tree_fours<T>(tree, nodes[g + 3], x[g + 3]);
+    _MM_TRANSPOSE4_PS(s0, s1, s2, s3);
+    float bias[4];
+    for (int j = 0; j < 4; ++j) bias[j] = to_acc(tree_node<T>(tree, nodes[g + j])[tree.dim]);
+    _mm_storeu_ps(out + g, _mm_add_ps(_mm_add_ps(_mm_add_ps(s0, s2), _mm_add_ps(s1, s3)), _mm_loadu_ps(bias)));
+  }
+  for (; g < count; ++g) out[g] = tree_logit_fast<T>(tree, nodes[g], x[g]);
 }
 
 #else
@@ -77,6 +105,11 @@ inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x
 template <typename T>
 inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x) {
   return tree_logit<T>(tree, node, x);
+}
+
+template <typename T>
+inline void tree_logits(const TreeTable& tree, const int64_t* nodes, const float* const* x, int count, float* out) {
+  for (int g = 0; g < count; ++g) out[g] = tree_logit<T>(tree, nodes[g], x[g]);
 }
 
 #endif
@@ -93,8 +126,10 @@ struct TreeBlock {
   uint32_t row[kTreeBlock] = {}, position[kTreeBlock] = {};  // read up to the next multiple of 8
   uint64_t bits[2][kTreeBlock];
   float z[kTreeBlock];
+  double zd[kTreeBlock], ad[kTreeBlock], ed[kTreeBlock];  // z, |z| and exp(-|z|) of the level
   double minor[kTreeBlock], product[kTreeBlock], kept[kTreeBlock];
   int count = 0;
+  bool excludes = false;  // some draw has an excluded class
 
   void add(const TreeSampleParams& p, const TreeExcluded& out, int64_t b, int64_t draw) {
     const int g = count++;
@@ -102,6 +137,7 @@ struct TreeBlock {
     minor[g] = 0;
     product[g] = 1;
     excluded[g] = out.count > 0 ? (int64_t(1) << p.tree.depth) + out.leaves[0] : 0;
+    excludes |= excluded[g] > 0;
     left[g] = out.left;
     x[g] = p.x + b * p.tree.dim;
     at[g] = b * p.num_samples + draw;
@@ -109,6 +145,41 @@ struct TreeBlock {
     position[g] = uint32_t(draw) << 8;
   }
 };
+
+inline void measure_logits(TreeBlock& s, int count) {
+  for (int g = 0; g < count; ++g) {
+    const float z = s.z[g], a = z < 0 ? -z : z;
+    s.zd[g] = double(z);
+    s.ad[g] = double(a);
+    s.ed[g] = double(tree_exp(a));
+  }
+}
+
+// Every draw of the block takes a child. All numbers have 64 bits, so that the loop is one of whole vectors.
+template <bool kExcludes>
+inline void choose_children(TreeBlock& s, const uint64_t* bits, int depth, int level) {
+  const int count = s.count;
+  measure_logits(s, count);
+  if constexpr (kExcludes) {
+    // What is left of the child towards the excluded class; 1 for a draw that is not on the way to it.
+    for (int g = 0; g < count; ++g) {
+      s.kept[g] = s.excluded[g] >> (depth - level) == s.node[g] ? s.left[g][level + 1] : 1.0;
+    }
+  }
+  for (int g = 0; g < count; ++g) {
+    const double z = s.zd[g], e = s.ed[g];
+    double right_mass = z >= 0 ? 1.0 : e, left_mass = z >= 0 ? e : 1.0;
+    if constexpr (kExcludes) {
+      const bool to_right = (uint64_t(s.excluded[g]) >> (depth - 1 - level)) & 1;
+      right_mass *= to_right ? s.kept[g] : 1.0;
+      left_mass *= to_right ? 1.0 : s.kept[g];
+    }
+    const bool right = uniform53_by_parts(bits[g]) * (right_mass + left_mass) < right_mass;
+    s.minor[g] += right != (z >= 0) ? s.ad[g] : 0.0;
+    s.product[g] *= 1.0 + e;
+    s.node[g] = 2 * s.node[g] + int64_t(right);
+  }
+}
 
 // All draws of the block to their leaves, and out. `top` holds the logits of the first `top_levels` levels, where all
 // draws are of one row.
@@ -124,23 +195,12 @@ inline void draw_block(const TreeSampleParams& p, PhiloxKey key, const float* to
     if (level < top_levels) {
       for (int g = 0; g < count; ++g) s.z[g] = top[s.node[g]];
     } else {
-      for (int g = 0; g < count; ++g) s.z[g] = tree_logit_fast<T>(tree, s.node[g], s.x[g]);
+      tree_logits<T>(tree, s.node, s.x, count, s.z);
     }
-    // What is left of the child towards the excluded class; 1 for a draw that is not on the way to it.
-    for (int g = 0; g < count; ++g) {
-      s.kept[g] = s.excluded[g] >> (tree.depth - level) == s.node[g] ? s.left[g][level + 1] : 1.0;
-    }
-    const uint64_t* bits = s.bits[level % 2];
-    for (int g = 0; g < count; ++g) {
-      const float z = s.z[g], a = z < 0 ? -z : z, e = tree_exp(a);
-      const bool to_right = (s.excluded[g] >> (tree.depth - 1 - level)) & 1;
-      const double right_mass = right_weight(z, e) * (to_right ? s.kept[g] : 1.0);
-      const double left_mass = left_weight(z, e) * (to_right ? 1.0 : s.kept[g]);
-      const bool right = uniform53(bits[g]) * (right_mass + left_mass) < right_mass;
-      s.minor[g] += right != (z >= 0) ? double(a) : 0.0;
-      s.product[g] *= 1.0 + double(e);
-      s.node[g] = 2 * s.node[g] + right;
-    }
+    if (s.excludes)
+      choose_children<true>(s, s.bits[level % 2], tree.depth, level);
+    else
+      choose_children<false>(s, s.bits[level % 2], tree.depth, level);
     // All nodes of the next level at once: the walk is bound by the latency of these loads.
     if (level + 1 < tree.depth && level + 1 >= top_levels) {
       for (int g = 0; g < count; ++g) prefetch_node<T>(tree, s.node[g]);
@@ -157,12 +217,49 @@ inline void draw_block(const TreeSampleParams& p, PhiloxKey key, const float* to
     p.log_q[s.at[g]] = float(s.product[g] - log_left);
   }
   s.count = 0;
+  s.excludes = false;
+}
+
+// log_q of given ids [first, last) without excluded classes: the same walk, with the way known.
+template <typename T>
+inline void follow_block(const TreeSampleParams& p, int64_t first, int64_t last, TreeBlock& s) {
+  const TreeTable& tree = p.tree;
+  const int count = int(last - first);
+  int64_t leaf[kTreeBlock];  // heap index
+  for (int g = 0; g < count; ++g) {
+    leaf[g] = (int64_t(1) << tree.depth) + tree.class_leaf[p.given[first + g]];
+    s.x[g] = p.x + (first + g) / p.num_samples * tree.dim;
+    s.minor[g] = 0;
+    s.product[g] = 1;
+  }
+  for (int level = 0; level < tree.depth; ++level) {
+    for (int g = 0; g < count; ++g) s.node[g] = leaf[g] >> (tree.depth - level);
+    if (level + kLevelsAhead < tree.depth) {
+      const int shift = tree.depth - level - kLevelsAhead;
+      for (int g = 0; g < count; ++g) prefetch_node<T>(tree, leaf[g] >> shift);
+    }
+    tree_logits<T>(tree, s.node, s.x, count, s.z);
+    measure_logits(s, count);
+    const int shift = tree.depth - 1 - level;
+    for (int g = 0; g < count; ++g) {
+      const bool right = (uint64_t(leaf[g]) >> shift) & 1;
+      s.minor[g] += right != (s.zd[g] >= 0) ? s.ad[g] : 0.0;
+      s.product[g] *= 1.0 + s.ed[g];
+    }
+  }
+  for (int g = 0; g < count; ++g) p.log_q[first + g] = float(tree_log_p(s.minor[g], s.product[g]));
 }
 
 template <typename T>
 inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t end) {
   const TreeTable& tree = p.tree;
   TreeBlock block;
+  if (p.given != nullptr && p.exclude == nullptr) {
+    for (int64_t at = begin * p.num_samples, last = end * p.num_samples; at < last; at += kTreeBlock) {
+      follow_block<T>(p, at, at + kTreeBlock < last ? at + kTreeBlock : last, block);
+    }
+    return;
+  }
   float top[1 << kTreeTopLevels];
   // Levels that hold no more nodes than the row has draws. Few draws a row: blocks of several rows, without a top.
   const bool by_row = p.num_samples >= kTreeBlock / 2;
@@ -192,13 +289,6 @@ inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t e
     const int64_t first = b * p.num_samples;
     if (p.given != nullptr) {
       for (int64_t k = 0; k < p.num_samples; ++k) {
-        // A given path is known beforehand: that of a few ids ahead is on its way meanwhile.
-        if (first + k + kGivenAhead < end * p.num_samples) {
-          const int64_t leaf = tree.class_leaf[p.given[first + k + kGivenAhead]];
-          for (int level = kTreeTopLevels; level < tree.depth; ++level) {
-            prefetch_node<T>(tree, ancestor(tree, leaf, level));
-          }
-        }
         p.log_q[first + k] = given_log_q(p, out, p.given[first + k], logit);
       }
     } else if (out.count > 1 || (out.count == 1 && out.left[0] == 0.0)) {

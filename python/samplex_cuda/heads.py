@@ -278,11 +278,14 @@ class SampledClassifier(nn.Module):
             noise = self.loss == "negative_sampling"
             exclude = None if self.shared or noise else torch.where(valid, target, -1)
             sampler: Any = self.sampler
-            draw = sampler.sample(seen, self.num_samples, shared=self.shared, key=key, exclude=exclude, context=context)
+            common = {"shared": self.shared, "key": key, "context": context}
             target_log_q = None
             if noise and self.reg:
                 known = torch.where(valid, target, 0)
-                target_log_q = sampler.log_prob(seen, known if known.dim() == 1 else known[:, 0], context=context)
+                known = known if known.dim() == 1 else known[:, 0]
+                draw, target_log_q = sampler.sample_and_score(seen, self.num_samples, known, **common)
+            else:
+                draw = sampler.sample(seen, self.num_samples, exclude=exclude, **common)
         if noise:
             return functional.negative_sampling(
                 h,

@@ -91,6 +91,41 @@ class Sampler(torch.nn.Module):
         """
         raise NotImplementedError
 
+    def sample_and_score(
+        self,
+        h: Tensor | None,
+        num_samples: int,
+        ids: Tensor,
+        *,
+        shared: bool = False,
+        key: Key | Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> tuple[Draw, Tensor]:
+        """`sample` and the `log_prob` of given ids in one call, which shares what both need of h.
+
+        What a step of `negative_sampling` takes: draws from the unconditional law, and log p_n of the targets.
+
+        Args:
+            h: [*, d] queries, flattened to B rows.
+            num_samples: m.
+            ids: int64 [B] | [B, n], as in `log_prob`.
+            shared: as in `sample`.
+            key: as in `sample`.
+            context: as in `sample`.
+
+        Returns:
+            The draw, and the log-probabilities in the shape of `ids`, float32.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> h, target = torch.randn(4, 16), torch.tensor([1, 2, 3, 4])
+            >>> draw, target_log_q = sx.samplers.LogUniform(1000).sample_and_score(h, 5, target)
+            >>> draw.ids.shape, target_log_q.shape
+            (torch.Size([4, 5]), torch.Size([4]))
+        """
+        draw = self.sample(h, num_samples, shared=shared, key=key, context=context)
+        return draw, self.log_prob(h, ids, context=context)
+
     def log_prob_all(self, h: Tensor | None = None) -> Tensor:
         """Log-probability of every class, [B, C] float32: for tests and small C. h = None counts as one row."""
         raise NotImplementedError

@@ -230,12 +230,7 @@ class Tree(Sampler):
 
         `exclude` is exact: the law conditioned on the other classes. Draws cannot be `shared`: each row has its law.
         """
-        count = self._check_count(num_samples)
-        if shared:
-            raise ValueError("tree: shared must be False, each row has a law of its own; got True")
-        if h is None:
-            raise ValueError(f"tree: h must be [*, {self.num_features}], got None")
-        x = self.project(h)
+        x, count = self._prepare_sample(h, num_samples, shared)
         self._check_batch(x, batch_size, None)
         leaves, offsets = self._excluded_leaves(exclude, x)
         pair = key_tensor(self._op, key, x.device)
@@ -249,6 +244,36 @@ class Tree(Sampler):
             raise ValueError(f"tree: h must be [*, {self.num_features}], got None")
         check_int64(self._op, "ids", ids)
         x = self.project(h)
+        return self._score(x, ids, *self._excluded_leaves(exclude, x))
+
+    def sample_and_score(
+        self,
+        h: Tensor | None,
+        num_samples: int,
+        ids: Tensor,
+        *,
+        shared: bool = False,
+        key: Key | Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> tuple[Draw, Tensor]:
+        """`sample` and `log_prob` of given ids with one projection of h; see `Sampler.sample_and_score`."""
+        check_int64(self._op, "ids", ids)
+        x, count = self._prepare_sample(h, num_samples, shared)
+        scores = self._score(x, ids, None, None)
+        pair = key_tensor(self._op, key, x.device)
+        return Draw(*ops.tree_sample(pair, x, *self._tables(), count)), scores
+
+    def _prepare_sample(self, h: Tensor | None, num_samples: int, shared: bool) -> tuple[Tensor, int]:
+        """The projected features [B, k] and m of a call of `sample`."""
+        count = self._check_count(num_samples)
+        if shared:
+            raise ValueError("tree: shared must be False, each row has a law of its own; got True")
+        if h is None:
+            raise ValueError(f"tree: h must be [*, {self.num_features}], got None")
+        return self.project(h), count
+
+    def _score(self, x: Tensor, ids: Tensor, leaves: Tensor | None, offsets: Tensor | None) -> Tensor:
+        """`log_prob` for projected features x [B, k] and excluded leaves."""
         batch = x.shape[0]
         if ids.dim() == 2 and ids.shape[0] == batch:
             wanted = ids
@@ -256,7 +281,6 @@ class Tree(Sampler):
             wanted = ids.unsqueeze(1) if ids.shape[0] == batch else ids.expand(batch, -1)
         else:
             raise ValueError(f"tree: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
-        leaves, offsets = self._excluded_leaves(exclude, x)
         try:
             out = ops.tree_log_prob(x, wanted.contiguous(), *self._tables(), leaves, offsets)
         except RuntimeError as error:
