@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -36,17 +37,18 @@ def read_xc(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """(x fp32 [N, D] sparse CSR, y int64 [N]): the smallest label of each row, rows without a label dropped."""
     lines = lines_of(path)
     width = int(next(lines).split()[1])
-    labels, offsets, columns, values = [], [0], [], []
+    labels, counts, entries = [], [0], []
     for line in lines:
         head, _, rest = line.rstrip("\n").partition(" ")
         if not head:
             continue
         labels.append(min(int(label) for label in head.split(",")))
-        pairs = [entry.split(":") for entry in rest.split()]
-        columns += [int(column) for column, _ in pairs]
-        values += [float(value) for _, value in pairs]
-        offsets.append(len(columns))
-    return csr(torch.tensor(offsets), torch.tensor(columns), torch.tensor(values), width), torch.tensor(labels)
+        counts.append(rest.count(":"))
+        entries.append(rest.replace(":", " "))
+    # All numbers at once: a Python loop over the entries takes most of a minute.
+    pairs = torch.from_numpy(np.fromstring(" ".join(entries), sep=" ")).view(-1, 2)
+    offsets = torch.tensor(counts).cumsum(0)
+    return csr(offsets, pairs[:, 0].long(), pairs[:, 1].float(), width), torch.tensor(labels)
 
 
 def eurlex(folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

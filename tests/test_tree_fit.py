@@ -541,6 +541,7 @@ Z, Y = rand(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
         (lambda: cross_validate_reg(Z, Y, 3, regs=()), ValueError, "regs must not be empty"),
         (lambda: describe_fit(fit_tree(Z, Y, 3), Z), ValueError, "must be given together"),
         (lambda: fit_tree(Z, Y, 3).mean_log_prob(Z[:, :2], Y), ValueError, r"z must be \[N, 3\], got \[6, 2\]"),
+        (lambda: fit_pca(Z, 2, passes=0), ValueError, "fit_pca: passes must be at least 1, got 0"),
         (lambda: fit_pca(Z, 4), ValueError, r"fit_pca: dim must be in \[1, 3\], the columns of x, got 4"),
         (lambda: fit_pca(Z, 0), ValueError, "got 0"),
         (lambda: fit_pca(Z[:0], 1), ValueError, r"x must have at least 1 row, got \[0, 3\]"),

@@ -1,5 +1,6 @@
 // The tree on the CPU: the choice of the SIMD level, the scalar bodies, beam search.
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "common/parallel.h"
@@ -23,52 +24,29 @@ void all_rows(const TreeAllParams& p, int64_t begin, int64_t end, double* minor,
     tree_log_prob_all_rows<float>(p, begin, end, minor, product);
 }
 
-struct Candidate {
-  double log_p;
-  int64_t node;  // or, at the end, the class
-  TreePath path;
-};
-
-// Likelier first, then the lower number: a total order, so that a beam is the same set on every backend.
-bool before(const Candidate& a, const Candidate& b) {
-  return a.log_p > b.log_p || (a.log_p == b.log_p && a.node < b.node);
+const TreeBeamLevel& beam_row(const TreeTopkParams& p, int64_t row, TreeBeamScratch& scratch) {
+  if (p.tree.dtype == DType::kBFloat16) return tree_beam<BFloat16>(p, row, scratch);
+  return tree_beam<float>(p, row, scratch);
 }
 
-template <typename T>
-void topk_rows(const TreeTopkParams& p, int64_t begin, int64_t end) {
-  const TreeTable& tree = p.tree;
-  const int64_t leaves = int64_t(1) << tree.depth;
-  std::vector<Candidate> beam, next;
-  for (int64_t b = begin; b < end; ++b) {
-    const float* x = p.x + b * tree.dim;
-    beam.assign(1, {0.0, 1, TreePath()});
-    for (int level = 0; level < tree.depth; ++level) {
-      next.clear();
-      for (const Candidate& parent : beam) {
-        const float z = tree_logit<T>(tree, parent.node, x), e = tree_exp(z < 0 ? -z : z);
-        for (const bool right : {false, true}) {
-          Candidate child = {0.0, 2 * parent.node + right, parent.path};
-          child.path.step(z, e, right);
-          child.log_p = child.path.log_p();
-          if (child.log_p > negative_infinity<double>()) next.push_back(child);
-        }
-      }
-      const size_t kept = std::min<size_t>(next.size(), size_t(p.beam));
-      std::partial_sort(next.begin(), next.begin() + kept, next.end(), before);
-      next.resize(kept);
-      std::swap(beam, next);
-    }
-    // As the caller sees them: float, equal ones by class.
-    for (Candidate& leaf : beam) {
-      leaf.node = tree.leaf_class[leaf.node - leaves];
-      leaf.log_p = double(float(leaf.log_p));
-    }
-    std::sort(beam.begin(), beam.end(), before);
-    for (int64_t k = 0; k < p.k; ++k) {
-      const bool found = k < int64_t(beam.size());
-      p.ids[b * p.k + k] = found ? beam[k].node : -1;
-      p.log_p[b * p.k + k] = found ? float(beam[k].log_p) : negative_infinity<float>();
-    }
+// As the caller sees it: float, equal ones by class.
+struct Found {
+  float log_p;
+  int64_t id;
+};
+
+void write_topk(const TreeTopkParams& p, int64_t b, const TreeBeamLevel& leaves, std::vector<Found>& found) {
+  found.clear();
+  for (int64_t i = 0; i < leaves.count; ++i) {
+    found.push_back({float(leaves.log_p[i]), p.tree.leaf_class[leaves.node[i] - (int64_t(1) << p.tree.depth)]});
+  }
+  const int64_t count = std::min(p.k, leaves.count);
+  std::partial_sort(found.begin(), found.begin() + count, found.end(), [](const Found& a, const Found& b) {
+    return a.log_p > b.log_p || (a.log_p == b.log_p && a.id < b.id);
+  });
+  for (int64_t k = 0; k < p.k; ++k) {
+    p.ids[b * p.k + k] = k < count ? found[k].id : -1;
+    p.log_p[b * p.k + k] = k < count ? found[k].log_p : negative_infinity<float>();
   }
 }
 
@@ -101,11 +79,15 @@ void launch_tree_log_prob_all(const TreeAllParams& p) {
 }
 
 void launch_tree_topk(const TreeTopkParams& p) {
+  auto body = &beam_row;
+#ifdef SAMPLEX_X86_SIMD
+  if (simd_level() == SimdLevel::kAvx2) body = &tree_beam_avx2;
+  if (simd_level() == SimdLevel::kAvx512) body = &tree_beam_avx512;
+#endif
   parallel_for(p.batch, 1, [&](int64_t begin, int64_t end) {
-    if (p.tree.dtype == DType::kBFloat16)
-      topk_rows<BFloat16>(p, begin, end);
-    else
-      topk_rows<float>(p, begin, end);
+    const auto scratch = std::make_unique<TreeBeamScratch>();
+    std::vector<Found> found;
+    for (int64_t b = begin; b < end; ++b) write_topk(p, b, body(p, b, *scratch), found);
   });
 }
 

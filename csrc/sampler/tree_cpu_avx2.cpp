@@ -13,4 +13,9 @@ void tree_log_prob_all_rows_avx2(const TreeAllParams& p, int64_t begin, int64_t 
   tree_log_prob_all_rows<float>(p, begin, end, minor, product);
 }
 
+const TreeBeamLevel& tree_beam_avx2(const TreeTopkParams& p, int64_t row, TreeBeamScratch& scratch) {
+  if (p.tree.dtype == DType::kBFloat16) return tree_beam<BFloat16>(p, row, scratch);
+  return tree_beam<float>(p, row, scratch);
+}
+
 }  // namespace samplex::cpu

@@ -333,5 +333,88 @@ inline void tree_log_prob_all_rows(const TreeAllParams& p, int64_t begin, int64_
   }
 }
 
+// ------------------------------------------------------------------------------------------------ beam search
+constexpr int64_t kBeamNone = 0x7FF0000000000000;  // key of -inf; a nan has a larger one
+
+// Largest key that is kept so that `wanted` of `count` are, or more where keys tie at it. log p <= 0, so the bits of
+// |log p| order candidates, the likeliest first; halving their range needs no branch on a candidate.
+inline int64_t beam_border(const int64_t* key, int64_t count, int64_t wanted) {
+  int64_t low = kBeamNone, high = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    low = key[i] < low ? key[i] : low;
+    high = key[i] < kBeamNone && key[i] > high ? key[i] : high;
+  }
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; ++i) kept += key[i] <= middle;
+    if (kept == wanted) return middle;
+    if (kept > wanted)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return low;
+}
+
+// A level stays ascending by node, as children follow their parents. So of candidates that tie at the border the first
+// ones are the lower nodes, and the set kept is the one that the total order of the other backends gives.
+template <typename T>
+inline const cpu::TreeBeamLevel& tree_beam(const TreeTopkParams& p, int64_t b, cpu::TreeBeamScratch& s) {
+  const TreeTable& tree = p.tree;
+  const float* x = p.x + b * tree.dim;
+  cpu::TreeBeamLevel *from = &s.levels[0], *to = &s.levels[1];
+  from->count = 1;
+  from->node[0] = 1;
+  from->minor[0] = 0;
+  from->product[0] = 1;
+  from->log_p[0] = 0;
+  for (int level = 0; level < tree.depth; ++level) {
+    const int64_t count = from->count;
+    int64_t* key[2] = {s.key, s.key + count};
+    for (int64_t i = 0; i < count; ++i) s.z[i] = tree_logit_fast<T>(tree, from->node[i], x);
+    for (int64_t i = 0; i < count; ++i) {
+      const float z = s.z[i], a = z < 0 ? -z : z;
+      from->product[i] *= 1.0 + double(tree_exp(a));  // of either child
+      s.minor[0][i] = from->minor[i] + (z >= 0 ? double(a) : 0.0);
+      s.minor[1][i] = from->minor[i] + (z >= 0 ? 0.0 : double(a));
+    }
+    // tree_log_p, one logarithm for both children.
+    for (int64_t i = 0; i < count; ++i) s.log_product[i] = exact_log(from->product[i]);
+    for (int side = 0; side < 2; ++side) {
+      for (int64_t i = 0; i < count; ++i) {
+        const double log_p = (-s.minor[side][i] - s.log_product[i]) + 0.0 * from->product[i];
+        key[side][i] = bit_copy<int64_t>(log_p) & 0x7FFFFFFFFFFFFFFF;
+      }
+    }
+    int64_t border = kBeamNone - 1, ties = 2 * count;
+    if (2 * count > p.beam) {
+      border = beam_border(s.key, 2 * count, p.beam);
+      ties = p.beam;
+      for (int64_t i = 0; i < 2 * count; ++i) ties -= s.key[i] < border;
+    }
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      for (int side = 0; side < 2; ++side) {
+        const int64_t at = key[side][i];
+        const bool tie = at == border;
+        if (at > border || (tie && ties == 0)) continue;
+        ties -= tie;
+        to->node[kept] = 2 * from->node[i] + side;
+        to->minor[kept] = s.minor[side][i];
+        to->product[kept] = from->product[i];
+        to->log_p[kept] = -bit_copy<double>(at);
+        if (level + 1 < tree.depth) prefetch_node<T>(tree, to->node[kept]);
+        ++kept;
+      }
+    }
+    to->count = kept;
+    cpu::TreeBeamLevel* const done = from;
+    from = to;
+    to = done;
+  }
+  return *from;
+}
+
 }  // namespace SX_ISA_NS
 }  // namespace samplex

@@ -62,12 +62,29 @@ SX_DECLARE_LAUNCHER(launch_tree_topk, TreeTopkParams)
 
 // ISA bodies: rows [begin, end).
 namespace cpu {
+// Scratch of a beam search, one row at a time.
+struct TreeBeamLevel {
+  int64_t node[kTreeMostBeam];  // ascending
+  double minor[kTreeMostBeam], product[kTreeMostBeam], log_p[kTreeMostBeam];
+  int64_t count;
+};
+struct TreeBeamScratch {
+  TreeBeamLevel levels[2];
+  float z[kTreeMostBeam];
+  double log_product[kTreeMostBeam];
+  double minor[2][kTreeMostBeam];  // of the left children, of the right ones
+  int64_t key[2 * kTreeMostBeam];  // of the left children, behind them of the right ones
+};
+
 void tree_sample_rows_avx2(const TreeSampleParams& params, int64_t begin, int64_t end);
 void tree_sample_rows_avx512(const TreeSampleParams& params, int64_t begin, int64_t end);
 void tree_log_prob_all_rows_avx2(const TreeAllParams& params, int64_t begin, int64_t end, double* minor,
                                  double* product);
 void tree_log_prob_all_rows_avx512(const TreeAllParams& params, int64_t begin, int64_t end, double* minor,
                                    double* product);
+// Returns the leaves the beam reaches from a row, inside `scratch`.
+const TreeBeamLevel& tree_beam_avx2(const TreeTopkParams& params, int64_t row, TreeBeamScratch& scratch);
+const TreeBeamLevel& tree_beam_avx512(const TreeTopkParams& params, int64_t row, TreeBeamScratch& scratch);
 }  // namespace cpu
 
 }  // namespace samplex

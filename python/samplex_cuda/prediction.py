@@ -52,9 +52,14 @@ def _check(op: str, h: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: 
         raise ValueError(f"{op}: chunk_size must be at least 1, got {chunk_size}")
 
 
+def _wide(h: Tensor, weight: Tensor) -> torch.dtype:
+    """What logits are computed in: at least fp32."""
+    return torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
+
+
 def _row_blocks(h: Tensor, weight: Tensor, prior: Prior | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Blocks of rows of `h`, up-cast to the dtype the logits are computed in, and their prior."""
-    wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
+    wide = _wide(h, weight)
     size = _BLOCK_ROWS if prior is None else max(1, min(_BLOCK_ROWS, _PRIOR_ELEMENTS // weight.shape[0]))
     for begin in range(0, h.shape[0], size):
         rows = slice(begin, min(begin + size, h.shape[0]))
@@ -130,7 +135,7 @@ def exact_lse(
         True
     """
     _check("exact_lse", h, weight, bias, chunk_size)
-    wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
+    wide = _wide(h, weight)
     out = torch.empty(h.shape[0], dtype=wide, device=h.device)
     with torch.autocast(h.device.type, enabled=False):
         for rows, block, added in _row_blocks(h, weight, prior):
@@ -196,7 +201,7 @@ def exact_nll(
     if bool(outside.any()):
         got = int(target[outside][0])
         raise IndexError(f"exact_nll: target must be in [0, {weight.shape[0]}) or {ignore_index}, got {got}")
-    wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
+    wide = _wide(h, weight)
     out = torch.empty(h.shape[0], dtype=wide, device=h.device)
     with torch.autocast(h.device.type, enabled=False):
         for rows, block, added in _row_blocks(h, weight, prior):
@@ -212,6 +217,32 @@ def exact_nll(
             if class_weight is not None:
                 terms *= class_weight[target[rows].clamp(0, weight.shape[0] - 1)]
             out[rows] = (terms.sum(1) / valid[rows].sum(1).clamp(min=1)).to(wide)
+    return out
+
+
+def _all_classes(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    absolute: bool,
+    prior: Prior | None,
+    chunk_size: int | None,
+    *,
+    normalised: bool,
+) -> Tensor:
+    """Logits [B, C], or their log_softmax."""
+    wide = _wide(h, weight)
+    out = torch.empty(h.shape[0], weight.shape[0], dtype=wide, device=h.device)
+    with torch.autocast(h.device.type, enabled=False):
+        for rows, block, added in _row_blocks(h, weight, prior):
+            lse = _no_mass(block)
+            for begin, logits in _logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
+                out[rows, begin : begin + logits.shape[1]] = logits
+                if normalised:
+                    lse = _merge_lse(lse, logits)
+            if normalised:
+                out[rows] -= lse.to(wide).unsqueeze(1)
     return out
 
 
@@ -248,13 +279,7 @@ def exact_scores(
         True
     """
     _check("exact_scores", h, weight, bias, chunk_size)
-    wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
-    out = torch.empty(h.shape[0], weight.shape[0], dtype=wide, device=h.device)
-    with torch.autocast(h.device.type, enabled=False):
-        for rows, block, added in _row_blocks(h, weight, prior):
-            for begin, logits in _logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
-                out[rows, begin : begin + logits.shape[1]] = logits
-    return out
+    return _all_classes(h, weight, bias, scale, absolute, prior, chunk_size, normalised=False)
 
 
 @torch.no_grad()
@@ -292,16 +317,7 @@ def exact_log_prob(
         (torch.Size([3, 100]), True)
     """
     _check("exact_log_prob", h, weight, bias, chunk_size)
-    wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
-    out = torch.empty(h.shape[0], weight.shape[0], dtype=wide, device=h.device)
-    with torch.autocast(h.device.type, enabled=False):
-        for rows, block, added in _row_blocks(h, weight, prior):
-            lse = _no_mass(block)
-            for begin, logits in _logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
-                out[rows, begin : begin + logits.shape[1]] = logits
-                lse = _merge_lse(lse, logits)
-            out[rows] -= lse.to(wide).unsqueeze(1)
-    return out
+    return _all_classes(h, weight, bias, scale, absolute, prior, chunk_size, normalised=True)
 
 
 def _stable_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -358,7 +374,7 @@ def exact_topk(
     _check("exact_topk", h, weight, bias, chunk_size)
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= weight.shape[0]:
         raise ValueError(f"exact_topk: k must be an int in [1, {weight.shape[0]}], got {k!r}")
-    wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
+    wide = _wide(h, weight)
     out_logits = torch.empty(h.shape[0], k, dtype=wide, device=h.device)
     out_ids = torch.empty(h.shape[0], k, dtype=torch.int64, device=h.device)
     with torch.autocast(h.device.type, enabled=False):

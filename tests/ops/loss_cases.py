@@ -1,12 +1,20 @@
-"""What the tests of the fused losses share: leaves and dense gradients, and a table of cases that meets every pair."""
+"""What the tests of the fused losses share: inputs of a call, both ways to run it, the error budget, a table of cases.
+
+Truth is `samplex_cuda.reference` in float64 on the same (rounded) inputs; the error budget is that of
+`samplex_cuda.testing`. For half-precision storage torch's side of the budget computes in float32 and rounds the result
+once, which is what the ops promise.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from typing import Any
 
 import torch
+
+from samplex_cuda.testing import assert_close
 
 
 def acc(dtype: torch.dtype) -> torch.dtype:
@@ -19,6 +27,89 @@ def leaf(t: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tens
 
 def dense(grad: torch.Tensor | None) -> torch.Tensor | None:
     return None if grad is None else grad.to_dense().cpu() if grad.is_sparse else grad.cpu()
+
+
+@dataclasses.dataclass
+class Case:
+    """Inputs of one call. `ids` and `log_q` are [B, m] or [m]; `options` are keyword arguments.
+
+    A loss adds `call`, the op; `outputs` and `expected`, what is differentiated, by name; `bound`, the largest score.
+    """
+
+    h: torch.Tensor
+    weight: torch.Tensor
+    target: torch.Tensor
+    ids: torch.Tensor
+    log_q: torch.Tensor
+    bias: torch.Tensor | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def map(self, change: Any) -> Case:
+        """The same case with every tensor changed, those of the options too."""
+
+        def apply(x):
+            if isinstance(x, torch.Tensor):
+                return change(x)
+            if isinstance(x, dict):
+                return {name: apply(value) for name, value in x.items()}
+            return tuple(map(apply, x)) if isinstance(x, tuple) else x
+
+        return type(self)(**{f.name: apply(getattr(self, f.name)) for f in dataclasses.fields(self)})
+
+    def to(self, device: torch.device) -> Case:
+        return self.map(lambda t: t.to(device))
+
+    def in_dtype(self, dtype: torch.dtype) -> Case:
+        return self.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def upstream(case: Case, count: int = 1) -> list[torch.Tensor]:
+    """Random gradients [B] of the outputs."""
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(case.h.shape[0], generator=g).to(acc(case.weight.dtype)) for _ in range(count)]
+
+
+def _differentiated(outputs: dict[str, torch.Tensor], leaves: Any, grads: list[torch.Tensor]) -> dict[str, Any]:
+    inputs = [t for t in leaves if t is not None]
+    like = [g.to(out) for g, out in zip(grads, outputs.values(), strict=True)]
+    found = torch.autograd.grad(list(outputs.values()), inputs, like)
+    values = {name: out.detach().cpu() for name, out in outputs.items()}
+    return values | {name: dense(g) for name, g in zip(("d_h", "d_weight", "d_bias"), found, strict=False)}
+
+
+def run_ours(case: Any, device="cpu", *, sparse=True) -> dict[str, torch.Tensor]:
+    """Outputs and all gradients for the gradients of `upstream`, on the CPU."""
+    c = case.to(torch.device(device))
+    leaves = leaf(c.h), leaf(c.weight), leaf(c.bias)
+    outputs = c.outputs(*leaves, sparse=sparse)
+    return _differentiated(outputs, leaves, upstream(case, len(outputs)))
+
+
+def run_reference(case: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    c = case.in_dtype(dtype)
+    leaves = leaf(c.h), leaf(c.weight), leaf(c.bias)
+    outputs = c.expected(*leaves)
+    return _differentiated(outputs, leaves, upstream(case, len(outputs)))
+
+
+def check_against(case: Any, ours: dict[str, torch.Tensor]) -> None:
+    dtype = case.weight.dtype
+    truth, torchs = run_reference(case, torch.float64), run_reference(case, acc(dtype))
+    kinds = {"d_h": dtype, "d_weight": dtype, "d_bias": None if case.bias is None else case.bias.dtype}
+    for name, value in ours.items():
+        wanted, same = truth[name], torchs[name].to(kinds.get(name) or acc(dtype))
+        assert_close(name, value, wanted, same, magnitude=magnitude(case, name, wanted))
+
+
+def magnitude(case: Any, name: str, values: torch.Tensor) -> float:
+    """An error of eps |score| is the same relative error of a gradient."""
+    if not name.startswith("d_"):
+        return case.bound()
+    return case.bound() * (float(values.abs().max()) if values.numel() else 0.0)
+
+
+def check_case(case: Any, backend, *, sparse=True) -> None:
+    check_against(case, run_ours(case, backend.device, sparse=sparse))
 
 
 def pairwise(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:

@@ -150,6 +150,7 @@ def everything(tree: Tree, x: torch.Tensor) -> list[torch.Tensor]:
         tree.log_prob(x, one),
         tree.log_prob_all(x),
         *tree.topk(x, 4, beam=8),
+        *tree.topk(x, 40, beam=50),
     ]
 
 
@@ -211,6 +212,35 @@ def test_topk_breaks_ties_by_class(backend):
     tree = Tree(torch.zeros(8, 2), torch.zeros(8), leaf_class).to(backend.device)
     _, ids = tree.topk(torch.randn(1, 2, device=backend.device), 8, beam=8)
     assert ids.cpu().tolist() == [list(range(8))]
+
+
+@pytest.mark.parametrize("beam", [1, 3, 4, 9])
+def test_a_narrow_beam_keeps_the_lower_of_nodes_that_tie(backend, beam):
+    tree = Tree(torch.zeros(16, 2), torch.zeros(16), torch.arange(16)).to(backend.device)
+    log_p, ids = tree.topk(torch.randn(2, 2, device=backend.device), beam, beam=beam)
+    assert ids.cpu().tolist() == [list(range(beam))] * 2
+    assert torch.equal(log_p.cpu(), torch.full((2, beam), math.log(1 / 16)))
+
+
+@pytest.mark.parametrize("beam", [7, 64])
+def test_the_beam_is_that_of_the_total_order(backend, beam):
+    """Level by level the `beam` likeliest nodes: the walk written out, with path probabilities of the op itself."""
+    tree, x = make_tree(200, 4, backend.device, seed=2, spread=3.0), torch.randn(3, 4, device=backend.device)
+    weights, bias = (t.cpu().double() for t in tree.parameters_of_nodes())
+    leaves = weights.shape[0]
+    for row, got in zip(x.cpu().double(), tree.topk(x, beam, beam=beam)[1].cpu(), strict=True):
+        kept = {1: 0.0}
+        while min(kept) < leaves:
+            z = {node: float(weights[node] @ row + bias[node]) for node in kept}
+            children = {
+                2 * n + side: kept[n] - math.log1p(math.exp(z[n] * (1 - 2 * side)))
+                for n in kept
+                for side in (0, 1)
+                if (1 - 2 * side) * z[n] < 700
+            }
+            kept = dict(sorted(children.items(), key=lambda item: -item[1])[:beam])
+        want = sorted(kept, key=lambda node: -kept[node])
+        assert got[: len(want)].tolist() == tree.leaf_class.cpu()[torch.tensor(want) - leaves].tolist()
 
 
 def test_a_narrow_beam_gives_true_probabilities(backend):

@@ -6,6 +6,7 @@ Each comes with a `*_log_prob` op for given ids under the same law. `exclude` is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -205,62 +206,15 @@ def sort_exclude(exclude: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor
     return ids[by_id[by_row]], offsets.contiguous()
 
 
-def _fake_sample(key: Tensor, batch: int, num_samples: int) -> tuple[Tensor, Tensor]:
-    return (
-        key.new_empty((batch, num_samples), dtype=torch.int64),
-        key.new_empty((batch, num_samples), dtype=torch.float32),
-    )
+def _fake_sample(key: Tensor, batch: int, num_samples: int, *law: Any) -> tuple[Tensor, Tensor]:
+    shape = (batch, num_samples)
+    return key.new_empty(shape, dtype=torch.int64), key.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.register_fake("samplex::uniform_sample")
-def _(
-    key: Tensor,
-    batch: int,
-    num_samples: int,
-    num_classes: int,
-    exclude: Tensor | None = None,
-    exclude_offsets: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _fake_sample(key, batch, num_samples)
-
-
-@torch.library.register_fake("samplex::log_uniform_sample")
-def _(
-    key: Tensor,
-    batch: int,
-    num_samples: int,
-    num_classes: int,
-    exclude: Tensor | None = None,
-    exclude_offsets: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _fake_sample(key, batch, num_samples)
-
-
-@torch.library.register_fake("samplex::alias_sample")
-def _(
-    key: Tensor,
-    batch: int,
-    num_samples: int,
-    table: Tensor,
-    prefix: Tensor,
-    exclude: Tensor | None = None,
-    exclude_offsets: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _fake_sample(key, batch, num_samples)
-
-
-@torch.library.register_fake("samplex::uniform_log_prob")
-def _(ids: Tensor, num_classes: int, exclude: Tensor | None = None, exclude_offsets: Tensor | None = None) -> Tensor:
+def _fake_log_prob(ids: Tensor, *law: Any) -> Tensor:
     return ids.new_empty(ids.shape, dtype=torch.float32)
 
 
-@torch.library.register_fake("samplex::log_uniform_log_prob")
-def _(ids: Tensor, num_classes: int, exclude: Tensor | None = None, exclude_offsets: Tensor | None = None) -> Tensor:
-    return ids.new_empty(ids.shape, dtype=torch.float32)
-
-
-@torch.library.register_fake("samplex::alias_log_prob")
-def _(
-    ids: Tensor, table: Tensor, prefix: Tensor, exclude: Tensor | None = None, exclude_offsets: Tensor | None = None
-) -> Tensor:
-    return ids.new_empty(ids.shape, dtype=torch.float32)
+for _law in ("uniform", "log_uniform", "alias"):
+    torch.library.register_fake(f"samplex::{_law}_sample", _fake_sample)
+    torch.library.register_fake(f"samplex::{_law}_log_prob", _fake_log_prob)

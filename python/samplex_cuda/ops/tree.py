@@ -6,6 +6,8 @@ at node i with probability sigmoid(w_i . x + b_i).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -156,29 +158,14 @@ def tree_topk(
 
 @torch.library.register_fake("samplex::tree_sample")
 def _(
-    key: Tensor,
-    x: Tensor,
-    nodes: Tensor,
-    leaf_class: Tensor,
-    class_leaf: Tensor,
-    num_samples: int,
-    exclude: Tensor | None = None,
-    exclude_offsets: Tensor | None = None,
+    key: Tensor, x: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor, num_samples: int, *exclude: Any
 ) -> tuple[Tensor, Tensor]:
     shape = (x.shape[0], num_samples)
     return x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.register_fake("samplex::tree_log_prob")
-def _(
-    x: Tensor,
-    ids: Tensor,
-    nodes: Tensor,
-    leaf_class: Tensor,
-    class_leaf: Tensor,
-    exclude: Tensor | None = None,
-    exclude_offsets: Tensor | None = None,
-) -> Tensor:
+def _(x: Tensor, ids: Tensor, *tree: Any) -> Tensor:
     return x.new_empty(ids.shape, dtype=torch.float32)
 
 

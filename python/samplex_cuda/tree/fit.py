@@ -119,7 +119,14 @@ class FittedTree:
 
 
 class RegChoice(NamedTuple):
-    """What `cross_validate_reg` found: the best regulariser, and the held-out mean log p_n of each one tried."""
+    """What `cross_validate_reg` found: the best regulariser, and the held-out mean log p_n of each one tried.
+
+    Example:
+        >>> from samplex_cuda.tree import RegChoice
+        >>> reg, scores = RegChoice(reg=0.1, scores={0.1: -0.5, 1.0: -0.7})
+        >>> scores[reg] == max(scores.values())
+        True
+    """
 
     reg: float
     scores: dict[float, float]

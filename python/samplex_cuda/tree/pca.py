@@ -16,7 +16,6 @@ _CHUNK_NUMBERS = 2**22  # of a chunk of dense rows, in fp64: 32 MiB
 _CHUNK_SPARSE_ROWS = 16384
 _EXACT_WIDTH = 512  # up to here the whole covariance costs less than the passes of the randomised way
 _OVERSAMPLE = 16
-_PASSES = 30
 _SETTLED = 1e-5  # relative change of the variance of any component between two passes
 
 
@@ -97,7 +96,13 @@ def _transposed_times(chunk: Tensor, z: Tensor) -> Tensor:
 
 
 def fit_pca(
-    x: Tensor | NDArray[Any] | Any, dim: int, *, whiten: bool = False, seed: int = 0, chunk_size: int | None = None
+    x: Tensor | NDArray[Any] | Any,
+    dim: int,
+    *,
+    whiten: bool = False,
+    seed: int = 0,
+    passes: int = 30,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Mean and first principal components, read in chunks of rows, several times over.
 
@@ -110,6 +115,8 @@ def fit_pca(
         dim: number of components, at most K.
         whiten: divide each component by its standard deviation, so that projected features have variance 1.
         seed: of the random start basis; the result is the same for the same seed.
+        passes: the most of the randomised way, each two products with x. It ends earlier where the components have
+            settled. Hundreds of components out of thousands of columns settle late; 6 passes are good enough there.
         chunk_size: rows at a time; by default 32 MiB of dense numbers, or 16,384 sparse rows.
 
     Returns:
@@ -128,6 +135,8 @@ def fit_pca(
     width = rows.width
     if not 1 <= dim <= width:
         raise ValueError(f"fit_pca: dim must be in [1, {width}], the columns of x, got {dim}")
+    if passes < 1:
+        raise ValueError(f"fit_pca: passes must be at least 1, got {passes}")
     total = torch.zeros(width, 1, dtype=torch.float64, device=rows.device)
     for index, chunk in enumerate(rows):
         rows.check_finite(chunk, index)
@@ -152,7 +161,7 @@ def fit_pca(
         start = torch.randn(width, min(width, dim + _OVERSAMPLE), generator=generator, dtype=torch.float64)
         basis = torch.linalg.qr(start.to(rows.device)).Q
         values = torch.zeros(0)
-        for _ in range(_PASSES):
+        for _ in range(passes):
             image = covariance_times(basis)
             # Rayleigh-Ritz: the best components inside the basis, and how much variance each has.
             new, turn = torch.linalg.eigh(basis.T @ image)
