@@ -91,6 +91,11 @@ def test_more_rows_than_a_block_keeps(case, backend):
     check(backend, *make(case, 130, 5, 8100) if backend.emulated and case != "quadratic" else make(case, 700, 5, 150))
 
 
+@pytest.mark.parametrize("case", ["rff", "positive"])
+def test_wide_tile_of_the_backward(backend, case):
+    check(backend, *make(case, 8192, 1, 3))
+
+
 def test_wide_rows_use_few_rows_a_block(backend):
     check(backend, *make("rff", 30, 3 if backend.emulated else 2100, 20))
 
