@@ -24,7 +24,14 @@ def test_examples_run(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["samplex_cuda.functional", "samplex_cuda.samplers", "samplex_cuda.heads", "samplex_cuda.tree"]
+    "name",
+    [
+        "samplex_cuda.functional",
+        "samplex_cuda.samplers",
+        "samplex_cuda.heads",
+        "samplex_cuda.tree",
+        "samplex_cuda.rff",
+    ],
 )
 def test_public_names_have_examples(name):
     module = importlib.import_module(name)
