@@ -2,12 +2,25 @@
 
     Uniform, LogUniform, Unigram    laws that do not look at the query
     Tree                            a decision tree fitted to data
+    Softmax, Quartic                exact laws of the model's own logits, O(C): oracles
 
 Every sampler gives a `Draw` whose log_q is the log-probability under the law it really drew from.
 """
 
 from samplex_cuda.samplers.base import Exclude, Sampler
+from samplex_cuda.samplers.exact import ExactSampler, Quartic, Softmax
 from samplex_cuda.samplers.static import LogUniform, StaticSampler, Uniform, Unigram
 from samplex_cuda.samplers.tree import Tree
 
-__all__ = ["Exclude", "LogUniform", "Sampler", "StaticSampler", "Tree", "Uniform", "Unigram"]
+__all__ = [
+    "ExactSampler",
+    "Exclude",
+    "LogUniform",
+    "Quartic",
+    "Sampler",
+    "Softmax",
+    "StaticSampler",
+    "Tree",
+    "Uniform",
+    "Unigram",
+]
