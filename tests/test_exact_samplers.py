@@ -100,11 +100,11 @@ def test_exclusion_does_not_cancel():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("excluding", [False, True])
 def test_draws_follow_the_law(kind, excluding):
-    """Chi-square with a fixed key, 3 rows of 40,000 draws."""
+    """Chi-square with a fixed key, 3 rows of 15,000 draws."""
     weight, bias, h = table()
     exclude = torch.tensor([int(law(kind, weight, bias, h)[row].argmax()) for row in range(3)]) if excluding else None
     rows = exclude[:, None].tolist() if excluding else None
-    n = 40_000
+    n = 15_000
     ids = make(kind, weight, bias).sample(h, n, key=sx.Key(3), exclude=exclude).ids
     p = law(kind, weight, bias, h, excluded=rows).numpy()
     for row in range(3):

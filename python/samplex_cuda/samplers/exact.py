@@ -295,15 +295,15 @@ class ExactSampler(Sampler):
     def _invert(self, h: Tensor, mass: Tensor, uniforms: Tensor, excluded: _Excluded) -> Tensor:
         """The ids [B, m] of uniforms [B, m, 2] under block masses [B, n]."""
         batch, count, _ = uniforms.shape
-        block = _choose(mass, uniforms[..., 0].contiguous())
+        block = _locate(_running(mass), uniforms[..., 0].contiguous())
         keys, order = (block * batch + torch.arange(batch, device=h.device)[:, None]).flatten().sort(stable=True)
         second = uniforms[..., 1].flatten()[order, None]
         column = torch.empty_like(keys)
         for begin in range(0, keys.shape[0], self._pairs_at_a_time()):
             some = slice(begin, begin + self._pairs_at_a_time())
             distinct, which = keys[some].unique_consecutive(return_inverse=True)
-            inside = self._pairs(h, distinct, excluded).double()
-            column[some] = _choose(inside[which], second[some]).squeeze(1)
+            running = _running(self._pairs(h, distinct, excluded).double())
+            column[some] = _locate(running[which], second[some]).squeeze(1)
         found = torch.empty_like(keys)
         found[order] = keys // batch * BLOCK + column
         return found.view(batch, count).clamp_(max=self.num_classes - 1)  # nan may point beyond the last class
@@ -546,14 +546,18 @@ def _row_blocks(batch: int) -> Iterator[slice]:
         yield slice(begin, min(begin + _BATCH_ROWS, batch))
 
 
-def _choose(log_mass: Tensor, uniforms: Tensor) -> Tensor:
-    """For each uniform [n, m] an index into its row of log_mass [n, k], by inversion; never one of mass zero."""
+def _running(log_mass: Tensor) -> Tensor:
+    """Running sums of the masses of each row of log_mass [n, k], relative to the largest."""
     top = log_mass.amax(1, keepdim=True).clamp_(min=torch.finfo(log_mass.dtype).min)
-    running = (log_mass - top).exp_().cumsum_(1)
+    return (log_mass - top).exp_().cumsum_(1)
+
+
+def _locate(running: Tensor, uniforms: Tensor) -> Tensor:
+    """For each uniform [n, m] an index into its row of running sums [n, k], by inversion; never one of mass zero."""
     total = running[:, -1:]
     # Below the total also where the product rounds up to it: the first sum above the point then exists.
     point = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(running, point, right=True).clamp_(max=log_mass.shape[1] - 1)
+    return torch.searchsorted(running, point, right=True).clamp_(max=running.shape[1] - 1)
 
 
 def _last_of_equal(ids: Tensor) -> Tensor:
