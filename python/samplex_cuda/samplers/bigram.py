@@ -108,7 +108,7 @@ class Bigram(Sampler):
         buffers = (table, prefix, begin, torch.from_numpy(classes), pair_table, pair_prefix, rest)
         device = unigram.device if isinstance(unigram, Tensor) else torch.device("cpu")
         for name, value in zip(_BUFFERS, buffers, strict=True):
-            self.register_buffer(name, value.to(device))
+            self.register_buffer(name, value.to(device, copy=True))  # torch's own memory: aligned
 
     @classmethod
     def from_tokens(
