@@ -9,7 +9,9 @@ void kernel_tree_subtree_avx2(const KernelTreeWork& work, KernelTreeGroup root, 
   kernel_tree_subtree(work, root, weights, scores);
 }
 
-void kernel_tree_add_avx2(float* to, const float* a, const float* b, int64_t width) { kernel_tree_add(to, a, b, width); }
+void kernel_tree_add_avx2(float* to, const float* a, const float* b, int64_t width) {
+  kernel_tree_add(to, a, b, width);
+}
 
 void kernel_tree_change_avx2(float* to, const float* a, const float* b, int64_t width) {
   kernel_tree_change(to, a, b, width);

@@ -143,9 +143,8 @@ inline KernelTreeChoice kernel_tree_choice(const KernelTree& tree, const KernelT
 }
 
 inline bool kernel_tree_step(const KernelTreeChoice& choice, int shift, uint64_t bits, KernelTreeItem& item) {
-  const bool right = item.target >= 0
-                         ? (item.target >> shift) & 1
-                         : uniform53(bits) * (choice.mass_left + choice.mass_right) < choice.mass_right;
+  const bool right = item.target >= 0 ? (item.target >> shift) & 1
+                                      : uniform53(bits) * (choice.mass_left + choice.mass_right) < choice.mass_right;
   kernel_tree_times(item.product, item.scaled, right ? choice.p_right : choice.p_left);
   item.clipped += choice.clipped;
   return right;
@@ -358,7 +357,7 @@ inline void kernel_tree_subtree(const KernelTreeWork& work, KernelTreeGroup root
     int64_t made = 0;
     for (int64_t g = 0; g < count; ++g) {
       const KernelTreeGroup group = groups[g];
-      const int64_t later = g + ahead < count ? groups[g + ahead].node
+      const int64_t later = g + ahead < count                                    ? groups[g + ahead].node
                             : g + ahead - count < made && level + 1 < tree.depth ? next[g + ahead - count].node
                                                                                  : group.node;
       const float* coming = tree.sums + 2 * later * tree.stride;

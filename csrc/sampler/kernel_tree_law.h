@@ -1,5 +1,5 @@
-// The rules of the kernel tree, for host and device: weights of two children, what excluded classes leave, the choice in
-// a leaf, the mixture with the uniform law. Values are float (products in an order of the backend's own), all that
+// The rules of the kernel tree, for host and device: weights of two children, what excluded classes leave, the choice
+// in a leaf, the mixture with the uniform law. Values are float (products in an order of the backend's own), all that
 // follows from them is double.
 #pragma once
 

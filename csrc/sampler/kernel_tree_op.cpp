@@ -107,8 +107,8 @@ Tensor product_transposed(const Tensor& a, const Tensor& b) {
 }
 
 // Values of the top levels, scratch, outputs, launch. `p` holds key or given already.
-void run(const char* op, KernelTreeSampleParams& p, const Tensor& h, const Tensor& phi, const Tensor& rows,
-         Tensor sums, const Tensor* ids, const Tensor& log_q, const Tensor* clipped) {
+void run(const char* op, KernelTreeSampleParams& p, const Tensor& h, const Tensor& phi, const Tensor& rows, Tensor sums,
+         const Tensor* ids, const Tensor& log_q, const Tensor* clipped) {
   p.top_levels = p.tree.depth < kKernelTreeTopLevels ? p.tree.depth : kKernelTreeTopLevels;
   const Tensor top = product_transposed(phi, torch::stable::narrow(sums, 0, 0, int64_t(2) << p.top_levels));
   p.h = in<float>(h);
@@ -122,6 +122,12 @@ void run(const char* op, KernelTreeSampleParams& p, const Tensor& h, const Tenso
   if (p.exclude != nullptr) {
     left = empty(h, {p.exclude_size, p.tree.depth + 1, 2}, ScalarType::Double);
     p.left = out<double>(*left);
+  }
+  MaybeTensor leaf;
+  if (p.tree.leaf_size > kKernelTreeSharedLeaf && backend_of(op, h) != Backend::kCpu) {
+    const int64_t blocks = p.batch < kKernelTreeGrid ? p.batch : kKernelTreeGrid;
+    leaf = empty(h, {blocks * kKernelTreeWarps, (p.tree.leaf_size + 31) / 32 * 48}, ScalarType::Double);
+    p.leaf = out<double>(*leaf);
   }
   if (ids != nullptr) p.ids = out<int64_t>(*ids);
   p.log_q = out<float>(log_q);

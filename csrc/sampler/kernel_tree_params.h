@@ -12,11 +12,14 @@
 
 namespace samplex {
 
-constexpr int kKernelTreeMostDepth = 40;   // levels; a level takes half of a Philox block
-constexpr int kKernelTreeTopLevels = 7;    // levels whose values come from one GEMM over the batch
-constexpr int kKernelTreeAlign = 16;       // features of a row: a multiple of this
-constexpr int kKernelTreeRowAlign = 8;     // width of a class row: a multiple of this
+constexpr int kKernelTreeMostDepth = 40;      // levels; a level takes half of a Philox block
+constexpr int kKernelTreeTopLevels = 7;       // levels whose values come from one GEMM over the batch
+constexpr int kKernelTreeAlign = 16;          // features of a row: a multiple of this
+constexpr int kKernelTreeRowAlign = 8;        // width of a class row: a multiple of this
 constexpr int kKernelTreeUniformBlock = 255;  // Philox block of the epsilon-uniform component
+constexpr int kKernelTreeWarps = 8;           // of a block of the GPU, which has a row
+constexpr int kKernelTreeGrid = 2048;         // most blocks
+constexpr int kKernelTreeSharedLeaf = 64;     // classes of a leaf that a warp keeps in shared memory
 
 enum class LeafKernel : int { kGaussian = 0, kExponential = 1, kQuadratic = 2 };
 
@@ -52,6 +55,7 @@ struct KernelTreeSampleParams {
   int64_t exclude_width, exclude_size;  // P (0 with offsets), number of entries
   double* left;                         // [entries, depth + 1, 2] scratch with `exclude`: see kernel_tree_law.h
   KernelTreeRow* rows;                  // [B] scratch
+  double* leaf;                         // [blocks, warps, leaf_size up to 32s, 1.5] scratch of the GPU for large leaves
   int64_t* ids;                         // [B, m] out, nullptr with `given`
   float* log_q;                         // [B, m] out
   float* clipped;                       // [B] out, nullptr with `given`: share of |value| below zero on the way

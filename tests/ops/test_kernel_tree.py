@@ -263,7 +263,12 @@ def test_a_prefix_of_more_draws(backend):
 def everything(case: Case, device) -> list[Tensor]:
     classes = case.rows.shape[0]
     three = torch.randint(0, classes, (case.h.shape[0], 3), generator=torch.Generator().manual_seed(1))
-    return [*case.sample(device, 70), *case.sample(device, 9, three), case.log_prob(device), case.log_prob(device, exclude=three)]
+    return [
+        *case.sample(device, 70),
+        *case.sample(device, 9, three),
+        case.log_prob(device),
+        case.log_prob(device, exclude=three),
+    ]
 
 
 def test_two_runs_and_every_thread_count_have_the_same_bits(simd_level):
@@ -412,7 +417,9 @@ def test_opcheck(backend):
     law = (2, 0, 1.0, 0.1)
     torch.library.opcheck(calls.kernel_tree_sample.default, (key, h, phi, rows, sums, *law, 6, exclude, None))
     torch.library.opcheck(calls.kernel_tree_log_prob.default, (h, phi, ids, rows, sums, *law, exclude, None))
-    torch.library.opcheck(calls.kernel_tree_build.default, (sums, torch.randn(3, 16, device=device), 2, 2), test_utils=checks)
+    torch.library.opcheck(
+        calls.kernel_tree_build.default, (sums, torch.randn(3, 16, device=device), 2, 2), test_utils=checks
+    )
     few = torch.tensor([1, 4], device=device)
     delta = torch.randn(2, 16, device=device)
     torch.library.opcheck(calls.kernel_tree_update.default, (sums, delta, delta + 1, few, 2), test_utils=checks)

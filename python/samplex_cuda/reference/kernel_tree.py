@@ -66,7 +66,7 @@ def leaf_scores(h: Tensor, rows: Tensor, kernel: str, scale: float) -> Tensor:
         >>> import torch
         >>> from samplex_cuda.reference.kernel_tree import leaf_scores
         >>> leaf_scores(torch.ones(1, 2), torch.ones(1, 2), "quadratic", 2.0).exp()
-        tensor([[9.]], dtype=torch.float64)
+        tensor([[9.0000]], dtype=torch.float64)
     """
     h, rows = h.double(), rows.double()
     if kernel == "gaussian":

@@ -1,4 +1,4 @@
-"""`Quadratic` and `RandomFourier`: kernel sampling over a tree of feature sums (Blanc & Rendle 2018, Rawat et al. 2019).
+"""`Quadratic` and `RandomFourier`: kernels over a tree of feature sums (Blanc & Rendle 2018, Rawat et al. 2019).
 
 The law and its rules are in docs/kernel_tree.md and, in plain torch, in `samplex_cuda.reference.kernel_tree`.
 """
@@ -34,8 +34,8 @@ _CLIPPED = 0.1  # share of negative estimates from which on a warning is due
 class KernelSampler(Sampler):
     """What `Quadratic` and `RandomFourier` share: q(c | h) about proportional to a kernel K(h, c) of the class rows.
 
-    The sampler keeps a copy of the class rows (an update needs the old ones) and, for every node of a balanced tree over
-    the classes, the sum of their features. `update` follows the rows that changed, `rebuild` starts anew.
+    The sampler keeps a copy of the class rows (an update needs the old ones) and, for every node of a balanced tree
+    over the classes, the sum of their features. `update` follows the rows that changed, `rebuild` starts anew.
 
     Example:
         >>> import torch, samplex_cuda as sx
@@ -43,6 +43,7 @@ class KernelSampler(Sampler):
         True
     """
 
+    follows_rows = True
     rows: Tensor
     sums: Tensor
     omega: Tensor | None
@@ -141,9 +142,7 @@ class KernelSampler(Sampler):
         flat, offsets = sort_exclude(self._check_exclude(exclude, query.device, query.shape[0]))
         pair = key_tensor(self._op, key, query.device)
         ids, log_q, clipped = _call(
-            lambda: ops.kernel_tree_sample(
-                pair, query, phi, self.rows, self.sums, *self._law(), count, flat, offsets
-            )
+            lambda: ops.kernel_tree_sample(pair, query, phi, self.rows, self.sums, *self._law(), count, flat, offsets)
         )
         self._watch(clipped)
         return Draw(ids, log_q)
@@ -197,14 +196,14 @@ class KernelSampler(Sampler):
             flat = torch.nn.functional.normalize(flat, dim=1)
         if self.has_bias:
             flat = torch.nn.functional.pad(flat, (0, 1), value=1.0)
-        return ops.pad_columns(flat, ops.ROW_ALIGN), self._features(flat)
+        return ops.pad_columns(flat, ops.ROW_ALIGN), self._features(flat, 0.0)
 
-    def _features(self, x: Tensor) -> Tensor:
-        """phi of rows [n, width], zero columns up to the stride of the sums."""
+    def _features(self, x: Tensor, shift: float) -> Tensor:
+        """phi of rows [n, width] times e^shift ("positive"), zero columns up to the stride of the sums."""
         if self.kind == "quadratic":
             phi = rff.features(x, kind="quadratic", alpha=self.scale)
         else:
-            phi = rff.features(x, self.omega, kind=self.kind, nu=self.scale, shift=self._shift)
+            phi = rff.features(x, self.omega, kind=self.kind, nu=self.scale, shift=shift)
         return ops.pad_columns(phi, ops.FEATURE_ALIGN)
 
     def _watch(self, clipped: Tensor) -> None:
@@ -219,7 +218,8 @@ class KernelSampler(Sampler):
         warnings.warn(
             f"{self._op}: {share:.0%} of the estimated kernel mass is negative and counts as 0, so q is far from the "
             f"kernel (log_q stays exact). For rows of length 1, num_features above about {wanted:,} is enough at nu = "
-            f"{self.scale:g}; a smaller nu needs fewer, and kind='positive' has no negative estimates.",
+            f"{self.scale:g}; a smaller nu needs fewer, normalize=True shortens longer rows, and kind='positive' has "
+            "no negative estimates.",
             stacklevel=3,
         )
 
@@ -260,7 +260,9 @@ class KernelSampler(Sampler):
         if bool(same.any()):
             raise ValueError(f"{self._op}: ids must be different, got {int(ids[1:][same][0])} twice")
         self._check_finite("rows", rows, bias)
-        if 2 * ids.shape[0] >= self.num_classes:  # from here on a rebuild is cheaper
+        # From half of the rows on a rebuild is cheaper; rows much shorter than all others ask for another shift.
+        shrunk = self.kind == "positive" and self._shift > 32.0 + self._decay(self._own(rows, bias, slice(None)))
+        if 2 * ids.shape[0] >= self.num_classes or shrunk:
             for part in self._chunks(ids.shape[0]):
                 self.rows[ids[part], : self.dim + self.has_bias] = self._own(rows, bias, order[part])
             return self._sum_up(False)
@@ -268,7 +270,9 @@ class KernelSampler(Sampler):
         for part in self._chunks(ids.shape[0]):
             some, new = ids[part], self._own(rows, bias, order[part])
             old = self.rows[some, :width]
-            ops.kernel_tree_update(self.sums, self._features(new), self._features(old), some, self.leaf_size)
+            ops.kernel_tree_update(
+                self.sums, self._features(new, self._shift), self._features(old, self._shift), some, self.leaf_size
+            )
             self.rows[some, :width] = new
         ops.kernel_tree_parents(self.sums, ids // self.leaf_size)
 
@@ -288,7 +292,9 @@ class KernelSampler(Sampler):
         self._check_table("weight", weight, self.num_classes)
         self._check_bias(bias, self.num_classes)
         if weight.device != self.rows.device:
-            raise ValueError(f"{self._op}: weight must be on {self.rows.device}, where the tree is, got {weight.device}")
+            raise ValueError(
+                f"{self._op}: weight must be on {self.rows.device}, where the tree is, got {weight.device}"
+            )
         self._check_finite("weight", weight, bias)
         self._fill(weight, bias, progress)
 
@@ -318,17 +324,21 @@ class KernelSampler(Sampler):
         """All sums from the rows."""
         width = self.dim + self.has_bias
         if self.kind == "positive":
-            # Keeps the exponents of long rows, about -nu |c|^2 / 2, in range; a common factor changes no probability.
-            # In steps of 16, so that it is 0 for rows about 1 long and seldom another after an update.
-            total = sum(float(self.rows[part].square().sum(dtype=torch.float64)) for part in self._chunks(len(self.rows)))
-            self._shift = 16.0 * math.floor(0.5 * self.scale * total / self.num_classes / 16.0)
+            # A common factor of all features changes no probability. It keeps the exponents of long rows, about
+            # -nu |c|^2 / 2, in range. In steps of 16, so that it is 0 for short rows and seldom another later.
+            decay = min(self._decay(self.rows[part]) for part in self._chunks(self.num_classes))
+            self._shift = 16.0 * math.floor(decay / 16.0)
             self.shift.fill_(self._shift)
         with _bar(self.num_classes, progress) as show:
             for part in self._chunks(self.num_classes):
-                phi = self._features(self.rows[part, :width].contiguous())
+                phi = self._features(self.rows[part, :width].contiguous(), self._shift)
                 ops.kernel_tree_build(self.sums, phi, part.start, self.leaf_size)
                 show(part.stop)
         ops.kernel_tree_parents(self.sums)
+
+    def _decay(self, rows: Tensor) -> float:
+        """nu |c|^2 / 2 of the shortest row."""
+        return 0.5 * self.scale * float(rows.square().sum(1).min())
 
     # -------------------------------------------------------------------------------------------- checks
     def _check_table(self, name: str, table: Tensor, rows: int | None = None) -> None:
@@ -368,7 +378,7 @@ class KernelSampler(Sampler):
             self._shift = float(self.shift)
 
     def _apply(self, fn: Any, recurse: bool = True) -> KernelSampler:
-        kept = {name: t for name, t in self.named_buffers(recurse=False)}
+        kept = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         # `.to(bfloat16)` or `.half()` of a model is not about the sampler: its law, and with it log_q, would change.
         for name, t in kept.items():
@@ -388,8 +398,8 @@ class KernelSampler(Sampler):
 class Quadratic(KernelSampler):
     """q(c | h) proportional to alpha <h, c>^2 + 1 (Blanc & Rendle 2018): many draws where |<h, c>| is large.
 
-    Exact: all features of the kernel are kept, d (d + 1) / 2 + 1 numbers a node, so a draw costs O(d^2 log C). Nothing is
-    clipped and every class has a positive probability. The kernel is even, so it suits `absolute=True` best.
+    Exact: all features of the kernel are kept, d (d + 1) / 2 + 1 numbers a node, so a draw costs O(d^2 log C). Nothing
+    is clipped and every class has a positive probability. The kernel is even, so it suits `absolute=True` best.
 
     Args:
         weight: [C, d] class rows, floating point; copied.
