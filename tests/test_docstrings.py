@@ -23,7 +23,9 @@ def test_examples_run(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-@pytest.mark.parametrize("name", ["samplex_cuda.functional", "samplex_cuda.samplers", "samplex_cuda.heads"])
+@pytest.mark.parametrize(
+    "name", ["samplex_cuda.functional", "samplex_cuda.samplers", "samplex_cuda.heads", "samplex_cuda.rff"]
+)
 def test_public_names_have_examples(name):
     module = importlib.import_module(name)
     for public in module.__all__:

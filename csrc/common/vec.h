@@ -42,6 +42,20 @@ struct Vec {
   friend Vec keep_nan(Vec result, Vec x) {
     return {_mm512_mask_mov_ps(result.v, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), x.v)};
   }
+  friend bool any_above(Vec x, float limit) {  // |x| > limit somewhere
+    return _mm512_cmp_ps_mask(_mm512_abs_ps(x.v), _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+  }
+  // From sin and cos of r to those of r + n pi / 2, for integral n.
+  friend void turn(Vec n, Vec& sin, Vec& cos) {
+    const __m512i q = _mm512_cvtps_epi32(n.v), one = _mm512_set1_epi32(1);
+    const __mmask16 odd = _mm512_test_epi32_mask(q, one);
+    const __m512i a = _mm512_castps_si512(_mm512_mask_mov_ps(sin.v, odd, cos.v));
+    const __m512i b = _mm512_castps_si512(_mm512_mask_mov_ps(cos.v, odd, sin.v));
+    const __m512i sign_a = _mm512_slli_epi32(_mm512_srli_epi32(q, 1), 31);
+    const __m512i sign_b = _mm512_slli_epi32(_mm512_srli_epi32(_mm512_add_epi32(q, one), 1), 31);
+    sin.v = _mm512_castsi512_ps(_mm512_xor_si512(a, sign_a));
+    cos.v = _mm512_castsi512_ps(_mm512_xor_si512(b, sign_b));
+  }
 };
 
 #elif defined(__AVX2__)
@@ -85,6 +99,19 @@ struct Vec {
   friend Vec keep_nan(Vec result, Vec x) {
     return {_mm256_blendv_ps(result.v, x.v, _mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q))};
   }
+  friend bool any_above(Vec x, float limit) {
+    const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v);
+    return _mm256_movemask_ps(_mm256_cmp_ps(size, _mm256_set1_ps(limit), _CMP_GT_OQ)) != 0;
+  }
+  friend void turn(Vec n, Vec& sin, Vec& cos) {
+    const __m256i q = _mm256_cvtps_epi32(n.v), one = _mm256_set1_epi32(1);
+    const __m256 odd = _mm256_castsi256_ps(_mm256_slli_epi32(q, 31));  // blendv looks at the top bit
+    const __m256 a = _mm256_blendv_ps(sin.v, cos.v, odd), b = _mm256_blendv_ps(cos.v, sin.v, odd);
+    const __m256i sign_a = _mm256_slli_epi32(_mm256_srli_epi32(q, 1), 31);
+    const __m256i sign_b = _mm256_slli_epi32(_mm256_srli_epi32(_mm256_add_epi32(q, one), 1), 31);
+    sin.v = _mm256_xor_ps(a, _mm256_castsi256_ps(sign_a));
+    cos.v = _mm256_xor_ps(b, _mm256_castsi256_ps(sign_b));
+  }
 };
 
 #endif
@@ -106,6 +133,25 @@ inline Vec vexp(Vec x) {
   p = fma(p, r, Vec::all(5.0000001201e-1f));
   p = fma(p, r * r, r + Vec::all(1.0f));
   return keep_nan(scale2(p, n), x);
+}
+
+// sin and cos for |x| <= kSinCosMost, to 1e-7: x = n pi/2 + r in two steps, of which the first is exact (a multiple of
+// 2^-24 below 1), then polynomials for |r| <= pi/4. A nan stays one.
+constexpr float kSinCosMost = 1e5f;
+inline void vsincos(Vec x, Vec& sin, Vec& cos) {
+  const Vec n = round(x * Vec::all(0.636619772367581f));
+  Vec r = fma(n, Vec::all(-1.57079637050628662f), x);
+  r = fma(n, Vec::all(4.37113900018624283e-8f), r);
+  const Vec z = r * r;
+  Vec s = Vec::all(-1.9515295891e-4f);
+  s = fma(s, z, Vec::all(8.3321608736e-3f));
+  s = fma(s, z, Vec::all(-1.6666654611e-1f));
+  sin = fma(s * z, r, r);
+  Vec c = Vec::all(2.443315711809948e-5f);
+  c = fma(c, z, Vec::all(-1.388731625493765e-3f));
+  c = fma(c, z, Vec::all(4.166664568298827e-2f));
+  cos = fma(c * z, z, fma(z, Vec::all(-0.5f), Vec::all(1.0f)));
+  turn(n, sin, cos);
 }
 
 // log(1 + x) for x in [0, 1], to about 2 ulp down to the smallest x: 2 atanh(s) with s = x / (2 + x) <= 1/3.

@@ -49,6 +49,8 @@ class Sampler(torch.nn.Module):
     _op = "sampler"
     _needs_context = False
     num_classes: int
+    follows_rows = False  # whether the law depends on the class table, so that `update` and `rebuild` do something
+    has_bias = False  # whether they also take the bias of the class table
 
     def sample(
         self,
