@@ -56,6 +56,25 @@ void build_alias(const DoubleArray& weights, py::array_t<int64_t> table, py::arr
   }
 }
 
+void build_alias_rows(const DoubleArray& weights, const py::array_t<int64_t, py::array::c_style>& offsets,
+                      py::array_t<int64_t> table, py::array_t<int64_t> prefix) {
+  const py::ssize_t pairs = weights.size(), rows = offsets.size() - 1;
+  if (rows < 0 || table.size() != 4 * pairs || prefix.size() != pairs + rows ||
+      !(table.flags() & prefix.flags() & py::array::c_style)) {
+    throw py::value_error("build_alias_rows: table and prefix must be [nnz, 4] and [nnz + rows], contiguous");
+  }
+  const int64_t* at = offsets.data();
+  bool ok = at[0] == 0 && at[rows] == pairs;
+  for (py::ssize_t c = 0; c < rows; ++c) ok &= at[c] <= at[c + 1];
+  if (!ok) throw py::value_error("build_alias_rows: offsets must ascend from 0 to the number of weights");
+  const double* in = weights.data();
+  int64_t *table_data = table.mutable_data(), *prefix_data = prefix.mutable_data();
+  {
+    const py::gil_scoped_release release;
+    samplex::build_alias_rows(in, at, rows, table_data, prefix_data);
+  }
+}
+
 using FloatArray = py::array_t<float, py::array::c_style>;
 using LongArray = py::array_t<int64_t, py::array::c_style>;
 
@@ -166,6 +185,9 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
       "Ask for huge pages behind a buffer that was not touched yet; returns whether the system took the hint.");
   m.def("build_alias", &build_alias, py::arg("weights"), py::arg("table").noconvert(), py::arg("prefix").noconvert(),
         "Fills table [C, 4] int64 and prefix [C + 1] int64 for alias_sample from weights [C] float64.");
+  m.def("build_alias_rows", &build_alias_rows, py::arg("weights"), py::arg("offsets").noconvert(),
+        py::arg("table").noconvert(), py::arg("prefix").noconvert(),
+        "Fills table [nnz, 4] and prefix [nnz + rows] with one alias table for each CSR row of weights [nnz].");
   m.def("fit_tree", &fit_tree, py::arg("x").noconvert(), py::arg("y").noconvert(), py::arg("num_classes"),
         py::arg("reg"), py::arg("max_rounds"), py::arg("discrete"), py::arg("weights").noconvert(),
         py::arg("bias").noconvert(), py::arg("leaf_class").noconvert(), py::arg("exact").noconvert(),

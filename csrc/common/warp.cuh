@@ -23,6 +23,7 @@ SX_DEVICE inline T shuffle_from(T x, int source_lane) {
 }
 // Orders this warp's shared-memory accesses before and after it.
 SX_DEVICE inline void warp_sync() { __syncwarp(kFullMask); }
+SX_DEVICE inline unsigned warp_ballot(bool predicate) { return __ballot_sync(kFullMask, predicate); }
 SX_DEVICE inline bool warp_any(bool predicate) { return __any_sync(kFullMask, predicate) != 0; }
 
 // Sum over aligned groups of `Width` lanes; every lane of the group gets the same bits.

@@ -91,4 +91,15 @@ void build_alias(const double* weights, int64_t num_classes, int64_t* table, int
   }
 }
 
+void build_alias_rows(const double* weights, const int64_t* offsets, int64_t rows, int64_t* table, int64_t* prefix) {
+  for (int64_t c = 0; c < rows; ++c) {
+    const int64_t begin = offsets[c], count = offsets[c + 1] - begin;
+    if (count == 0) {
+      prefix[begin + c] = 0;
+      continue;
+    }
+    build_alias(weights + begin, count, table + 4 * begin, prefix + begin + c);
+  }
+}
+
 }  // namespace samplex

@@ -14,4 +14,10 @@ namespace samplex {
 // an exclusion. Integer counts with a sum below 2^53 are kept exactly. Throws std::runtime_error on bad weights.
 SX_EXPORT void build_alias(const double* weights, int64_t num_classes, int64_t* table, int64_t* prefix);
 
+// One table for each row of a CSR of weights: row c owns weights, and table entries, offsets[c] .. offsets[c + 1], and
+// prefix sums from offsets[c] + c on, one more than it has weights. An empty row has the one prefix sum 0. `alias`
+// counts from the row's first entry. The weights of a row that is not empty must not all be zero.
+SX_EXPORT void build_alias_rows(const double* weights, const int64_t* offsets, int64_t rows, int64_t* table,
+                                int64_t* prefix);
+
 }  // namespace samplex

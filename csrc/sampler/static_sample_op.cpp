@@ -1,6 +1,8 @@
 // Schemas, checks and allocation of the static samplers:
 //   uniform_sample, log_uniform_sample, alias_sample             -> ids [B, m] int64, log_q [B, m] float32
 //   uniform_log_prob, log_uniform_log_prob, alias_log_prob       ids [B, n] -> [B, n] float32, the same law
+#include "sampler/static_sample_op.h"
+
 #include "common/glue.h"
 #include "common/philox.h"
 #include "sampler/static_sample_law.h"
@@ -11,7 +13,6 @@ namespace {
 
 using glue::ScalarType;
 using glue::Tensor;
-using MaybeTensor = std::optional<Tensor>;
 
 // Beyond this a double no longer holds every class number, and log-uniform would skip classes.
 constexpr int64_t kMaxClasses = int64_t(1) << 52;
@@ -26,29 +27,6 @@ const char* op_name(StaticLaw law, bool given) {
       break;
   }
   return given ? "alias_log_prob" : "alias_sample";
-}
-
-// CPU tensors only: on CUDA this would be a host sync, and the kernels define what bad ids do.
-void check_exclude_values(const char* op, const StaticSampleParams& p) {
-  if (p.exclude_offsets != nullptr) {
-    glue::check(p.exclude_offsets[0] == 0 && p.exclude_offsets[p.batch] == p.exclude_size, op,
-                ": exclude_offsets must go from 0 to ", p.exclude_size, ", got ", p.exclude_offsets[0], " and ",
-                p.exclude_offsets[p.batch]);
-    for (int64_t b = 0; b < p.batch; ++b) {
-      glue::check(p.exclude_offsets[b] <= p.exclude_offsets[b + 1], op, ": exclude_offsets must not fall, got ",
-                  p.exclude_offsets[b], " then ", p.exclude_offsets[b + 1], " at row ", b);
-    }
-  }
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t begin = p.exclude_offsets != nullptr ? p.exclude_offsets[b] : b * p.exclude_width;
-    const int64_t end = p.exclude_offsets != nullptr ? p.exclude_offsets[b + 1] : begin + p.exclude_width;
-    for (int64_t i = begin; i < end; ++i) {
-      glue::check(p.exclude[i] >= -1 && p.exclude[i] < p.num_classes, op, ": exclude must be -1 or in [0, ",
-                  p.num_classes, "), got ", p.exclude[i], " in row ", b);
-      glue::check(i == begin || p.exclude[i - 1] <= p.exclude[i], op, ": exclude must ascend in each row, got ",
-                  p.exclude[i > 0 ? i - 1 : 0], " before ", p.exclude[i], " in row ", b);
-    }
-  }
 }
 
 // `ref` is the tensor whose device the others must share.
@@ -73,17 +51,7 @@ StaticSampleParams checked_params(StaticLaw law, bool given, const Tensor& ref, 
     glue::check_tensor(op, "table", *table, {num_classes, 4}, "[C, 4]", ScalarType::Long, ref);
     glue::check_tensor(op, "prefix", *prefix, {num_classes + 1}, "[C + 1]", ScalarType::Long, ref);
   }
-  glue::check(exclude.has_value() || !exclude_offsets.has_value(), op, ": exclude_offsets needs exclude, got None");
-  if (exclude.has_value()) {
-    if (exclude_offsets.has_value()) {
-      glue::check_tensor(op, "exclude", *exclude, {-1}, "[nnz]", ScalarType::Long, ref);
-      glue::check_tensor(op, "exclude_offsets", *exclude_offsets, {batch + 1}, "[B + 1]", ScalarType::Long, ref);
-    } else {
-      glue::check_tensor(op, "exclude", *exclude, {batch, -1}, "[B, P]", ScalarType::Long, ref);
-      p.exclude_width = exclude->size(1);
-    }
-    p.exclude_size = exclude->numel();
-  }
+  check_exclude(op, p, exclude, exclude_offsets, ref);
   return p;
 }
 
@@ -96,11 +64,7 @@ void take_pointers(StaticSampleParams& p, const Tensor* table, const Tensor* pre
     glue::check(reinterpret_cast<uintptr_t>(p.table) % alignof(AliasEntry) == 0, op_name(p.law, p.key == nullptr),
                 ": table must be aligned to ", alignof(AliasEntry), " bytes, got a view that is not");
   }
-  // An empty list excludes nothing; its data pointer may be null.
-  if (exclude.has_value() && p.exclude_size > 0) {
-    p.exclude = glue::in<int64_t>(*exclude);
-    p.exclude_offsets = glue::in<int64_t>(exclude_offsets);
-  }
+  take_exclude(p, exclude, exclude_offsets);
 }
 
 void run(StaticSampleParams& p, const Tensor& ref, const char* op) {

@@ -6,7 +6,7 @@ In training a step costs O(num_samples) per row, whatever C is; in evaluation th
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,28 @@ from samplex_cuda.tables import empty_table
 if TYPE_CHECKING:
     from samplex_cuda.rng import Key
 
-__all__ = ["SampledClassifier"]
+__all__ = ["SampledClassifier", "Staleness"]
 
 _LOSSES = ("sampled_softmax", "negative_sampling")
 _REDUCTIONS = ("mean", "sum", "none")
+
+
+class Staleness(NamedTuple):
+    """How far a sampler that follows the class table lags behind it.
+
+    Attributes:
+        steps: training forwards since the sampler was last brought up to date.
+        rows: class rows that may have changed since then; -1 where nothing is known (all of them).
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+        >>> head.staleness()
+        Staleness(steps=0, rows=0)
+    """
+
+    steps: int
+    rows: int
 
 
 class SampledClassifier(nn.Module):
@@ -71,6 +89,12 @@ class SampledClassifier(nn.Module):
         sparse: give `weight` and `bias` sparse COO gradients (`torch.optim.SGD`, `Adagrad` and `SparseAdam` take
             them); otherwise dense ones, which cost O(C) per step.
         reduction: "mean", "sum" or "none".
+        sampler_update: how a sampler that depends on the class table (`Quadratic`, `RandomFourier`) follows it.
+            "step": before each training forward it is told the rows that the last one touched; an int k: every k
+            forwards; "epoch": it is rebuilt whenever the head goes from eval to training mode; None: never, the caller
+            does it; "auto": "step" where the sampler depends on the table, else None. Where there is a policy, the
+            first forward rebuilds. Only rows that a forward touched count as changed, so dense weight decay or momentum
+            needs "epoch" or an own `sampler.rebuild` now and then. See `staleness` and `update_sampler`.
         device: where the parameters live.
         dtype: of the parameters.
 
@@ -108,6 +132,7 @@ class SampledClassifier(nn.Module):
         ignore_index: int = -100,
         sparse: bool = True,
         reduction: str = "mean",
+        sampler_update: str | int | None = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -125,6 +150,23 @@ class SampledClassifier(nn.Module):
             raise ValueError(
                 f"SampledClassifier: sampler must have num_classes = {num_classes}, got {sampler.num_classes}"
             )
+        if sampler_update == "auto":
+            # Scores of negative sampling are relative to the law they were learned against: that sampler must rest.
+            follows = getattr(sampler, "follows_rows", False) and loss != "negative_sampling"
+            sampler_update = "step" if follows else None
+        counts = isinstance(sampler_update, int) and not isinstance(sampler_update, bool) and sampler_update >= 1
+        if not (counts or sampler_update in ("step", "epoch", None)):
+            raise ValueError(
+                "SampledClassifier: sampler_update must be 'auto', 'step', an int of at least 1, 'epoch' or None, got "
+                f"{sampler_update!r}"
+            )
+        if sampler_update is not None and loss == "negative_sampling":
+            raise ValueError(
+                "SampledClassifier: sampler_update must be None with loss='negative_sampling', whose sampler belongs "
+                f"to the model, got {sampler_update!r}"
+            )
+        if getattr(sampler, "follows_rows", False) and getattr(sampler, "has_bias", False) and not bias:
+            raise ValueError("SampledClassifier: bias must be True with a sampler that has a bias, got False")
         if not math.isfinite(scale):
             raise ValueError(f"SampledClassifier: scale must be finite, got {scale!r}")
         if not 0.0 <= label_smoothing <= 1.0:
@@ -166,6 +208,11 @@ class SampledClassifier(nn.Module):
         else:
             self.register_parameter("bias", None)
         self.sampler = sampler
+        self.sampler_update: str | int | None = sampler_update
+        self._touched: list[Tensor] = []  # ids since the sampler was brought up to date
+        self._steps = 0  # training forwards since then
+        self._stale = True  # the sampler has never seen this table, or an older one
+        self.register_state_dict_pre_hook(_flush_sampler)
         if class_weight is not None:
             class_weight = class_weight.detach().to(device=self.weight.device, dtype=self._wide())
         # Not persistent: a checkpoint holds what nn.Linear's does.
@@ -273,6 +320,8 @@ class SampledClassifier(nn.Module):
         key: Key | Tensor | None,
         reduction: str,
     ) -> Tensor:
+        if self.sampler_update is not None:
+            self._follow()
         with torch.no_grad():
             seen = self._seen(h, features)
             noise = self.loss == "negative_sampling"
@@ -286,6 +335,10 @@ class SampledClassifier(nn.Module):
                 draw, target_log_q = sampler.sample_and_score(seen, self.num_samples, known, **common)
             else:
                 draw = sampler.sample(seen, self.num_samples, exclude=exclude, **common)
+            if self.sampler_update is not None:
+                self._steps += 1
+                if self.sampler_update != "epoch":
+                    self._touched += [target[valid].detach(), draw.ids.reshape(-1)]
         if noise:
             return functional.negative_sampling(
                 h,
@@ -320,6 +373,68 @@ class SampledClassifier(nn.Module):
         )
         assert isinstance(loss, Tensor)  # a pair only with return_lse
         return loss
+
+    # -------------------------------------------------------------------------------------------- the sampler follows
+    def staleness(self) -> Staleness:
+        """How many training forwards, and how many class rows, the sampler lags behind `weight`.
+
+        Zero for samplers that do not depend on the table. With `sampler_update=None` nothing is counted.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sampler = sx.samplers.Quadratic(torch.zeros(100, 8))
+            >>> head = sx.SampledClassifier(8, 100, sampler, num_samples=5, bias=False)
+            >>> _ = head(torch.randn(4, 8), torch.arange(4))
+            >>> stale = head.staleness()
+            >>> stale.steps, 4 <= stale.rows <= 24
+            (1, True)
+        """
+        if self.sampler_update is None:
+            return Staleness(0, 0)
+        if self._stale or (self.sampler_update == "epoch" and self._steps):
+            return Staleness(self._steps, -1)
+        rows = torch.cat(self._touched).unique().numel() if self._touched else 0
+        return Staleness(self._steps, rows)
+
+    @torch.no_grad()
+    def update_sampler(self) -> None:
+        """Bring the sampler up to date with `weight` and `bias` now: the rows touched since, or all of them.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sampler = sx.samplers.Quadratic(torch.zeros(100, 8))
+            >>> head = sx.SampledClassifier(8, 100, sampler, num_samples=5, bias=False)
+            >>> head.update_sampler()
+            >>> torch.equal(sampler.rows, head.weight)
+            True
+        """
+        sampler: Any = self.sampler
+        with_bias = getattr(sampler, "has_bias", False) and self.bias is not None
+        if self._stale or (self.sampler_update == "epoch" and self._steps):
+            sampler.rebuild(self.weight, self.bias) if with_bias else sampler.rebuild(self.weight)
+        elif self._touched:
+            ids = torch.cat(self._touched).unique()
+            rows = self.weight[ids]
+            sampler.update(ids, rows, self.bias[ids]) if with_bias else sampler.update(ids, rows)
+        self._touched, self._steps, self._stale = [], 0, False
+
+    def _follow(self) -> None:
+        """What the policy says before a training forward."""
+        due = isinstance(self.sampler_update, int) and self._steps >= self.sampler_update
+        if self._stale or due or (self.sampler_update == "step" and self._steps > 0):
+            self.update_sampler()
+
+    def train(self, mode: bool = True) -> SampledClassifier:
+        """As in `nn.Module`; with `sampler_update="epoch"` going from eval to training marks the sampler for a rebuild.
+
+        Example:
+            >>> import samplex_cuda as sx
+            >>> sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10).train().training
+            True
+        """
+        if mode and not self.training and self.sampler_update == "epoch" and self._steps:
+            self._stale = True
+        return super().train(mode)
 
     def _row_weight(self, target: Tensor, valid: Tensor) -> Tensor:
         """What a row counts in a mean, [B]: the mean class weight of its targets; 0 for an ignored row."""
@@ -510,8 +625,11 @@ class SampledClassifier(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A checkpoint of nn.Linear has no `sampler.` entry at all: load it strictly all the same, and keep the sampler.
-        if not any(name.startswith(f"{prefix}sampler.") for name in state_dict):
+        without = not any(name.startswith(f"{prefix}sampler.") for name in state_dict)
+        if without:
             state_dict.update(self.sampler.state_dict(prefix=f"{prefix}sampler."))
+        # A checkpoint of this head holds the sampler as it was; one without a sampler brings rows it has not seen.
+        self._touched, self._steps, self._stale = [], 0, without
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -529,8 +647,15 @@ class SampledClassifier(nn.Module):
             "ignore_index": -100,
             "sparse": True,
             "reduction": "mean",
+            "sampler_update": None,
         }
         parts += [f"{name}={getattr(self, name)}" for name, value in defaults.items() if getattr(self, name) != value]
         if self.class_weight is not None:
             parts.append("class_weight=True")
         return ", ".join(parts)
+
+
+def _flush_sampler(head: SampledClassifier, prefix: str, keep_vars: bool) -> None:
+    # A checkpoint holds the sampler of its own weights, so that a resumed run draws what the run itself would have.
+    if head.sampler_update is not None and head.sampler_update != "epoch" and head._steps:
+        head.update_sampler()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Key", "key_tensor"]
+__all__ = ["Key", "fold_in", "key_tensor"]
 
 _INT64 = 1 << 63
 
@@ -96,3 +96,27 @@ def key_tensor(op: str, key: Key | Tensor | None, device: torch.device) -> Tenso
     if key.device != device:
         raise ValueError(f"{op}: key must be on {device}, got {key.device}")
     return key.contiguous()
+
+
+def fold_in(pair: Tensor, number: int) -> Tensor:
+    """Another key for part `number` of an op that draws several times: int64 [2], on the device of `pair`, no sync.
+
+    The seed goes through the mixing step of SplitMix64 (Steele et al. 2014), so that keys folded twice do not meet
+    those folded once; the offset stays.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.rng import fold_in
+        >>> pair = torch.tensor([3, 4])
+        >>> int(fold_in(pair, 0)[1]), bool(fold_in(pair, 0)[0] == fold_in(pair, 1)[0])
+        (4, False)
+    """
+    mixed = pair[:1] + _as_int64((number + 1) * 0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ _shift_right(mixed, shift)) * _as_int64(factor)
+    return torch.cat([mixed ^ _shift_right(mixed, 31), pair[1:]])
+
+
+def _shift_right(x: Tensor, count: int) -> Tensor:
+    """Logical shift of the 64 bits; torch's is arithmetic."""
+    return (x >> count) & ((1 << (64 - count)) - 1)

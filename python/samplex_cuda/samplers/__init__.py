@@ -1,13 +1,37 @@
 """Samplers: where negatives come from, and with which probability.
 
     Uniform, LogUniform, Unigram    laws that do not look at the query
+    Bigram                          a law for each context id, with back-off
     Tree                            a decision tree fitted to data
+    Quadratic, RandomFourier        kernels of query and class row, over a tree that follows the rows
+    Softmax, Quartic                exact laws of the model's own logits, O(C): oracles
+    Mixture                         several of them, with the probability of the mixture
 
 Every sampler gives a `Draw` whose log_q is the log-probability under the law it really drew from.
 """
 
 from samplex_cuda.samplers.base import Exclude, Sampler
+from samplex_cuda.samplers.bigram import Bigram
+from samplex_cuda.samplers.exact import ExactSampler, Quartic, Softmax
+from samplex_cuda.samplers.kernel import KernelSampler, Quadratic, RandomFourier
+from samplex_cuda.samplers.mixture import Mixture
 from samplex_cuda.samplers.static import LogUniform, StaticSampler, Uniform, Unigram
 from samplex_cuda.samplers.tree import Tree
 
-__all__ = ["Exclude", "LogUniform", "Sampler", "StaticSampler", "Tree", "Uniform", "Unigram"]
+__all__ = [
+    "Bigram",
+    "ExactSampler",
+    "Exclude",
+    "KernelSampler",
+    "LogUniform",
+    "Mixture",
+    "Quadratic",
+    "Quartic",
+    "RandomFourier",
+    "Sampler",
+    "Softmax",
+    "StaticSampler",
+    "Tree",
+    "Uniform",
+    "Unigram",
+]

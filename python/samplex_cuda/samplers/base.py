@@ -47,7 +47,10 @@ class Sampler(torch.nn.Module):
     """
 
     _op = "sampler"
+    _needs_context = False
     num_classes: int
+    follows_rows = False  # whether the law depends on the class table, so that `update` and `rebuild` do something
+    has_bias = False  # whether they also take the bias of the class table
 
     def sample(
         self,
@@ -138,6 +141,20 @@ class Sampler(torch.nn.Module):
         """Build the sampler anew from the whole class table [C, d]."""
         raise NotImplementedError
 
+    def _log_left(self, h: Tensor | None, exclude: Exclude, context: Tensor | None, batch: int) -> Tensor:
+        """log of the probability that none of the excluded ids comes, [B] float64; -inf where nothing is left.
+
+        For any z that is not excluded q(z | rest) = q(z) / P(rest), so that P(rest) = q(z) / q(z | rest): no digit is
+        lost however small it is, as 1 - q(excluded) would. z is any draw; a fixed key makes the answer repeatable.
+        """
+        rows = batch if h is None else None
+        device = exclude.device if isinstance(exclude, Tensor) else exclude[1].device
+        pair = torch.zeros(2, dtype=torch.int64, device=device)
+        drawn = self.sample(h, 1, key=pair, exclude=exclude, context=context, batch_size=rows)
+        left = self.log_prob(h, drawn.ids, context=context).double() - drawn.log_q.double()
+        # The stand-in of a row with nothing left is one of its excluded ids.
+        return torch.where(_holds(exclude, drawn.ids[:, 0]), -torch.inf, left[:, 0])
+
     # -------------------------------------------------------------------------------------------- checks
     def _check_count(self, num_samples: int) -> int:
         try:
@@ -204,3 +221,13 @@ class Sampler(torch.nn.Module):
             if part.device != device:
                 raise ValueError(f"{self._op}: exclude must be on {device}, got {part.device}")
         return exclude
+
+
+def _holds(exclude: Exclude, ids: Tensor) -> Tensor:
+    """Whether id b of ids [B] is among the excluded ones of row b."""
+    if isinstance(exclude, Tensor):
+        return (exclude.reshape(ids.shape[0], -1) == ids[:, None]).any(1)
+    offsets, excluded = exclude
+    rows = torch.searchsorted(offsets, torch.arange(excluded.shape[0], device=ids.device), right=True) - 1
+    hits = torch.zeros_like(ids)
+    return hits.index_add_(0, rows, (excluded == ids[rows]).to(ids.dtype)) > 0

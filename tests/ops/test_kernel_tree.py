@@ -1,0 +1,486 @@
+"""The kernel tree against its specification on every backend: law, draws, exclusion, clipping, sums, errors."""
+
+# ruff: noqa: E501  (tables of messages)
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from samplex_cuda import _native
+from samplex_cuda.ops import kernel_tree as ops
+from samplex_cuda.ops.static_sample import sort_exclude
+from samplex_cuda.reference import kernel_tree as reference
+
+KERNELS = ["gaussian", "exponential", "quadratic"]
+
+
+@dataclasses.dataclass
+class Case:
+    """A tree over random rows with features of any sign, and what the specification says of it."""
+
+    h: Tensor
+    phi: Tensor
+    rows: Tensor
+    sums: Tensor
+    leaf_size: int
+    kernel: str
+    scale: float
+    epsilon: float
+    log_tree: Tensor
+
+    def tables(self, device: torch.device) -> tuple:
+        return (
+            self.rows.to(device),
+            self.sums.to(device),
+            self.leaf_size,
+            self.kernel,
+            self.scale,
+            self.epsilon,
+        )
+
+    def sample(self, device, count, exclude=None, key=(3, 2**40)):
+        flat, offsets = sort_exclude(None if exclude is None else move(exclude, device))
+        pair = torch.tensor(key, device=device)
+        return ops.kernel_tree_sample(
+            pair, self.h.to(device), self.phi.to(device), *self.tables(device), count, flat, offsets
+        )
+
+    def log_prob(self, device, ids=None, exclude=None):
+        flat, offsets = sort_exclude(None if exclude is None else move(exclude, device))
+        if ids is None:
+            ids = torch.arange(self.rows.shape[0]).expand(self.h.shape[0], -1).contiguous()
+        return ops.kernel_tree_log_prob(
+            self.h.to(device), self.phi.to(device), ids.to(device), *self.tables(device), flat, offsets
+        )
+
+
+def move(exclude, device):
+    return exclude.to(device) if isinstance(exclude, Tensor) else tuple(t.to(device) for t in exclude)
+
+
+def make(
+    classes, leaf_size, *, dim=8, width=16, batch=4, kernel="gaussian", scale=1.0, epsilon=0.0, mean=1.0, seed=0
+) -> Case:
+    """Features around `mean`: at 1 nothing is negative, at 0.1 many estimates are."""
+    g = torch.Generator().manual_seed(seed + 100 * classes + leaf_size)
+    h, rows = torch.randn(batch, dim, generator=g), torch.randn(classes, dim, generator=g) * 0.7
+    if kernel == "quadratic":  # the floor of 1 a class would hide small values
+        mean = 3 * mean
+    phi_rows = mean + 0.3 * torch.randn(classes, width, generator=g)
+    phi = mean + 0.3 * torch.randn(batch, width, generator=g)
+    sums = reference.node_sums(phi_rows, leaf_size).float()
+    log_tree = reference.tree_law(h, phi, rows, sums, leaf_size, kernel, scale)
+    return Case(h, phi, rows, sums, leaf_size, kernel, scale, epsilon, log_tree)
+
+
+SHAPES = [(1, 1), (2, 1), (3, 3), (5, 2), (37, 1), (37, 4), (130, 1), (300, 7), (520, 1)]
+
+
+# ------------------------------------------------------------------------------------------------ the law
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("classes", "leaf_size"), SHAPES)
+def test_log_prob_is_the_law(backend, classes, leaf_size, kernel):
+    for epsilon in (0.0, 0.05):
+        case = make(classes, leaf_size, kernel=kernel, epsilon=epsilon)
+        got = case.log_prob(backend.device).cpu().double()
+        want = reference.conditional(case.log_tree, epsilon)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(got.exp().sum(1), torch.ones(4, dtype=torch.float64), atol=1e-5)
+
+
+@pytest.mark.parametrize(("dim", "width"), [(8, 16), (24, 32), (32, 48), (64, 208), (136, 512)])
+def test_every_width(backend, dim, width):
+    case = make(61, 3, dim=dim, width=width, scale=0.3, batch=3)
+    torch.testing.assert_close(case.log_prob(backend.device).cpu().double(), case.log_tree, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", ["gaussian", "quadratic"])
+def test_negative_estimates_follow_the_rule(backend, kernel):
+    """v+ = max(v, floor); with both children at 0 the number of classes decides. log_q stays finite where drawn."""
+    case = make(300, 3, kernel=kernel, mean=0.05, seed=1)
+    want = reference.conditional(case.log_tree, 0.0)
+    got = case.log_prob(backend.device).cpu().double()
+    # A value next to its floor may be clipped on one side only; the specification has such values nowhere here.
+    assert torch.equal(got.isinf(), want.isinf())
+    assert want.isinf().any() == (kernel != "quadratic")
+    near = want.isfinite()
+    torch.testing.assert_close(got[near], want[near], rtol=1e-4, atol=1e-4)
+    ids, log_q, clipped = case.sample(backend.device, 60)
+    assert log_q.isfinite().all()
+    assert torch.equal(log_q.cpu().double(), got.gather(1, ids.cpu()))
+    assert ((clipped > 0) & (clipped < 1)).all()
+    assert case.epsilon == 0.0
+    mixed = dataclasses.replace(case, epsilon=0.1)
+    assert mixed.log_prob(backend.device).exp().min() >= 0.1 / 300 * (1 - 1e-5)
+    assert (make(300, 3, kernel=kernel).sample(backend.device, 5)[2] == 0).all()
+
+
+def test_both_children_at_zero(backend):
+    """No estimate above zero anywhere: the law is the number of classes, then the leaf's kernel."""
+    case = make(11, 2)
+    case.phi = -case.phi
+    case.log_tree = reference.tree_law(case.h, case.phi, case.rows, case.sums, 2, "gaussian", 1.0)
+    got = case.log_prob(backend.device).cpu().double()
+    torch.testing.assert_close(got, case.log_tree, rtol=1e-5, atol=1e-5)
+    assert got.isfinite().all()
+    by_leaf = torch.nn.functional.pad(got.exp(), (0, 5)).view(4, 8, 2).sum(2)
+    torch.testing.assert_close(by_leaf[:, :6], torch.tensor([2, 2, 2, 2, 2, 1]).expand(4, -1) / 11.0, check_dtype=False)
+
+
+def test_far_rows_keep_their_logarithm(backend):
+    """Kernels of e^-1000 in a leaf, and paths of probability below the smallest double."""
+    case = make(40, 8, scale=200.0)
+    got = case.log_prob(backend.device).cpu().double()
+    assert got.min() < -700
+    torch.testing.assert_close(got, case.log_tree, rtol=1e-4, atol=1e-5)
+    steep = make(1 << 9, 1)
+    leaves = steep.sums.shape[0] // 2
+    steep.sums[leaves:] = 1e-37
+    steep.sums[leaves] = 1.0  # class 0 has nearly all mass
+    for node in range(leaves - 1, 0, -1):
+        steep.sums[node] = steep.sums[2 * node] + steep.sums[2 * node + 1]
+        if node & (node - 1):
+            steep.sums[node] = 1e-37
+    steep.phi = torch.ones_like(steep.phi)
+    want = reference.tree_law(steep.h, steep.phi, steep.rows, steep.sums, 1, "gaussian", 1.0)
+    got = steep.log_prob(backend.device).cpu().double()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ draws
+@pytest.mark.parametrize(("classes", "leaf_size"), SHAPES)
+def test_draws_follow_the_reference(backend, classes, leaf_size):
+    kernel, epsilon = KERNELS[classes % 3], 0.2 * (leaf_size % 2)
+    case = make(classes, leaf_size, kernel=kernel, epsilon=epsilon, batch=2)
+    ids, log_q, _ = case.sample(backend.device, 70)
+    want = reference.sample(3, 2**40, case.log_tree, leaf_size, epsilon, 70)
+    sure = want >= 0
+    assert sure.float().mean() > 0.98
+    assert torch.equal(ids.cpu()[sure], want[sure])
+    assert torch.equal(log_q.cpu(), case.log_prob(backend.device).cpu().gather(1, ids.cpu()))  # the very bits
+
+
+@pytest.mark.parametrize("width", [1, 3, 12])
+@pytest.mark.parametrize(("classes", "leaf_size"), [(37, 1), (37, 5), (300, 2)])
+def test_excluding_is_exact(backend, classes, leaf_size, width):
+    epsilon = 0.1 * (leaf_size % 2)
+    case = make(classes, leaf_size, epsilon=epsilon, batch=5)
+    exclude = torch.randint(-1, classes, (5, width), generator=torch.Generator().manual_seed(width))
+    if width == 3:
+        exclude[0], exclude[1] = torch.tensor([4, 4, 5]), torch.tensor([-1, -1, -1])
+    rows = [[i for i in row if i >= 0] for row in exclude.tolist()]
+    want = reference.conditional(case.log_tree, epsilon, rows)
+    got = case.log_prob(backend.device, exclude=exclude).cpu()
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    ids, log_q, _ = case.sample(backend.device, 30, exclude)
+    assert torch.equal(log_q.cpu(), got.gather(1, ids.cpu()))
+    expected = reference.sample(3, 2**40, case.log_tree, leaf_size, epsilon, 30, rows)
+    sure = expected >= 0
+    assert sure.float().mean() > 0.98
+    assert torch.equal(ids.cpu()[sure], expected[sure])
+    # The same rows as CSR.
+    offsets = torch.tensor([0, *torch.tensor([len(r) for r in rows]).cumsum(0).tolist()])
+    csr = offsets, torch.tensor([i for r in rows for i in r], dtype=torch.int64)
+    again = case.sample(backend.device, 30, csr)
+    assert torch.equal(again[0], ids)
+    assert torch.equal(again[1], log_q)
+
+
+def test_a_nearly_certain_target_leaves_the_rest_its_digits(backend):
+    """q(y) = 1 - 1e-19 on the path, and a leaf where the target is e^90 above its neighbours: 1 - q would be 0."""
+    case = make(8, 2)
+    leaves = 4
+    case.sums[leaves:] = torch.tensor([1.0, 1e-19, 2e-19, 3e-19])[:, None]
+    for node in range(leaves - 1, 0, -1):
+        case.sums[node] = case.sums[2 * node] + case.sums[2 * node + 1]
+    case.phi = torch.ones_like(case.phi)
+    case.h = torch.ones(4, 8)
+    case.rows[0], case.rows[1] = torch.ones(8), torch.ones(8) - math.sqrt(2 * 45.0 / 8)
+    case.log_tree = reference.tree_law(case.h, case.phi, case.rows, case.sums, 2, "gaussian", 1.0)
+    assert case.log_tree[0, 0] > -1e-15
+    exclude = torch.zeros(4, 1, dtype=torch.int64)
+    want = reference.conditional(case.log_tree, 0.0, [[0]] * 4)
+    got = case.log_prob(backend.device, exclude=exclude).cpu().double()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    ids = case.sample(backend.device, 100, exclude)[0]
+    assert set(range(2, 8)) <= set(ids.flatten().tolist()) <= set(range(1, 8))
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+@pytest.mark.parametrize(("classes", "leaf_size"), [(1, 1), (3, 1), (3, 3)])
+def test_nothing_left_is_the_first_excluded_class(backend, classes, leaf_size, epsilon):
+    case = make(classes, leaf_size, epsilon=epsilon)
+    every = torch.arange(classes).expand(4, -1)
+    ids, log_q, _ = case.sample(backend.device, 3, every)
+    assert (ids == 0).all()
+    assert (log_q == 0).all()
+    got = case.log_prob(backend.device, exclude=every).cpu()
+    assert (got[:, 0] == 0).all()
+    assert (got[:, 1:] == -math.inf).all()
+
+
+def test_where_the_tree_has_nothing_left_the_uniform_law_has(backend):
+    """All mass of the tree on an excluded class: with epsilon the others are drawn uniformly."""
+    case = make(4, 1, epsilon=0.01)
+    case.sums.zero_()
+    case.sums[1] = case.sums[2] = case.sums[4] = 1.0
+    case.phi = torch.ones_like(case.phi)
+    exclude = torch.zeros(4, 1, dtype=torch.int64)
+    got = case.log_prob(backend.device, exclude=exclude).cpu()
+    torch.testing.assert_close(got[:, 1:].exp(), torch.full((4, 3), 1 / 3))
+    ids = case.sample(backend.device, 60, exclude)[0]
+    assert set(ids.flatten().tolist()) == {1, 2, 3}
+    none = dataclasses.replace(case, epsilon=0.0).sample(backend.device, 2, exclude)
+    assert (none[0] == 0).all()
+    assert (none[1] == 0).all()
+
+
+def test_padding_is_never_drawn(backend):
+    """33 classes in 64 leaves; values of empty subtrees are not even looked at."""
+    case = make(33, 1)
+    leaves = case.sums.shape[0] // 2
+    case.sums[leaves + 33 :] = 1e6
+    ids, log_q, _ = case.sample(backend.device, 200)
+    assert (ids < 33).all()
+    assert torch.allclose(case.log_prob(backend.device).exp().sum(1), torch.ones(4, device=backend.device), atol=1e-5)
+    assert log_q.isfinite().all()
+
+
+def test_a_prefix_of_more_draws(backend):
+    """A draw depends on its row and number only, not on how many there are."""
+    case = make(300, 2, epsilon=0.1)
+    many, few = case.sample(backend.device, 130), case.sample(backend.device, 7)
+    assert torch.equal(many[0][:, :7], few[0])
+    assert torch.equal(many[1][:, :7], few[1])
+
+
+# ------------------------------------------------------------------------------------------------ bits
+def everything(case: Case, device) -> list[Tensor]:
+    classes = case.rows.shape[0]
+    three = torch.randint(0, classes, (case.h.shape[0], 3), generator=torch.Generator().manual_seed(1))
+    return [
+        *case.sample(device, 70),
+        *case.sample(device, 9, three),
+        case.log_prob(device),
+        case.log_prob(device, exclude=three),
+    ]
+
+
+def test_two_runs_and_every_thread_count_have_the_same_bits(simd_level):
+    case = make(700, 2, width=144, batch=33, epsilon=0.05)
+    cpu = torch.device("cpu")
+    got = everything(case, cpu)
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        again = everything(case, cpu)
+        torch.set_num_threads(before)
+        # The GEMM of the top levels may have an order of its own for each thread count: then only the law is the same.
+        if threads == before:
+            assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+        torch.testing.assert_close(again[6], got[6], rtol=1e-5, atol=1e-5)
+
+
+def test_simd_levels_draw_the_same(simd_level):
+    """Ids differ only where the uniform lies within rounding of a threshold: nowhere for this key."""
+    case = make(700, 2, width=144, batch=9, epsilon=0.05)
+    cpu = torch.device("cpu")
+    got = everything(case, cpu)
+    _native.set_simd_level("scalar")
+    want = everything(case, cpu)
+    _native.set_simd_level(simd_level)
+    for a, b in zip(got, want, strict=True):
+        if a.dtype == torch.int64:
+            assert (a == b).float().mean() > 0.995
+        elif a.dim() == 2 and a.shape[1] == 700:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_many_rows_at_one_node(backend):
+    """One class holds nearly all mass: every draw of every row goes the same way, and the work is cut by rows."""
+    case = make(300, 1, batch=40)
+    leaves = case.sums.shape[0] // 2
+    case.sums[leaves + 17] *= 1e5
+    for node in range(leaves - 1, 0, -1):
+        case.sums[node] = case.sums[2 * node] + case.sums[2 * node + 1]
+    case.log_tree = reference.tree_law(case.h, case.phi, case.rows, case.sums, 1, "gaussian", 1.0)
+    ids, log_q, _ = case.sample(backend.device, 20)
+    assert (ids == 17).float().mean() > 0.98
+    torch.testing.assert_close(log_q.cpu().double(), case.log_tree.gather(1, ids.cpu()), rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ sums
+@pytest.mark.parametrize("width", [16, 48, 160])
+@pytest.mark.parametrize(("classes", "leaf_size"), SHAPES)
+def test_build_is_the_sum(backend, classes, leaf_size, width):
+    phi = torch.randn(classes, width)
+    want = reference.node_sums(phi, leaf_size)
+    sums = torch.full(want.shape, 7.0, device=backend.device)
+    sums[want.shape[0] // 2 :] = 0
+    sums[0] = 0
+    step = max(1, classes // 3 // leaf_size) * leaf_size
+    for begin in range(0, classes, step):
+        ops.kernel_tree_build(sums, phi[begin : begin + step].to(backend.device), begin, leaf_size)
+    ops.kernel_tree_parents(sums)
+    torch.testing.assert_close(sums.cpu().double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("classes", "leaf_size"), SHAPES)
+def test_update_is_a_build(backend, classes, leaf_size):
+    phi, new = torch.randn(classes, 32), torch.randn(classes, 32)
+    sums = reference.node_sums(phi, leaf_size).float().to(backend.device)
+    ids = torch.randperm(classes)[: max(1, classes // 3)].sort().values
+    old = phi[ids].clone()
+    before = sums.clone()
+    phi[ids] = new[ids]
+    ops.kernel_tree_update(*(t.to(backend.device) for t in (sums, new[ids], old, ids)), leaf_size)
+    ops.kernel_tree_parents(sums, (ids // leaf_size).to(backend.device))
+    torch.testing.assert_close(sums.cpu().double(), reference.node_sums(phi, leaf_size), rtol=1e-5, atol=1e-5)
+    leaves = sums.shape[0] // 2
+    touched = set()
+    for node in (leaves + ids // leaf_size).tolist():
+        while node:
+            touched.add(node)
+            node //= 2
+    rest = [i for i in range(2 * leaves) if i not in touched]
+    assert torch.equal(sums[rest], before[rest])
+
+
+def test_drift_is_bounded(backend):
+    """200 updates: the leaf adds up rounding errors, the nodes above do not multiply them."""
+    rounds = 20 if backend.emulated else 200
+    g = torch.Generator().manual_seed(0)
+    phi = torch.randn(40, 16, generator=g)
+    sums = reference.node_sums(phi, 2).float().to(backend.device)
+    for _ in range(rounds):
+        ids = torch.randperm(40, generator=g)[:9].sort().values
+        new = torch.randn(9, 16, generator=g)
+        ops.kernel_tree_update(*(t.to(backend.device) for t in (sums, new, phi[ids], ids)), 2)
+        ops.kernel_tree_parents(sums, (ids // 2).to(backend.device))
+        phi[ids] = new
+    error = (sums.cpu().double() - reference.node_sums(phi, 2)).abs()
+    # A leaf sees about rounds / 2 additions, each off by half an ulp of a number below 16.
+    assert error[32:].max() < rounds * 2.0**-21
+    assert error.max() < 8 * rounds * 2.0**-21
+
+
+# ------------------------------------------------------------------------------------------------ corners
+def test_empty_batch_and_no_draws(backend):
+    case = make(10, 2)
+    none = dataclasses.replace(case, h=case.h[:0], phi=case.phi[:0])
+    assert none.sample(backend.device, 5)[0].shape == (0, 5)
+    assert case.sample(backend.device, 0)[1].shape == (4, 0)
+    assert case.sample(backend.device, 0)[2].tolist() == [0.0] * 4
+    assert none.log_prob(backend.device).shape == (0, 10)
+    assert case.log_prob(backend.device, torch.empty(4, 0, dtype=torch.int64)).shape == (4, 0)
+    empty = torch.empty(4, 0, dtype=torch.int64)
+    assert torch.equal(case.sample(backend.device, 5, empty)[0], case.sample(backend.device, 5)[0])
+    sums = torch.zeros(4, 16, device=backend.device)
+    nothing = torch.empty(0, 16, device=backend.device)
+    ids = torch.empty(0, dtype=torch.int64, device=backend.device)
+    ops.kernel_tree_build(sums, nothing, 0, 2)
+    ops.kernel_tree_update(sums, nothing, nothing, ids, 2)
+    ops.kernel_tree_parents(sums, ids)
+    assert (sums == 0).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("exclude", [False, True])
+def test_a_nan_row_is_nan_and_no_other(backend, kernel, exclude):
+    case = make(300, 3, kernel=kernel, epsilon=0.01)
+    out = torch.tensor([[1], [2], [3], [-1]]) if exclude else None
+    clean = case.sample(backend.device, 20, out)
+    case.h[1, 2] = math.nan
+    case.phi[1] = math.nan
+    ids, log_q, _ = case.sample(backend.device, 20, out)
+    assert ((ids >= 0) & (ids < 300)).all()
+    assert log_q[1].isnan().all()
+    for row in (0, 2, 3):
+        assert torch.equal(ids[row], clean[0][row])
+        assert torch.equal(log_q[row], clean[1][row])
+    assert case.log_prob(backend.device, exclude=out)[1, 3:].isnan().all()
+
+
+def test_opcheck(backend):
+    case = make(11, 2)
+    device = backend.device
+    h, phi, rows, sums = (t.to(device) for t in (case.h, case.phi, case.rows, case.sums))
+    key, exclude = torch.tensor([1, 2], device=device), torch.tensor([[0], [-1], [3], [10]], device=device)
+    ids = torch.randint(0, 11, (4, 3), device=device)
+    calls = torch.ops.samplex
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    law = (2, 0, 1.0, 0.1)
+    torch.library.opcheck(calls.kernel_tree_sample.default, (key, h, phi, rows, sums, *law, 6, exclude, None))
+    torch.library.opcheck(calls.kernel_tree_log_prob.default, (h, phi, ids, rows, sums, *law, exclude, None))
+    torch.library.opcheck(
+        calls.kernel_tree_build.default, (sums, torch.randn(3, 16, device=device), 2, 2), test_utils=checks
+    )
+    few = torch.tensor([1, 4], device=device)
+    delta = torch.randn(2, 16, device=device)
+    torch.library.opcheck(calls.kernel_tree_update.default, (sums, delta, delta + 1, few, 2), test_utils=checks)
+    torch.library.opcheck(calls.kernel_tree_parents.default, (sums, few), test_utils=checks)
+
+
+# ------------------------------------------------------------------------------------------------ errors
+def sample_with(**changes):
+    case = make(10, 2)
+    arguments = {
+        "key": torch.tensor([0, 0]),
+        "h": case.h,
+        "phi": case.phi,
+        "rows": case.rows,
+        "sums": case.sums,
+        "leaf_size": 2,
+        "kernel": "gaussian",
+        "scale": 1.0,
+        "epsilon": 0.0,
+        "num_samples": 3,
+        "exclude": None,
+        "exclude_offsets": None,
+    }
+    return lambda: ops.kernel_tree_sample(**{**arguments, **changes})
+
+
+ERRORS = {
+    "h": (sample_with(h=torch.zeros(4, 16)), "kernel_tree_sample: h must be [B, dim] = [*, 8] float32"),
+    "phi": (sample_with(phi=torch.zeros(3, 16)), "phi must be [B, stride] = [4, 16] float32"),
+    "rows": (sample_with(rows=torch.zeros(10, 6)), "rows must be [n, dim] with n >= 1 and dim a multiple of 8, got [10, 6]"),
+    "no class": (sample_with(rows=torch.zeros(0, 8)), "rows must be [n, dim] with n >= 1"),
+    "sums": (sample_with(sums=torch.zeros(12, 16)), "sums must be [2 * leaves, stride] with leaves a power of two"),
+    "stride": (sample_with(sums=torch.zeros(16, 17)), "stride a multiple of 16, got [16, 17]"),
+    "size": (sample_with(sums=torch.zeros(32, 16)), "sums must be [2 * leaves, stride] with the power of two that holds 5 leaves of 2 classes"),
+    "dtype": (sample_with(sums=torch.zeros(16, 16, dtype=torch.float64)), "sums must be [2 * leaves, stride] = [*, *] float32"),
+    "leaf": (sample_with(leaf_size=11), "leaf_size must be in [1, n] = [1, 10], got 11"),
+    "scale": (sample_with(scale=0.0), "scale must be finite and positive, got 0"),
+    "nan scale": (sample_with(scale=math.nan), "scale must be finite and positive, got nan"),
+    "epsilon": (sample_with(epsilon=1.0), "epsilon must be in [0, 1), got 1"),
+    "samples": (sample_with(num_samples=-1), "num_samples must be in [0, 2^24], got -1"),
+    "key": (sample_with(key=torch.zeros(3, dtype=torch.int64)), "key must be [2] = [2] int64"),
+    "exclude": (sample_with(exclude=torch.tensor([[10]] * 4)), "exclude must be -1 or in [0, 10), got 10 in row 0"),
+    "order": (sample_with(exclude=torch.tensor([[3, 1]] * 4)), "exclude must ascend in each row, got 3 before 1 in row 0"),
+    "shape": (sample_with(exclude=torch.tensor([[3]])), "exclude must be [B, P] = [4, *] int64"),
+    "offsets": (sample_with(exclude=torch.tensor([3]), exclude_offsets=torch.tensor([0, 1, 1, 1, 2])), "exclude_offsets must ascend from 0 to 1"),
+    "alone": (sample_with(exclude_offsets=torch.tensor([0, 0, 0, 0, 0])), "exclude_offsets needs exclude"),
+    "ids": (lambda: make(10, 2).log_prob(torch.device("cpu"), torch.tensor([[10]] * 4)), "kernel_tree_log_prob: ids must be in [0, 10), got 10"),
+    "ids shape": (lambda: make(10, 2).log_prob(torch.device("cpu"), torch.tensor([[1]])), "ids must be [B, n] = [4, *] int64"),
+    "first": (lambda: ops.kernel_tree_build(torch.zeros(8, 16), torch.zeros(2, 16), 3, 2), "kernel_tree_build: first must be a multiple of leaf_size 2"),
+    "room": (lambda: ops.kernel_tree_build(torch.zeros(8, 16), torch.zeros(3, 16), 6, 2), "must lie in 4 leaves, got 6"),
+    "build phi": (lambda: ops.kernel_tree_build(torch.zeros(8, 16), torch.zeros(3, 15), 6, 2), "phi must be [n, stride] = [*, 16] float32"),
+    "twice": (lambda: ops.kernel_tree_update(torch.zeros(8, 16), torch.zeros(2, 16), torch.zeros(2, 16), torch.tensor([1, 1]), 2), "kernel_tree_update: ids must ascend without repeats"),
+    "outside": (lambda: ops.kernel_tree_update(torch.zeros(8, 16), torch.zeros(2, 16), torch.zeros(2, 16), torch.tensor([1, 8]), 2), "lie in 4 leaves of 2 classes, got 8 at position 1"),
+    "old": (lambda: ops.kernel_tree_update(torch.zeros(8, 16), torch.zeros(2, 16), torch.zeros(1, 16), torch.tensor([1, 2]), 2), "old must be [n, stride] = [2, 16]"),
+    "leaves": (lambda: ops.kernel_tree_parents(torch.zeros(8, 16), torch.tensor([4])), "kernel_tree_parents: leaves must ascend in [0, 4), got 4 at position 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_input(name):
+    call, text = ERRORS[name]
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    assert text in str(caught.value)
