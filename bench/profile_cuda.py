@@ -5,10 +5,11 @@ Needs PTXRUN=<directory of a built ptxrun> and nvcc; without them it says so and
 Builds the library as a test build with shared cudart and compiles the kernels to PTX with the flags of that build. A
 child process runs the op on CPU tensors with SAMPLEX_CPU_BACKEND=cuda, so the launcher itself chooses grid, block and
 shared memory; a hook hands each launch to a ptxrun module that counts. sampled_softmax with per-row draws, m = 64, and
-tree_sample, C = 2^17, k = 16, m = 64:
+tree_sample, C = 2^17, k = 16, m = 64; rff and its backward, with the tile of small and of large batches:
 
   sectors        32-byte sectors loaded / fewest possible: every input byte touched, once (ids all different, no bias);
-                 for the tree, sectors loaded per draw and level
+                 for the tree, sectors loaded per draw and level; for rff, whose blocks are tiles of a product, every
+                 input byte of a tile once
   active lanes   mean share of the 32 lanes that take part in an executed instruction
   bank           extra shared-memory passes beyond the fewest
   instructions   thread instructions / gathered elements B (m + 1) d
@@ -38,11 +39,15 @@ from _harness import ROOT, Report, Row, progress
 SOURCES = {
     "sampled_softmax": (ROOT / "csrc" / "loss" / "sampled_softmax_cuda.cu", []),
     "tree": (ROOT / "csrc" / "sampler" / "tree_cuda.cu", ["-fmad=false"]),
+    "rff": (ROOT / "csrc" / "features" / "rff_cuda.cu", []),
 }
 BATCH, M, CLASSES = 32, 64, 20_000
 LIMITS = {128: 6.0, 512: 4.0}  # thread instructions per gathered element
 DEPTH, FEATURES = 17, 16
 TREE_SECTORS = {"float32": 3.3, "bfloat16": 2.2}  # sectors loaded per draw and level
+# B, d, D: whole tiles in every direction; D = 0 is the quadratic map.
+RFF_CASES = {"rff_narrow": (64, 128, 512), "rff_wide": (256, 32, 4096), "rff_quadratic": (32, 64, 0)}
+RFF_TILE_COLUMNS = 128
 
 
 # ----------------------------------------------------------------------------------------------------- build
@@ -153,7 +158,10 @@ def child(ptxrun_dir: str, ptx: str, case: str) -> None:
 
     ctypes.CDLL(None).samplex_hook(on_launch)
     torch.manual_seed(0)
-    result = run_tree(case, launches) if case in TREE_SECTORS else run_sampled_softmax(int(case), launches)
+    if case in RFF_CASES:
+        result = run_rff(case, launches)
+    else:
+        result = run_tree(case, launches) if case in TREE_SECTORS else run_sampled_softmax(int(case), launches)
     print("RESULT " + json.dumps(result))
 
 
@@ -208,6 +216,34 @@ def run_tree(dtype: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
     if not error <= 1e-5:
         raise SystemExit(f"profile_cuda: refcheck: log_q is off by {error:.1e} ({dtype})")
     return {"draw": {"launches": list(launches), "error": error}}
+
+
+def run_rff(case: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Features of unit rows, and the gradient of the rows."""
+    import samplex_cuda as sx
+    from samplex_cuda.reference.rff import rff as reference
+
+    batch, dim, num_features = RFF_CASES[case]
+    x = torch.nn.functional.normalize(torch.randn(batch, dim), dim=1).requires_grad_()
+    omega = sx.rff.frequencies(dim, num_features, nu=4.0, key=sx.Key(1)) if num_features else None
+    kind = "rff" if num_features else "quadratic"
+    exact = x.detach().double().requires_grad_()
+    want = reference(exact, None if omega is None else omega.double(), kind, alpha=100.0)
+    grad = torch.randn(want.shape)
+    want.backward(grad.double())
+    features = sx.rff.features(x, omega, kind=kind, alpha=100.0)
+    result = {"forward": {"launches": list(launches), "error": relative(features, want)}}
+    launches.clear()
+    features.backward(grad)
+    result["backward"] = {"launches": list(launches), "error": relative(x.grad, exact.grad)}
+    for mode, got in result.items():
+        if not got["error"] <= 1e-5:
+            raise SystemExit(f"profile_cuda: refcheck: the {mode} is off by {got['error']:.1e} ({case})")
+    return result
+
+
+def relative(got: Any, want: Any) -> float:
+    return float((got.detach().double() - want.detach()).abs().max() / want.detach().abs().max())
 
 
 def demangled(module: Any, name: str) -> str:
@@ -318,7 +354,54 @@ def main() -> int:
     for dtype, limit in TREE_SECTORS.items():
         for _, launch, error in launches_of("tree_sample", ptx, dtype, BATCH * M * DEPTH):
             add_tree_rows(report, dtype, limit, launch, error)
+    ptx = build_ptx(options.work, "rff")
+    for name, (batch, dim, num_features) in RFF_CASES.items():
+        for mode, launch, error in launches_of("rff_", ptx, name, batch * dim * max(num_features, 1)):
+            add_rff_rows(report, name, mode, launch, error)
     return report.finish(fail=not options.no_fail)
+
+
+def add_rff_rows(report: Report, case: str, mode: str, got: dict[str, Any], error: float) -> None:
+    batch, dim, num_features = RFF_CASES[case]
+    blocks = math.prod(got["grid"])
+    rows = batch // got["grid"][0]
+    if num_features == 0:  # the row; its gradient
+        inputs = dim if mode == "forward" else dim + dim * (dim + 1) // 2
+    elif mode == "forward":  # rows and frequencies
+        inputs = (rows + RFF_TILE_COLUMNS) * dim
+    else:  # cos and sin of gradient and features; the table's columns
+        inputs = 4 * rows * num_features + min(dim, RFF_TILE_COLUMNS) * num_features
+    config = {
+        "B": batch,
+        "d": dim,
+        "D": num_features,
+        "mode": mode,
+        **{k: v for k, v in got.items() if k not in ("hot", "opcodes")},
+    }
+    lanes = 100 * got["thread_instructions"] / (32 * got["warp_instructions"])
+    products = batch * dim * (num_features or (dim + 1) // 2)
+    what = f"rff {mode}, {rows} rows x {RFF_TILE_COLUMNS} a block, d = {dim}"
+    if num_features == 0:
+        what = f"rff quadratic {mode}, d = {dim}"
+    judged = num_features > 0 or mode == "forward"  # no sampler asks for the gradient of the quadratic map
+    for key, text, value, unit, sense, target in (
+        ("sectors", "sectors loaded / fewest of its tiles", got["sectors"] / (blocks * inputs / 8), "ratio", "<=", 1.2),
+        ("lanes", "active lanes", lanes, "%", ">=", 90.0),
+        ("bank", "extra bank-conflict cycles", float(got["bank_extra"]), "ratio", "<=", 0.0),
+        ("instructions", "thread instructions per product", got["thread_instructions"] / products, "ratio", "<=", None),
+    ):
+        report.add(
+            Row(
+                f"{case}_{mode}_{key}",
+                f"{what}: {text}",
+                value,
+                unit,
+                f"vs fp64: {error:.1e}",
+                sense=sense,
+                target=target if judged else None,
+                config=config,
+            )
+        )
 
 
 def add_tree_rows(report: Report, dtype: str, limit: float, got: dict[str, Any], error: float) -> None:

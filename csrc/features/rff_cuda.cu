@@ -5,8 +5,12 @@ namespace {
 
 int64_t tiles(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// Wide tiles where they are enough to fill a device, narrow ones for small batches.
+// Wide tiles where they are enough to fill a device, narrow ones for small batches. Double, for gradient checks, has
+// the wide ones alone.
 constexpr int64_t kEnoughBlocks = 128;
+
+template <typename T>
+constexpr int kNarrow = sizeof(acc_t<T>) == 4 ? 2 : 8;
 
 bool wide_tiles(int64_t batch, int64_t columns) {
   return tiles(batch, 8 * kRffWarps) * tiles(columns, kRffTileColumns) >= kEnoughBlocks;
@@ -36,9 +40,9 @@ void forward(const RffParams& p, void* stream) {
   }
   const bool wide = wide_tiles(p.batch, p.num_features);
   if (p.kind == RffKind::kPositive)
-    wide ? product<T, RffKind::kPositive, 8>(p, stream) : product<T, RffKind::kPositive, 2>(p, stream);
+    wide ? product<T, RffKind::kPositive, 8>(p, stream) : product<T, RffKind::kPositive, kNarrow<T>>(p, stream);
   else
-    wide ? product<T, RffKind::kFourier, 8>(p, stream) : product<T, RffKind::kFourier, 2>(p, stream);
+    wide ? product<T, RffKind::kFourier, 8>(p, stream) : product<T, RffKind::kFourier, kNarrow<T>>(p, stream);
 }
 
 template <typename T>
@@ -50,9 +54,9 @@ void backward(const RffBwdParams& p, void* stream) {
   }
   const bool wide = wide_tiles(p.batch, p.dim);
   if (p.kind == RffKind::kPositive)
-    wide ? product_bwd<T, RffKind::kPositive, 8>(p, stream) : product_bwd<T, RffKind::kPositive, 2>(p, stream);
+    wide ? product_bwd<T, RffKind::kPositive, 8>(p, stream) : product_bwd<T, RffKind::kPositive, kNarrow<T>>(p, stream);
   else
-    wide ? product_bwd<T, RffKind::kFourier, 8>(p, stream) : product_bwd<T, RffKind::kFourier, 2>(p, stream);
+    wide ? product_bwd<T, RffKind::kFourier, 8>(p, stream) : product_bwd<T, RffKind::kFourier, kNarrow<T>>(p, stream);
 }
 
 }  // namespace

@@ -76,8 +76,9 @@ __global__ void __launch_bounds__(kRffThreads) rff_kernel(RffParams p) {
         norm[i] += u * u;
       }
     }
+    const int depth = p.dim - k0 < kDepth ? int(p.dim - k0) : kDepth;
 #pragma unroll 2
-    for (int k = 0; k < kDepth; k += 4) {
+    for (int k = 0; k < depth; k += 4) {  // zeros behind the last number
       A w[kRffColumns][4];
 #pragma unroll
       for (int j = 0; j < kRffColumns; ++j) load_four(&table[j * kWarpSize + lane][k], w[j]);
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kRffThreads) rff_kernel(RffParams p) {
         to[column] = scale * exp_acc(sum[i][j] - norm[i]);
       } else {
         A sin, cos;
-        sincos_acc(sum[i][j], sin, cos);
+        device_sincos(sum[i][j], sin, cos);
         to[column] = scale * cos;
         to[p.num_features + column] = scale * sin;
       }
@@ -157,8 +158,9 @@ __global__ void __launch_bounds__(kRffThreads) rff_bwd_kernel(RffBwdParams p) {
 #pragma unroll
       for (int i = 0; i < TM; ++i) total[i] += lane < kDepth ? coefs[warp * TM + i][lane % kDepth] : A(0);
     }
+    const int depth = D - k0 < kDepth ? int(D - k0) : kDepth;
 #pragma unroll 2
-    for (int k = 0; k < kDepth; k += 4) {
+    for (int k = 0; k < depth; k += 4) {
       A w[kRffColumns][4];
 #pragma unroll
       for (int j = 0; j < kRffColumns; ++j) {

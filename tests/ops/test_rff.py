@@ -87,8 +87,13 @@ def test_any_batch(backend, case, batch):
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_more_rows_than_a_block_keeps(case, backend):
-    # CPU: several chunks and threads; GPU: the wide tile, which needs 128 blocks to be chosen.
-    check(backend, *make(case, 130, 5, 8100) if backend.emulated and case != "quadratic" else make(case, 700, 5, 150))
+    check(backend, *make(case, 70 if backend.emulated else 700, 5, 150))
+
+
+@pytest.mark.parametrize("case", ["rff", "positive"])
+def test_wide_tiles(backend, case):
+    # The GPU takes them from 128 blocks on.
+    check(backend, *make(case, 8192, 1, 3))
 
 
 def test_wide_rows_use_few_rows_a_block(backend):

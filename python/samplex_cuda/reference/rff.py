@@ -37,8 +37,8 @@ def rff(
         >>> from samplex_cuda.reference.rff import rff
         >>> rff(torch.tensor([[0.0, 0.0]]), torch.ones(1, 2)).tolist()
         [[1.0, 0.0]]
-        >>> rff(torch.tensor([[2.0, 3.0]]), None, "quadratic", alpha=0.5).square().tolist()  # doctest: +ELLIPSIS
-        [[8.0..., 40.5..., 36.0, 1.0]]
+        >>> rff(torch.tensor([[1.0, 2.0, 3.0]]), None, "quadratic", alpha=2.0).square().round().tolist()
+        [[2.0, 32.0, 162.0, 16.0, 36.0, 144.0, 1.0]]
     """
     if kind == "quadratic":
         first, second = torch.triu_indices(x.shape[1], x.shape[1], offset=1)
