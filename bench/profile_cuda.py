@@ -5,11 +5,13 @@ Needs PTXRUN=<directory of a built ptxrun> and nvcc; without them it says so and
 Builds the library as a test build with shared cudart and compiles the kernels to PTX with the flags of that build. A
 child process runs the op on CPU tensors with SAMPLEX_CPU_BACKEND=cuda, so the launcher itself chooses grid, block and
 shared memory; a hook hands each launch to a ptxrun module that counts. sampled_softmax with per-row draws, m = 64, and
-tree_sample, C = 2^17, k = 16, m = 64; rff and its backward, with the tile of small and of large batches:
+tree_sample, C = 2^17, k = 16, m = 64; rff and its backward, with the tile of small and of large batches; the kernel
+tree, n = 2^15, d = 64, D = 128, with draws, an update of 512 rows and the nodes above them:
 
   sectors        32-byte sectors loaded / fewest possible: every input byte touched, once (ids all different, no bias);
                  for the tree, sectors loaded per draw and level; for rff, whose blocks are tiles of a product, every
-                 input byte of a tile once
+                 input byte of a tile once; for draws from the kernel tree, the sums of two children once for each row
+                 that has draws at their parent, the rows of a leaf likewise
   active lanes   mean share of the 32 lanes that take part in an executed instruction
   bank           extra shared-memory passes beyond the fewest
   instructions   thread instructions / gathered elements B (m + 1) d
@@ -40,6 +42,7 @@ SOURCES = {
     "sampled_softmax": (ROOT / "csrc" / "loss" / "sampled_softmax_cuda.cu", []),
     "tree": (ROOT / "csrc" / "sampler" / "tree_cuda.cu", ["-fmad=false"]),
     "rff": (ROOT / "csrc" / "features" / "rff_cuda.cu", []),
+    "kernel_tree": (ROOT / "csrc" / "sampler" / "kernel_tree_cuda.cu", ["-fmad=false"]),
 }
 BATCH, M, CLASSES = 32, 64, 20_000
 LIMITS = {128: 6.0, 512: 4.0}  # thread instructions per gathered element
@@ -48,6 +51,8 @@ TREE_SECTORS = {"float32": 3.3, "bfloat16": 2.2}  # sectors loaded per draw and 
 # B, d, D: whole tiles in every direction; D = 0 is the quadratic map.
 RFF_CASES = {"rff_narrow": (64, 128, 512), "rff_wide": (256, 32, 4096), "rff_quadratic": (32, 64, 0)}
 RFF_TILE_COLUMNS = 128
+KERNEL_TREE_CLASSES, KERNEL_TREE_DIM, KERNEL_TREE_FEATURES, KERNEL_TREE_CHANGED = 1 << 15, 64, 128, 512
+KERNEL_TREE_KERNELS = {"draw": "sample", "update": "leaves", "parents": "parents"}
 
 
 # ----------------------------------------------------------------------------------------------------- build
@@ -158,7 +163,9 @@ def child(ptxrun_dir: str, ptx: str, case: str) -> None:
 
     ctypes.CDLL(None).samplex_hook(on_launch)
     torch.manual_seed(0)
-    if case in RFF_CASES:
+    if case == "kernel_tree":
+        result = run_kernel_tree(launches)
+    elif case in RFF_CASES:
         result = run_rff(case, launches)
     else:
         result = run_tree(case, launches) if case in TREE_SECTORS else run_sampled_softmax(int(case), launches)
@@ -239,6 +246,49 @@ def run_rff(case: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
     for mode, got in result.items():
         if not got["error"] <= 1e-5:
             raise SystemExit(f"profile_cuda: refcheck: the {mode} is off by {got['error']:.1e} ({case})")
+    return result
+
+
+def run_kernel_tree(launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Draws, then an update: leaves and the nodes above them. The fewest sectors go with each."""
+    from bench_kernel_tree import log_q_by_path, unit_rows
+
+    import samplex_cuda as sx
+    from samplex_cuda import _native
+
+    cpu = torch.device("cpu")
+    weight, h = unit_rows(KERNEL_TREE_CLASSES, KERNEL_TREE_DIM, cpu), unit_rows(BATCH, KERNEL_TREE_DIM, cpu, 1)
+    _native.set_cpu_backend("cpu")
+    tree = sx.samplers.RandomFourier(weight, KERNEL_TREE_FEATURES, 1.0, key=sx.Key(1))
+    _native.set_cpu_backend("cuda")
+    draw = tree.sample(h, M, key=sx.Key(1))
+    error = relative(draw.log_q, log_q_by_path(tree, h, draw.ids))
+    leaf, depth, stride = draw.ids // tree.leaf_size, tree.depth, tree.sums.shape[1]
+    pairs = sum(len(set(row)) for level in range(7, depth) for row in (leaf >> (depth - level)).tolist())
+    leaves = sum(len(set(row)) for row in leaf.tolist())
+    numbers = pairs * 2 * stride + leaves * tree.leaf_size * tree.dim + BATCH * (stride + tree.dim)
+    result = {"draw": {"launches": list(launches), "error": error, "fewest": numbers / 8}}
+    launches.clear()
+    ids = torch.randperm(KERNEL_TREE_CLASSES)[:KERNEL_TREE_CHANGED].sort().values
+    weight[ids] = unit_rows(KERNEL_TREE_CHANGED, KERNEL_TREE_DIM, cpu, 2)
+    tree.update(ids, weight[ids])
+    changed = tree.sums.clone()
+    found = list(launches)
+    _native.set_cpu_backend("cpu")
+    tree.rebuild(weight)
+    error = relative(changed, tree.sums)
+    touched = torch.unique(ids // tree.leaf_size)
+    above = torch.unique(touched // 2).numel()
+    numbers = (2 * KERNEL_TREE_CHANGED + touched.numel()) * stride + 2 * KERNEL_TREE_CHANGED
+    result["update"] = {"launches": found, "error": error, "fewest": numbers / 8}
+    result["parents"] = {
+        "launches": found,
+        "error": error,
+        "fewest": (2 * above * stride + 2 * KERNEL_TREE_CHANGED) / 8,
+    }
+    for mode, got in result.items():
+        if not got["error"] <= 2e-4:
+            raise SystemExit(f"profile_cuda: refcheck: kernel tree, {mode}: off by {got['error']:.1e}")
     return result
 
 
@@ -358,7 +408,46 @@ def main() -> int:
     for name, (batch, dim, num_features) in RFF_CASES.items():
         for mode, launch, error in launches_of("rff_", ptx, name, batch * dim * max(num_features, 1)):
             add_rff_rows(report, name, mode, launch, error)
+    ptx = build_ptx(options.work, "kernel_tree")
+    for mode, got in profile(ptxrun_dir, site, ptx, hook, "kernel_tree").items():
+        mine = [launch for launch in got["launches"] if KERNEL_TREE_KERNELS[mode] in launch["kernel"]]
+        if not mine:
+            raise SystemExit(f"profile_cuda: no launch was seen (kernel tree, {mode}); is cudart shared in this build?")
+        launch = max(mine, key=lambda launch: launch["sectors"])
+        print(f"    {launch['kernel']} <<<{launch['grid']}, {launch['block']}, {launch['smem']}>>>")
+        if options.lines:
+            print_hot(launch, BATCH * M)
+        add_kernel_tree_rows(report, mode, launch, got["fewest"], got["error"])
     return report.finish(fail=not options.no_fail)
+
+
+def add_kernel_tree_rows(report: Report, mode: str, got: dict[str, Any], fewest: float, error: float) -> None:
+    config = {
+        "n": KERNEL_TREE_CLASSES,
+        "d": KERNEL_TREE_DIM,
+        "D": KERNEL_TREE_FEATURES,
+        "m": M,
+        "B": BATCH,
+        **{k: v for k, v in got.items() if k not in ("hot", "opcodes")},
+    }
+    lanes = 100 * got["thread_instructions"] / (32 * got["warp_instructions"])
+    for key, what, value, unit, sense, target in (
+        ("sectors", "sectors loaded / fewest possible", got["sectors"] / fewest, "ratio", "<=", 1.2),
+        ("lanes", "active lanes", lanes, "%", ">=", 90.0),
+        ("bank", "extra bank-conflict cycles", float(got["bank_extra"]), "ratio", "<=", 0.0),
+    ):
+        report.add(
+            Row(
+                f"kernel_tree_{mode}_{key}",
+                f"kernel tree, {mode}, n = 2^15, d = 64, D = 128: {what}",
+                value,
+                unit,
+                f"vs fp64: {error:.1e}",
+                sense=sense,
+                target=target,
+                config=config,
+            )
+        )
 
 
 def add_rff_rows(report: Report, case: str, mode: str, got: dict[str, Any], error: float) -> None:
