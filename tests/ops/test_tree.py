@@ -216,9 +216,10 @@ def test_topk_breaks_ties_by_class(backend):
 
 @pytest.mark.parametrize("beam", [1, 3, 4, 9])
 def test_a_narrow_beam_keeps_the_lower_of_nodes_that_tie(backend, beam):
-    tree = Tree(torch.zeros(16, 2), torch.zeros(16), torch.arange(16)).to(backend.device)
+    # The lower the leaf, the higher its class: a beam that kept too many would give other classes.
+    tree = Tree(torch.zeros(16, 2), torch.zeros(16), torch.arange(16).flip(0)).to(backend.device)
     log_p, ids = tree.topk(torch.randn(2, 2, device=backend.device), beam, beam=beam)
-    assert ids.cpu().tolist() == [list(range(beam))] * 2
+    assert ids.cpu().tolist() == [list(range(16 - beam, 16))] * 2
     assert torch.equal(log_p.cpu(), torch.full((2, beam), math.log(1 / 16)))
 
 
