@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kRffThreads) rff_bwd_kernel(RffBwdParams p) {
     for (int j = 0; j < kRffColumns; ++j) sum[i][j] = 0;
   }
   for (int64_t k0 = 0; k0 < D; k0 += kDepth) {
-#pragma unroll
+#pragma unroll 2  // four loads each: more of them under way would not leave registers for the sums
     for (int r = int(threadIdx.x) / kDepth; r < kRows; r += kStep) {
       const int64_t row = row0 + r, k = k0 + tile_k;
       A coef = 0;
@@ -148,6 +148,7 @@ __global__ void __launch_bounds__(kRffThreads) rff_bwd_kernel(RffBwdParams p) {
       coefs[r][tile_k] = coef;
     }
     if (p.d_x == nullptr) continue;  // for the whole grid: only the coefficients were asked for
+#pragma unroll 4
     for (int at = int(threadIdx.x); at < kDepth * kRffTileColumns; at += kRffThreads) {
       const int k = at / kRffTileColumns, j = at % kRffTileColumns;
       const bool inside = k0 + k < D && column0 + j < p.dim;
