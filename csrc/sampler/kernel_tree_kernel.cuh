@@ -160,14 +160,13 @@ struct KernelTreeShared {
   KernelTreeRow row;
 };
 
-// body(first draw of a group) for every group, each by one warp.
+// body(first draw of a group) for every group, each by one warp: that of the draw's number.
 template <typename F>
 SX_DEVICE inline void kernel_tree_each_group(const KernelTreeShared& s, const F& body) {
-  int rank = 0;
-  for (int half = 0; half < 2; ++half) {
-    for (unsigned rest = s.leaders[half]; rest != 0; rest &= rest - 1, ++rank) {
-      if (rank % kKernelTreeWarps == warp_id()) body(32 * half + __ffs(int(rest)) - 1);
-    }
+  static_assert(kKernelTreeWarps == 8, "every eighth draw");
+  const uint64_t leaders = s.leaders[0] | uint64_t(s.leaders[1]) << 32;
+  for (uint64_t rest = leaders & (0x0101010101010101ull << warp_id()); rest != 0; rest &= rest - 1) {
+    body(__ffsll(static_cast<long long>(rest)) - 1);
   }
 }
 
