@@ -85,5 +85,5 @@ def test_training_lowers_the_exact_loss(kind):
         head.train()(h, y, key=sx.Key(step)).backward()
         optimizer.step()
         if kind == "quadratic":
-            head.sampler.rebuild(head.weight.detach())
+            head.sampler.rebuild(head.weight.detach(), head.bias.detach())
     assert float(head.eval()(h, y)) < before - 0.5

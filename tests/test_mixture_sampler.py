@@ -209,6 +209,28 @@ def test_update_and_rebuild_reach_the_components():
     assert softmax.weight[3].eq(1).all()
     sampler.rebuild(torch.full((C, 5), 2.0))
     assert softmax.weight.eq(2).all()
+    assert (sampler.follows_rows, sampler.has_bias) == (True, False)
+    with_bias = sx.samplers.Softmax(torch.zeros(C, 5), torch.zeros(C))
+    both = sx.samplers.Mixture([(sampler, 1), (with_bias, 1)])
+    assert (both.follows_rows, both.has_bias) == (True, True)
+    both.update(torch.tensor([3]), torch.ones(1, 5), torch.ones(1))
+    assert softmax.weight[3].eq(1).all()
+    assert with_bias.bias[3] == 1
+    assert not make("static").follows_rows
+
+
+def test_the_head_keeps_components_up_to_date():
+    weight = torch.zeros(C, 5)
+    sampler = sx.samplers.Mixture([(sx.samplers.Softmax(weight), 0.9), (sx.samplers.Uniform(C), 0.1)])
+    head = sx.SampledClassifier(5, C, sampler, num_samples=8)
+    assert head.sampler_update == "step"
+    optimizer = torch.optim.SGD(head.parameters(), lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        head(H, torch.tensor([0, 3, 39])).backward()
+        optimizer.step()
+    head.update_sampler()
+    assert torch.equal(sampler.samplers[0].weight, head.weight)
 
 
 def test_in_the_head():

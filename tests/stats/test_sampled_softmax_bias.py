@@ -105,8 +105,8 @@ def samplers(weight: torch.Tensor, absolute: bool) -> dict[str, sx.samplers.Samp
     if hasattr(sx.samplers, "Quadratic"):
         found["quadratic"] = sx.samplers.Quadratic(weight)
     if hasattr(sx.samplers, "RandomFourier"):
-        found["rff"] = sx.samplers.RandomFourier(weight, num_features=16, nu=1.0)
-        found["positive"] = sx.samplers.RandomFourier(weight, num_features=16, nu=1.0, kind="positive")
+        found["rff"] = sx.samplers.RandomFourier(weight, num_features=16, nu=0.4)
+        found["positive"] = sx.samplers.RandomFourier(weight, num_features=16, nu=0.4, kind="positive")
     return found
 
 

@@ -66,6 +66,8 @@ class ExactSampler(Sampler):
         self.chunk_size = chunk_size
         # In a tuple: a parameter of a model must not become a parameter of the sampler too.
         self._source = None if copy else (weight, bias)
+        self.follows_rows = copy
+        self.has_bias = copy and bias is not None
         self.register_buffer("weight", weight.detach().clone().contiguous() if copy else None)
         self.register_buffer("bias", bias.detach().clone() if copy and bias is not None else None)
 

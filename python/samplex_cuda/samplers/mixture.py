@@ -70,6 +70,16 @@ class Mixture(Sampler):
     def _needs_context(self) -> bool:  # type: ignore[override]
         return any(sampler._needs_context for sampler in self._parts())
 
+    @property
+    def follows_rows(self) -> bool:  # type: ignore[override]
+        """Whether a component depends on the class table."""
+        return any(sampler.follows_rows for sampler in self._parts())
+
+    @property
+    def has_bias(self) -> bool:  # type: ignore[override]
+        """Whether a component takes the bias of the class table."""
+        return any(sampler.has_bias for sampler in self._parts())
+
     @torch.no_grad()
     def sample(
         self,
@@ -147,15 +157,15 @@ class Mixture(Sampler):
         assert total is not None
         return total.float()
 
-    def update(self, ids: Tensor, rows: Tensor) -> None:
-        """Hands the changed rows to every component."""
+    def update(self, ids: Tensor, rows: Tensor, bias: Tensor | None = None) -> None:
+        """Hands the changed rows (and bias) to every component that follows them."""
         for sampler in self._parts():
-            sampler.update(ids, rows)
+            sampler.update(ids, rows, bias) if sampler.has_bias else sampler.update(ids, rows)
 
-    def rebuild(self, weight: Tensor) -> None:
-        """Hands the class table to every component."""
+    def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Hands the class table (and bias) to every component that follows it."""
         for sampler in self._parts():
-            sampler.rebuild(weight)
+            sampler.rebuild(weight, bias) if sampler.has_bias else sampler.rebuild(weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Mixture:
         # `.half()` of a model is not about the law: the weights stay float64, and follow the device.
