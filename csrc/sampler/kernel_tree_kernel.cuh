@@ -155,6 +155,8 @@ struct KernelTreeShared {
   int64_t target[kKernelTreeDraws];   // class to go to, -1: free
   int64_t id[kKernelTreeDraws];
   double share[kKernelTreeDraws];
+  double product[kKernelTreeDraws];  // of the probabilities of the path, see kernel_tree_times
+  int32_t scaled[kKernelTreeDraws];
   float left[kKernelTreeDraws], right[kKernelTreeDraws], clipped[kKernelTreeDraws];
   unsigned leaders[2], turned[2];
   KernelTreeRow row;
@@ -212,7 +214,8 @@ SX_DEVICE inline void kernel_tree_exclude(const KernelTreeSampleParams& p, const
 
 // `Shared`: features and query lie in shared memory; else they are too long for it.
 template <bool Shared>
-__global__ void __launch_bounds__(kKernelTreeThreads) kernel_tree_sample_kernel(KernelTreeSampleParams p) {
+__global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
+    kernel_tree_sample_kernel(KernelTreeSampleParams p) {
   __shared__ KernelTreeShared s;
   SX_DYN_SMEM(double, memory);
   const KernelTree& tree = p.tree;
@@ -255,7 +258,7 @@ __global__ void __launch_bounds__(kKernelTreeThreads) kernel_tree_sample_kernel(
       s.row = row;
     }
     __syncthreads();
-    const KernelTreeRow row = s.row;
+    const KernelTreeRow& row = s.row;
     const bool nothing = p.given == nullptr && row.total == 0.0;
     const float* top = p.top + (b << (p.top_levels + 1));
     float clipped = 0.0f;
@@ -272,19 +275,19 @@ __global__ void __launch_bounds__(kKernelTreeThreads) kernel_tree_sample_kernel(
       }
       // A draw thread's own.
       int64_t node = 1, target = -1;
-      double product = 1.0;
-      int32_t scaled = 0;
-      float lost = 0.0f;
       uint64_t group = 0;
-      PhiloxWords words = {};
       const int64_t in_hand = p.num_samples - base;
       const uint64_t everyone = in_hand >= kKernelTreeDraws ? ~uint64_t(0) : (uint64_t(1) << in_hand) - 1;
       if (mine) {
         target = p.given != nullptr ? p.given[at] : kernel_tree_component(tree, out, row, key, b, k);
         group = everyone;
       }
+      if (tid < kKernelTreeDraws) {
+        s.product[tid] = 1.0;
+        s.scaled[tid] = 0;
+        s.clipped[tid] = 0.0f;
+      }
       for (int level = 0; level <= tree.depth; ++level) {
-        if (mine && target < 0 && level % 2 == 0) words = philox_at(key, b, k, level / 2);
         const bool in_leaf = level == tree.depth;
         if (level >= p.top_levels) {
           if (tid < kKernelTreeDraws) {
@@ -294,7 +297,7 @@ __global__ void __launch_bounds__(kKernelTreeThreads) kernel_tree_sample_kernel(
             const unsigned leaders = warp_ballot(mine && (group & ((uint64_t(1) << tid) - 1)) == 0);
             if (lane_id() == 0) s.leaders[warp_id()] = leaders;
             if (in_leaf) {
-              s.number[tid] = philox_u64(words, level % 2);
+              s.number[tid] = philox_u64(philox_at(key, b, k, level / 2), level % 2);
               s.target[tid] = target;
             }
           }
@@ -336,10 +339,13 @@ __global__ void __launch_bounds__(kKernelTreeThreads) kernel_tree_sample_kernel(
             double kept_left, kept_right;
             kernel_tree_kept(tree, out, node, level, kept_left, kept_right);
             const double mass_left = branch.left * kept_left, mass_right = branch.right * kept_right;
-            right = target >= 0 ? ((target / tree.leaf_size) >> (tree.depth - 1 - level)) & 1
-                                : uniform53(philox_u64(words, level % 2)) * (mass_left + mass_right) < mass_right;
-            kernel_tree_times(product, scaled, (right ? branch.right : branch.left) / (branch.left + branch.right));
-            lost += branch.clipped;
+            right = target >= 0
+                        ? ((target / tree.leaf_size) >> (tree.depth - 1 - level)) & 1
+                        : uniform53(philox_u64(philox_at(key, b, k, level / 2), level % 2)) * (mass_left + mass_right) <
+                              mass_right;
+            kernel_tree_times(s.product[tid], s.scaled[tid],
+                              (right ? branch.right : branch.left) / (branch.left + branch.right));
+            s.clipped[tid] += branch.clipped;
             node = 2 * node + right;
           }
           const unsigned turned = warp_ballot(right);
@@ -351,7 +357,7 @@ __global__ void __launch_bounds__(kKernelTreeThreads) kernel_tree_sample_kernel(
         __syncthreads();
       }
       if (mine) {
-        const double log_tree = kernel_tree_log(product, scaled) + s.share[tid];
+        const double log_tree = kernel_tree_log(s.product[tid], s.scaled[tid]) + s.share[tid];
         if (p.given != nullptr) {
           p.log_q[at] = kernel_tree_given_log_q(tree, out, row, target, log_tree);
         } else {
@@ -359,11 +365,11 @@ __global__ void __launch_bounds__(kKernelTreeThreads) kernel_tree_sample_kernel(
           p.log_q[at] = kernel_tree_log_q(tree, row, log_tree);
         }
       }
-      if (tid < kKernelTreeDraws) s.clipped[tid] = mine ? lost : 0.0f;
       __syncthreads();
       if (tid == 0) {
         for (int i = 0; i < kKernelTreeDraws; ++i) clipped += s.clipped[i];
       }
+      __syncthreads();
     }
     if (tid == 0 && p.clipped != nullptr) {
       const int64_t steps = p.num_samples * tree.depth;
@@ -373,7 +379,7 @@ __global__ void __launch_bounds__(kKernelTreeThreads) kernel_tree_sample_kernel(
 }
 
 // ------------------------------------------------------------------------------------------------ sums
-__global__ void __launch_bounds__(kKernelTreeSumThreads) kernel_tree_leaves_kernel(KernelTreeLeavesParams p) {
+__global__ void __launch_bounds__(kKernelTreeSumThreads, 4) kernel_tree_leaves_kernel(KernelTreeLeavesParams p) {
   const int64_t leaves = int64_t(1) << p.depth;
   const int64_t count = p.ids != nullptr ? p.count : (p.count + p.leaf_size - 1) / p.leaf_size;
   for (int64_t i = blockIdx.x; i < count; i += gridDim.x) {
