@@ -351,6 +351,19 @@ def test_update_is_a_build(backend, classes, leaf_size):
     assert torch.equal(sums[rest], before[rest])
 
 
+def test_threads_share_an_update_by_leaves():
+    """Rows so long that a thread takes two at a time: the classes of a leaf then lie in the parts of several threads."""
+    phi, new = torch.randn(40, 32768), torch.randn(40, 32768)
+    for leaf_size in (5, 20):
+        sums = reference.node_sums(phi, leaf_size).float()
+        ids = torch.tensor([i for i in range(40) if i % 7])
+        changed = phi.clone()
+        changed[ids] = new[ids]
+        ops.kernel_tree_update(sums, new[ids], phi[ids], ids, leaf_size)
+        ops.kernel_tree_parents(sums, ids // leaf_size)
+        torch.testing.assert_close(sums.double(), reference.node_sums(changed, leaf_size), rtol=1e-5, atol=2e-5)
+
+
 def test_drift_is_bounded(backend):
     """200 updates: the leaf adds up rounding errors, the nodes above do not multiply them."""
     rounds = 20 if backend.emulated else 200
