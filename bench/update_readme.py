@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from _harness import IMAGES, RESULTS, ROOT, format_target, format_value
@@ -74,12 +75,17 @@ def _samplers(stored: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _cuda(stored: dict[str, Any]) -> list[str]:
-    lines = ["| CUDA kernel, profile under emulation | measured | target |", "|---|--:|--:|"]
-    for row in stored["rows"]:
-        if row["target"] is not None:
-            lines.append(f"| {row['what']} | {format_value(row['value'], row['unit'])} | {_target(row)} |")
-    return lines
+def _targets(title: str) -> Callable[[dict[str, Any]], list[str]]:
+    """A table of the rows that have a target."""
+
+    def lines_of(stored: dict[str, Any]) -> list[str]:
+        lines = [f"| {title} | measured | target |", "|---|--:|--:|"]
+        for row in stored["rows"]:
+            if row["target"] is not None:
+                lines.append(f"| {row['what']} | {format_value(row['value'], row['unit'])} | {_target(row)} |")
+        return lines
+
+    return lines_of
 
 
 def block() -> str:
@@ -100,7 +106,14 @@ def block() -> str:
         "",
     ]
     parts += [*_speed(main_result), "", *_limits(main_result), ""]
-    for name, lines in (("static_sample", _samplers), ("profile_cuda", _cuda)):
+    tables: list[tuple[str, Callable[[dict[str, Any]], list[str]]]] = [
+        ("static_sample", _samplers),
+        ("tree", _targets("adversarial tree")),
+        ("tree_fit", _targets("fit of the tree")),
+        ("kernel_tree", _targets("kernel trees: `Quadratic`, `RandomFourier`")),
+        ("profile_cuda", _targets("CUDA kernel, profile under emulation")),
+    ]
+    for name, lines in tables:
         stored = _load(name)
         if stored is not None:
             parts += [*lines(stored), ""]
