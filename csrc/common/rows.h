@@ -1,6 +1,7 @@
 // Arithmetic on gathered class rows, and their prefetch: what the CPU bodies of the fused losses are made of.
 #pragma once
 
+#include "common/simd.h"
 #include "common/vec.h"
 
 namespace samplex {
@@ -145,20 +146,32 @@ inline int64_t rows_of_tile(int64_t d) {
   return rows < 4 ? 4 : rows > kTile ? kTile : rows / 4 * 4;
 }
 
+// How class rows are prefetched: how many rows ahead (a multiple of 4, the rows that are scored together), and how much
+// of each. Measured. On Intel whole rows, about 256 cache lines under way, into the L2 cache: it takes 48 misses at a
+// time, the L1 only 16. On AMD every prefetch takes a miss buffer of the L1, so the first half of a row is asked for,
+// and the stream prefetcher, which has buffers of its own, brings the rest: 12 to 17 % faster than whole rows.
+struct RowPrefetch {
+  int64_t rows, bytes;
+  bool into_l1;
+};
+template <typename T>
+inline RowPrefetch row_prefetch(int64_t d) {
+  const int64_t bytes = d * int64_t(sizeof(T));
+  if (prefetch_fills_l1()) return {8, bytes <= 256 ? bytes : bytes <= 512 ? 256 : bytes / 2, true};
+  const int64_t rows = 256 * 64 / (bytes + 1) + 1;
+  return {rows < 4 ? 4 : rows > 32 ? 32 : rows / 4 * 4, bytes, false};
+}
+
 // SX_ALWAYS_INLINE, here and in the callers: GCC takes a function that only prefetches for one without effect, and
 // drops the call.
 template <typename T>
-SX_ALWAYS_INLINE void prefetch_row(const T* row, int64_t d) {
+SX_ALWAYS_INLINE void prefetch_row(const T* row, const RowPrefetch& how) {
   const char* bytes = reinterpret_cast<const char*>(row);
-  for (int64_t at = 0; at < d * int64_t(sizeof(T)); at += 64) __builtin_prefetch(bytes + at, 0, 2);
-}
-
-// How many class rows to prefetch ahead. About 256 cache lines under way, into the L2 cache: it takes 48 misses at a
-// time, the L1 only 16. Measured. A multiple of 4, the rows that are scored together.
-template <typename T>
-inline int64_t rows_ahead(int64_t d) {
-  const int64_t rows = 256 * 64 / (d * int64_t(sizeof(T)) + 1) + 1;
-  return rows < 4 ? 4 : rows > 32 ? 32 : rows / 4 * 4;
+  if (how.into_l1) {
+    for (int64_t at = 0; at < how.bytes; at += 64) __builtin_prefetch(bytes + at, 0, 3);
+  } else {
+    for (int64_t at = 0; at < how.bytes; at += 64) __builtin_prefetch(bytes + at, 0, 2);
+  }
 }
 
 }  // namespace SX_ISA_NS

@@ -56,6 +56,18 @@ void set_simd_level(SimdLevel level) {
   current().store(static_cast<int>(level), std::memory_order_relaxed);
 }
 
+bool prefetch_fills_l1() {
+#ifdef SAMPLEX_X86_SIMD
+  static const bool amd = [] {
+    __builtin_cpu_init();
+    return bool(__builtin_cpu_is("amd"));
+  }();
+  return amd;
+#else
+  return true;
+#endif
+}
+
 const char* simd_level_name(SimdLevel level) {
   switch (level) {
     case SimdLevel::kAvx512:

@@ -14,4 +14,7 @@ SX_EXPORT void set_simd_level(SimdLevel level);  // throws if this CPU or build 
 SX_EXPORT const char* simd_level_name(SimdLevel level);
 SX_EXPORT SimdLevel parse_simd_level(const char* name);  // throws, naming the choices
 
+// Whether a prefetch into the L2 cache takes one of the few miss buffers of the L1 all the same, as it does on AMD.
+bool prefetch_fills_l1();
+
 }  // namespace samplex

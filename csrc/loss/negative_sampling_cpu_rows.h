@@ -20,7 +20,8 @@ struct NegativeSamplingRow {
 
   const NegativeSamplingParams& p;
   const NegativeSamplingFactors<A> f;
-  const int64_t m, entries, rows_read, lookahead, tile_rows;
+  const int64_t m, entries, rows_read, tile_rows;
+  const RowPrefetch ahead_of;
   A* const h;  // [d], the current row in the accumulation type
 
   explicit NegativeSamplingRow(const NegativeSamplingParams& params)
@@ -29,8 +30,8 @@ struct NegativeSamplingRow {
         m(params.num_samples),
         entries(1 + params.num_samples),
         rows_read(params.shared ? 1 : 1 + params.num_samples),
-        lookahead(rows_ahead<T>(params.dim)),
         tile_rows(rows_of_tile<T>(params.dim)),
+        ahead_of(row_prefetch<T>(params.dim)),
         h(static_cast<A*>(std::aligned_alloc(64, (size_t(params.dim) * sizeof(A) + 64) / 64 * 64))) {}
   ~NegativeSamplingRow() { std::free(h); }
   NegativeSamplingRow(const NegativeSamplingRow&) = delete;
@@ -45,7 +46,7 @@ struct NegativeSamplingRow {
     for (; k >= rows_read; k -= rows_read) ++b;
     if (b >= p.batch) return;
     const int64_t id = entry_id(b, k);
-    if (uint64_t(id) < uint64_t(p.num_classes)) prefetch_row(weight_row(id), p.dim);
+    if (uint64_t(id) < uint64_t(p.num_classes)) prefetch_row(weight_row(id), ahead_of);
   }
 
   void zero_outputs(int64_t b) const {
@@ -150,7 +151,7 @@ struct NegativeSamplingRow {
       A values[kTile];
       for (int64_t j = 0; j < kTile; ++j) rows[j] = weight_row(entry_id(b, first + (j < n ? j : n - 1)));
       for (int64_t j = 0; j < n; j += 4) {  // the last row is repeated: no read of its own
-        for (int64_t ahead = j; ahead < j + 4 && ahead < n; ++ahead) prefetch(b, first + ahead + lookahead);
+        for (int64_t ahead = j; ahead < j + 4 && ahead < n; ++ahead) prefetch(b, first + ahead + ahead_of.rows);
         Rows<T>::dot4(h, rows + j, p.dim, values + j);
       }
       score(b, first, n, values);

@@ -48,7 +48,8 @@ struct SampledSoftmaxRow {
   const SampledSoftmaxParams& p;
   Scratch<A> s;
   const A log_m, scale, eps;
-  const int64_t P, m, row_entries, lookahead, tile_rows;
+  const int64_t P, m, row_entries, tile_rows;
+  const RowPrefetch ahead_of;
   const bool one_target;    // the usual row: one target, no further positives
   const bool plain_shared;  // shared draws in their usual form: `run_shared`
   int64_t num_targets = 0;  // of the current row, without padding
@@ -63,8 +64,8 @@ struct SampledSoftmaxRow {
         P(params.num_targets),
         m(params.num_samples),
         row_entries(params.num_targets + params.num_samples),
-        lookahead(rows_ahead<T>(params.dim)),
         tile_rows(rows_of_tile<T>(params.dim)),
+        ahead_of(row_prefetch<T>(params.dim)),
         one_target(params.num_targets == 1 && params.known_offsets == nullptr),
         plain_shared(params.shared && one_target && !params.absolute && params.label_smoothing == 0) {
     if (!plain_shared) return;
@@ -132,11 +133,11 @@ struct SampledSoftmaxRow {
 
   // The class row `i` places after the start of this batch row's list, looking into the next batch row.
   SX_ALWAYS_INLINE void prefetch(int64_t b, int64_t i) const {
-    if (i < row_entries) return prefetch_row(weight_row(s.ids[i]), p.dim);
+    if (i < row_entries) return prefetch_row(weight_row(s.ids[i]), ahead_of);
     i -= row_entries;
     if (b + 1 >= p.batch || i >= row_entries) return;
     const int64_t id = i < P ? p.target[(b + 1) * P + i] : p.ids[(b + 1) * m + i - P];
-    if (uint64_t(id) < uint64_t(p.num_classes)) prefetch_row(weight_row(id), p.dim);
+    if (uint64_t(id) < uint64_t(p.num_classes)) prefetch_row(weight_row(id), ahead_of);
   }
 
   void zero_outputs(int64_t b) {
@@ -182,7 +183,7 @@ struct SampledSoftmaxRow {
     const int64_t target = p.target[b];
     constexpr int64_t kAhead = 4;
     if (b + kAhead < p.batch && uint64_t(p.target[b + kAhead]) < uint64_t(p.num_classes)) {
-      prefetch_row(weight_row(p.target[b + kAhead]), p.dim);
+      prefetch_row(weight_row(p.target[b + kAhead]), ahead_of);
     }
     if (!is_target(target)) return zero_outputs(b);
     const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
@@ -344,7 +345,7 @@ struct SampledSoftmaxRow {
     }
     for (int64_t j = 0; j < n; j += 4) {
       if (!p.shared) {
-        for (int64_t ahead = 0; ahead < 4; ++ahead) prefetch(b, first + j + ahead + lookahead);
+        for (int64_t ahead = 0; ahead < 4; ++ahead) prefetch(b, first + j + ahead + ahead_of.rows);
       }
       Rows<T>::dot4(s.h, rows + j, p.dim, dots + j);
     }
