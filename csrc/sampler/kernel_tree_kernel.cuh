@@ -162,6 +162,12 @@ struct KernelTreeShared {
   KernelTreeRow row;
 };
 
+// Read where it is needed: held over the whole walk it would cost four registers, and with them the second block.
+SX_DEVICE inline PhiloxKey kernel_tree_key(const KernelTreeSampleParams& p) {
+  if (p.key == nullptr) return {0, 0};
+  return {uint64_t(p.key[0]), uint64_t(p.key[1])};
+}
+
 // body(first draw of a group) for every group, each by one warp: that of the draw's number.
 template <typename F>
 SX_DEVICE inline void kernel_tree_each_group(const KernelTreeShared& s, const F& body) {
@@ -227,8 +233,6 @@ __global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
   float* row_memory = reinterpret_cast<float*>(memory + (small ? kKernelTreeWarps * tiles : 0));
   leaf.scores = small ? row_memory + warp_id() * tiles : reinterpret_cast<float*>(leaf.weights + tiles);
   if (small) row_memory += kKernelTreeWarps * tiles;
-  PhiloxKey key = {0, 0};
-  if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
   for (int64_t b = blockIdx.x; b < p.batch; b += gridDim.x) {
     const float* phi = p.phi + b * tree.stride;
     const float* h = p.h + b * tree.dim;
@@ -260,7 +264,6 @@ __global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
     __syncthreads();
     const KernelTreeRow& row = s.row;
     const bool nothing = p.given == nullptr && row.total == 0.0;
-    const float* top = p.top + (b << (p.top_levels + 1));
     float clipped = 0.0f;
     for (int64_t base = 0; base < p.num_samples; base += kKernelTreeDraws) {
       const int64_t k = base + tid, at = b * p.num_samples + k;
@@ -279,7 +282,7 @@ __global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
       const int64_t in_hand = p.num_samples - base;
       const uint64_t everyone = in_hand >= kKernelTreeDraws ? ~uint64_t(0) : (uint64_t(1) << in_hand) - 1;
       if (mine) {
-        target = p.given != nullptr ? p.given[at] : kernel_tree_component(tree, out, row, key, b, k);
+        target = p.given != nullptr ? p.given[at] : kernel_tree_component(tree, out, row, kernel_tree_key(p), b, k);
         group = everyone;
       }
       if (tid < kKernelTreeDraws) {
@@ -297,7 +300,7 @@ __global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
             const unsigned leaders = warp_ballot(mine && (group & ((uint64_t(1) << tid) - 1)) == 0);
             if (lane_id() == 0) s.leaders[warp_id()] = leaders;
             if (in_leaf) {
-              s.number[tid] = philox_u64(philox_at(key, b, k, level / 2), level % 2);
+              s.number[tid] = kernel_tree_bits(kernel_tree_key(p), b, k, level);
               s.target[tid] = target;
             }
           }
@@ -332,7 +335,7 @@ __global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
         bool right = false;
         if (tid < kKernelTreeDraws) {
           if (mine) {
-            const float* values = top + 2 * node;
+            const float* values = p.top + (b << (p.top_levels + 1)) + 2 * node;
             const float on_left = level < p.top_levels ? values[0] : s.left[tid];
             const float on_right = level < p.top_levels ? values[1] : s.right[tid];
             const KernelTreeBranch branch = kernel_tree_branch(tree, node, level, on_left, on_right);
@@ -341,7 +344,7 @@ __global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
             const double mass_left = branch.left * kept_left, mass_right = branch.right * kept_right;
             right = target >= 0
                         ? ((target / tree.leaf_size) >> (tree.depth - 1 - level)) & 1
-                        : uniform53(philox_u64(philox_at(key, b, k, level / 2), level % 2)) * (mass_left + mass_right) <
+                        : uniform53(kernel_tree_bits(kernel_tree_key(p), b, k, level)) * (mass_left + mass_right) <
                               mass_right;
             kernel_tree_times(s.product[tid], s.scaled[tid],
                               (right ? branch.right : branch.left) / (branch.left + branch.right));

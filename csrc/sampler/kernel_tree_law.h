@@ -168,6 +168,13 @@ SX_HOST_DEVICE inline int64_t kernel_tree_kth_left(const KernelTreeExcluded& out
   return k;
 }
 
+// Random number of a level: two levels a Philox block. By choice and not by index: an array that is indexed at run time
+// would lie in the memory of a GPU thread, not in registers.
+SX_HOST_DEVICE inline uint64_t kernel_tree_bits(PhiloxKey key, int64_t b, int64_t draw, int level) {
+  const PhiloxWords words = philox_at(key, b, draw, level / 2);
+  return level % 2 == 0 ? philox_u64(words, 0) : philox_u64(words, 1);
+}
+
 // Where a draw must go: a class of the uniform component, or -1: down the tree.
 SX_HOST_DEVICE inline int64_t kernel_tree_component(const KernelTree& tree, const KernelTreeExcluded& out,
                                                     const KernelTreeRow& row, PhiloxKey key, int64_t b, int64_t draw) {
