@@ -6,7 +6,7 @@
 // features are written 128 bytes at a time.
 // rff_bwd_kernel: the same tile, coefficients times frequencies; coefficients are made from gradient and features on
 // their way into shared memory.
-// rff_quadratic_kernel, rff_quadratic_bwd_kernel: a block per row.
+// rff_quadratic_kernel, rff_quadratic_bwd_kernel: a block per row; the gradient comes by way of shared memory.
 #pragma once
 
 #include "common/macros.h"
@@ -21,6 +21,7 @@ constexpr int kRffThreads = 256, kRffWarps = kRffThreads / kWarpSize;
 constexpr int kRffColumns = 4;  // of a thread
 constexpr int kRffTileColumns = kRffColumns * kWarpSize;
 constexpr int kRffQuadraticThreads = 128, kRffQuadraticWarps = kRffQuadraticThreads / kWarpSize;
+constexpr int kRffQuadraticTile = 2048;  // numbers
 
 // Depth of a tile: 32 numbers, half of that for double, so that a block stays below 32 KiB.
 template <typename A>
@@ -199,6 +200,7 @@ __global__ void __launch_bounds__(kRffThreads) rff_bwd_kernel(RffBwdParams p) {
 }
 
 // Pairs of row i stand behind those of rows 0 .. i - 1, of d - 1 - i pairs each.
+SX_DEVICE inline int rff_pairs_before(int d, int i) { return int(unsigned(i * (2 * d - 1 - i)) / 2); }
 SX_DEVICE inline int64_t rff_pair_offset(int64_t d, int64_t i) { return d + i * (d - 1) - i * (i - 1) / 2; }
 
 template <typename T>
@@ -237,9 +239,15 @@ __global__ void __launch_bounds__(kRffQuadraticThreads) rff_quadratic_kernel(Rff
 template <typename T>
 __global__ void __launch_bounds__(kRffQuadraticThreads) rff_quadratic_bwd_kernel(RffBwdParams p) {
   using A = acc_t<T>;
-  SX_DYN_SMEM(A, u);  // [d] the row, [d] sums along pair rows, [warps, d] sums down them
+  SX_DYN_SMEM(A, u);  // [d] the row, [d] sums along pair rows, [d] sums down them, [3 d] gradient of some pair rows
   const int d = int(p.dim), lane = lane_id();
-  A *along = u + d, *down = u + 2 * d + warp_id() * d;
+  A *along = u + d, *down = u + 2 * d, *tile = u + 3 * d;
+  int room = 3 * d;
+  if constexpr (sizeof(A) == 4) {  // short rows share a longer tile; double, for gradient checks, has no room for it
+    __shared__ A more[kRffQuadraticTile];
+    tile = room < kRffQuadraticTile ? more : tile;
+    room = room < kRffQuadraticTile ? kRffQuadraticTile : room;
+  }
   const int64_t width = rff_num_numbers(RffKind::kQuadratic, d, 0);
   const A one = A(2) * sqrt_acc(A(p.alpha)), two = sqrt_acc(A(2) * A(p.alpha));
   for (int64_t row = blockIdx.x; row < p.batch; row += gridDim.x) {
@@ -247,26 +255,52 @@ __global__ void __launch_bounds__(kRffQuadraticThreads) rff_quadratic_bwd_kernel
     for (int c = int(threadIdx.x); c < d; c += kRffQuadraticThreads) {
       u[c] = to_acc(static_cast<const T*>(p.x)[row * d + c]);
       along[c] = 0;
+      down[c] = 0;
     }
-    for (int c = lane; c < d; c += kWarpSize) down[c] = 0;
-    __syncthreads();
-    for (int i = warp_id(); i < d - 1; i += kRffQuadraticWarps) {
-      const A* pairs = grad + rff_pair_offset(d, i);
-      A dot = 0;
-      for (int t = lane; t < d - 1 - i; t += kWarpSize) {
-        const A g = pairs[t];
-        dot += g * u[i + 1 + t];
-        down[i + 1 + t] += g * u[i];
+    const int shift = int((row * width + d) % 8);  // of the first pair from a sector's begin
+    // As many whole pair rows as the tile holds. They lie one behind the other and are read as one run from a sector's
+    // begin on: read one by one, nearly each would share its first and last sector with a neighbour.
+    for (int first = 0, last; first < d - 1; first = last) {
+      const int begin = rff_pairs_before(d, first), head = d < 8 ? 0 : (shift + begin) % 8;
+      const int fit = (room - head) / (d - 1 - first);
+      last = first + fit < d - 1 ? first + fit : d - 1;
+      const int end = head + rff_pairs_before(d, last) - begin;
+      const A* pairs = grad + d + begin - head;
+#pragma unroll 4
+      for (int at = int(threadIdx.x); at < end; at += kRffQuadraticThreads) {
+        if (at >= head) tile[at] = pairs[at];
       }
-      dot = group_sum<kWarpSize>(dot);
-      if (lane == 0) along[i] = dot;
-      warp_sync();  // a lane meets the columns of another in the next pair row
+      __syncthreads();
+      // Lanes outside of the triangle repeat a neighbour's load, which no bank minds, and add nothing.
+      for (int c = int(threadIdx.x); c - lane < d; c += kRffQuadraticThreads) {
+        if (c - lane + kWarpSize - 1 <= first) continue;
+        A sum = c < d ? down[c] : A(0);  // row after row, however they are cut into tiles
+        int start = head - first - 1;    // of pair row i, from column 0 on
+        for (int i = first; i < last; ++i) {
+          const int low = c > i ? c : i + 1, column = low < d ? low : d - 1;
+          const A product = tile[start + column] * u[i];
+          sum += column == c ? product : A(0);
+          start += d - 2 - i;
+        }
+        if (c < d) down[c] = sum;
+      }
+      for (int i = first + warp_id(); i < last; i += kRffQuadraticWarps) {
+        const int length = d - 1 - i;
+        const A *from = tile + (head - begin + rff_pairs_before(d, i)), *with = u + i + 1;
+        A dot = 0;
+        int t = lane;
+        for (; t - lane + kWarpSize <= length; t += kWarpSize) dot += from[t] * with[t];
+        const int near = t < length ? t : length - 1;
+        const A product = from[near] * with[near];
+        dot += t < length ? product : A(0);
+        dot = group_sum<kWarpSize>(dot);
+        if (lane == 0) along[i] = dot;
+      }
+      __syncthreads();
     }
-    __syncthreads();
     for (int c = int(threadIdx.x); c < d; c += kRffQuadraticThreads) {
-      A pairs = along[c];
-      for (int w = 0; w < kRffQuadraticWarps; ++w) pairs += u[2 * d + w * d + c];
-      static_cast<T*>(p.d_x)[row * d + c] = from_acc<T>(one * grad[c] * u[c] + two * pairs);
+      const A value = one * grad[c] * u[c] + two * (along[c] + down[c]);
+      static_cast<T*>(p.d_x)[row * d + c] = from_acc<T>(value);
     }
     __syncthreads();
   }
