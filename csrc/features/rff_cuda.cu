@@ -48,7 +48,7 @@ void forward(const RffParams& p, void* stream) {
 template <typename T>
 void backward(const RffBwdParams& p, void* stream) {
   if (p.kind == RffKind::kQuadratic) {
-    const size_t smem = (2 + kRffQuadraticWarps) * size_t(p.dim) * sizeof(acc_t<T>);
+    const size_t smem = kRffQuadraticBwdRows * size_t(p.dim) * sizeof(acc_t<T>);
     SX_LAUNCH("rff_bwd", rff_quadratic_bwd_kernel<T>, quadratic_grid(p.batch), kRffQuadraticThreads, smem, stream, p);
     return;
   }

@@ -20,6 +20,7 @@ namespace SX_BACKEND_NS {
 constexpr int kRffThreads = 256, kRffWarps = kRffThreads / kWarpSize;
 constexpr int kRffColumns = 4;  // of a thread
 constexpr int kRffTileColumns = kRffColumns * kWarpSize;
+constexpr int kRffQuadraticBwdRows = 6;  // of d numbers in the dynamic shared memory of rff_quadratic_bwd_kernel
 constexpr int kRffQuadraticThreads = 128, kRffQuadraticWarps = kRffQuadraticThreads / kWarpSize;
 constexpr int kRffQuadraticTile = 2048;  // numbers
 
@@ -242,7 +243,7 @@ __global__ void __launch_bounds__(kRffQuadraticThreads) rff_quadratic_bwd_kernel
   SX_DYN_SMEM(A, u);  // [d] the row, [d] sums along pair rows, [d] sums down them, [3 d] gradient of some pair rows
   const int d = int(p.dim), lane = lane_id();
   A *along = u + d, *down = u + 2 * d, *tile = u + 3 * d;
-  int room = 3 * d;
+  int room = (kRffQuadraticBwdRows - 3) * d;
   if constexpr (sizeof(A) == 4) {  // short rows share a longer tile; double, for gradient checks, has no room for it
     __shared__ A more[kRffQuadraticTile];
     tile = room < kRffQuadraticTile ? more : tile;
