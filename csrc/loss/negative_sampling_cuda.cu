@@ -33,7 +33,8 @@ void launch(const NegativeSamplingParams& params, void* stream) {
   } else if (d <= 256) {
     launch_one_pass<T, kWidth, 8 / kWidth, 32, 8>(params, stream);
   } else if (d <= 512) {
-    launch_one_pass<T, kWidth, 16 / kWidth, 32, 4>(params, stream);
+    // Four rows of 16-bit numbers at a time spill on sm_120.
+    launch_one_pass<T, kWidth, 16 / kWidth, 32, sizeof(T) == 2 ? 2 : 4>(params, stream);
   } else {
     launch_one_pass<T, kWidth, 32 / kWidth, 32, 2>(params, stream);
   }
