@@ -271,12 +271,16 @@ def _plot(path: Path, full: Run, sampled: Run, result: dict[str, Any], title: st
     }
     with plt.rc_context(style):
         figure, axes = plt.subplots(figsize=(8.4, 4.9), dpi=160, layout="constrained")
+        # Curves that end close together: the upper label goes up, the lower one down.
+        apart = 16 if abs(full.accuracy[-1] - sampled.accuracy[-1]) < 0.1 else 0
         for run, colour in ((full, "#d1495b"), (sampled, "#00798c")):
+            other = sampled if run is full else full
+            up = run.accuracy[-1] > other.accuracy[-1] or (run is sampled and run.accuracy[-1] == other.accuracy[-1])
             axes.plot(run.seconds[1:], run.accuracy[1:], color=colour, lw=2.2, marker="o", ms=3.8, label=run.name)
             axes.annotate(
                 f"{run.name}\n{_milliseconds(run.step_milliseconds)} per step",
                 (run.seconds[-1], run.accuracy[-1]),
-                xytext=(9, 0),
+                xytext=(9, apart if up else -apart),
                 textcoords="offset points",
                 color=colour,
                 va="center",
