@@ -7,8 +7,10 @@ until none is better. With these, runs of other seeds are measured on a test par
 numbers of steps, with log p_n added back (Eq. 5) and without. The tree's regulariser is chosen by its log p_n on the
 validation part.
 
-  python bench/study_adversarial.py                      built-in hierarchical data
-  python bench/study_adversarial.py --data-noise 1.5     the same with classes that overlap; stored beside it
+  python bench/study_adversarial.py                      built-in hierarchical data, C = 20,000
+  python bench/study_adversarial.py --classes 2000 --examples 100000 --width 64 --steps 100 200 400 800 1600
+                                                         fewer classes; stored beside it, and so is the next
+  python bench/study_adversarial.py --data-noise 1.5     with classes that overlap
   python bench/study_adversarial.py --eurlex DIR         EURLex-4K (XC format files, .txt, .gz or .xz), PCA-512 features
   python bench/study_adversarial.py --quick              fewer steps, examples, settings, one seed: under a minute
 
@@ -305,12 +307,12 @@ def plot(curves: dict[str, list[Point]], title: str, path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--classes", type=int, default=2000)
-    parser.add_argument("--examples", type=int, default=100_000)
-    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--classes", type=int, default=20_000)
+    parser.add_argument("--examples", type=int, default=400_000)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--data-noise", type=float, default=0.7, help="length of the noise in the built-in data")
     parser.add_argument("--dim", type=int, default=16, help="features the tree looks at")
-    parser.add_argument("--steps", type=int, nargs="+", default=[100, 200, 400, 800, 1600])
+    parser.add_argument("--steps", type=int, nargs="+", default=[200, 400, 800, 1600, 3200])
     parser.add_argument("--runs", type=int, default=12, help="the most to choose rate and lambda of a noise by")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--eurlex", type=Path, help="directory with the EURLex-4K files; instead of built-in data")
@@ -321,12 +323,16 @@ def main() -> int:
     if options.again:
         return again()
     if options.quick:
-        options.examples, options.steps, options.runs, options.seeds = 40_000, [100, 400], 5, 1
+        options.classes, options.examples, options.width = 2000, 40_000, 64
+        options.steps, options.runs, options.seeds = [100, 400], 5, 1
     options.steps = sorted(options.steps)
     # A step is a millisecond of small pieces: threads would spend more on waiting for each other.
     torch.set_num_threads(1)
-    usual = options.data_noise == parser.get_default("data_noise")
-    name = "eurlex4k" if options.eurlex else "built_in" if usual else f"built_in_noise_{options.data_noise:g}"
+    name = "eurlex4k" if options.eurlex else "built_in"
+    if not options.eurlex and options.classes != parser.get_default("classes"):
+        name += f"_{options.classes}"
+    if not options.eurlex and options.data_noise != parser.get_default("data_noise"):
+        name += f"_noise_{options.data_noise:g}"
     if options.eurlex:
         data = eurlex_features(options.eurlex)
     else:

@@ -157,7 +157,7 @@ struct RowPrefetch {
 template <typename T>
 inline RowPrefetch row_prefetch(int64_t d) {
   const int64_t bytes = d * int64_t(sizeof(T));
-  if (prefetch_fills_l1()) return {8, bytes <= 256 ? bytes : bytes <= 512 ? 256 : bytes / 2, true};
+  if (prefetch_fills_l1()) return {bytes <= 1024 ? 8 : 16, bytes <= 256 ? bytes : 256, true};
   const int64_t rows = 256 * 64 / (bytes + 1) + 1;
   return {rows < 4 ? 4 : rows > 32 ? 32 : rows / 4 * 4, bytes, false};
 }

@@ -52,6 +52,16 @@ void write_topk(const TreeTopkParams& p, int64_t b, const TreeBeamLevel& leaves,
 
 }  // namespace
 
+void launch_tree_project(const TreeProjectParams& p) {
+  auto body = &tree_project_rows;
+#ifdef SAMPLEX_X86_SIMD
+  if (simd_level() == SimdLevel::kAvx2) body = &tree_project_rows_avx2;
+  if (simd_level() == SimdLevel::kAvx512) body = &tree_project_rows_avx512;
+#endif
+  parallel_for(p.batch, 1 + (1 << 17) / (1 + p.features * p.dim),
+               [&](int64_t begin, int64_t end) { body(p, begin, end); });
+}
+
 void launch_tree_sample(const TreeSampleParams& p) {
   auto body = &sample_rows;
 #ifdef SAMPLEX_X86_SIMD

@@ -3,6 +3,10 @@
 
 namespace samplex::cpu {
 
+void tree_project_rows_avx2(const TreeProjectParams& p, int64_t begin, int64_t end) {
+  tree_project_rows(p, begin, end);
+}
+
 void tree_sample_rows_avx2(const TreeSampleParams& p, int64_t begin, int64_t end) {
   if (p.tree.dtype == DType::kBFloat16) return tree_sample_rows<BFloat16>(p, begin, end);
   tree_sample_rows<float>(p, begin, end);

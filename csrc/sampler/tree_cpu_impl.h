@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/philox_many.h"
+#include "common/vec.h"
 #include "sampler/tree_law.h"
 
 #if defined(__AVX2__)
@@ -23,6 +24,18 @@ SX_ALWAYS_INLINE void prefetch_node(const TreeTable& tree, int64_t node) {
   const char* bytes = reinterpret_cast<const char*>(tree_node<T>(tree, node));
   for (int64_t at = 0; at <= tree.dim * int64_t(sizeof(T)); at += 64) __builtin_prefetch(bytes + at);
 }
+
+// Nodes that are scored next, by somebody else: asked for while others are scored, a few at a time. All at once would
+// fill the miss buffers of the core, and it would wait.
+template <typename T>
+struct NodesAhead {
+  const int64_t* nodes = nullptr;
+  int count = 0;
+
+  SX_ALWAYS_INLINE void prefetch(const TreeTable& tree, int from, int to) const {
+    for (int g = from; g < to && g < count; ++g) prefetch_node<T>(tree, nodes[g]);
+  }
+};
 
 // ------------------------------------------------------------------------------------------------ w . x + b
 #if defined(__AVX2__)
@@ -87,9 +100,11 @@ inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x
 
 // out[g] = logit of nodes[g] for x[g]. Four at a time: the last halvings of four sums are three additions of columns.
 template <typename T>
-inline void tree_logits(const TreeTable& tree, const int64_t* nodes, const float* const* x, int count, float* out) {
+inline void tree_logits(const TreeTable& tree, const int64_t* nodes, const float* const* x, int count, float* out,
+                        const NodesAhead<T>& ahead) {
   int g = 0;
   for (; has_fours(tree) && g + 4 <= count; g += 4) {
+    ahead.prefetch(tree, g, g + 4);
     __m128 s0 = tree_fours<T>(tree, nodes[g], x[g]), s1 = tree_fours<T>(tree, nodes[g + 1], x[g + 1]);
     __m128 s2 = tree_fours<T>(tree, nodes[g + 2], x[g + 2]), s3 = tree_fours<T>(tree, nodes[g + 3], x[g + 3]);
     _MM_TRANSPOSE4_PS(s0, s1, s2, s3);
@@ -97,6 +112,7 @@ inline void tree_logits(const TreeTable& tree, const int64_t* nodes, const float
     for (int j = 0; j < 4; ++j) bias[j] = to_acc(tree_node<T>(tree, nodes[g + j])[tree.dim]);
     _mm_storeu_ps(out + g, _mm_add_ps(_mm_add_ps(_mm_add_ps(s0, s2), _mm_add_ps(s1, s3)), _mm_loadu_ps(bias)));
   }
+  ahead.prefetch(tree, g, kTreeBlock);
   for (; g < count; ++g) out[g] = tree_logit_fast<T>(tree, nodes[g], x[g]);
 }
 
@@ -108,11 +124,85 @@ inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x
 }
 
 template <typename T>
-inline void tree_logits(const TreeTable& tree, const int64_t* nodes, const float* const* x, int count, float* out) {
+inline void tree_logits(const TreeTable& tree, const int64_t* nodes, const float* const* x, int count, float* out,
+                        const NodesAhead<T>& ahead) {
+  ahead.prefetch(tree, 0, kTreeBlock);
   for (int g = 0; g < count; ++g) out[g] = tree_logit<T>(tree, nodes[g], x[g]);
 }
 
 #endif
+
+// ------------------------------------------------------------------------------------------------ projection
+constexpr int kProjectRows = 4;  // that share the loads of the projection
+constexpr int kProjectWide = 16;
+
+// sum[r][j] = sum over i of centred[r][i] * weights[i][j]
+inline void project_chunk(const float (*centred)[kTreeProjectChunk], const float* weights, int64_t stride, int length,
+                          float (*sum)[kProjectWide]) {
+#if defined(__AVX2__)
+  constexpr int kVecs = kProjectWide / Vec::kSize;
+  Vec total[kProjectRows][kVecs];
+  for (auto& row : total) {
+    for (Vec& v : row) v = Vec::zero();
+  }
+  for (int i = 0; i < length; ++i) {
+    Vec w[kVecs];
+    for (int v = 0; v < kVecs; ++v) w[v] = Vec::load(weights + i * stride + v * Vec::kSize);
+    for (int r = 0; r < kProjectRows; ++r) {
+      const Vec x = Vec::all(centred[r][i]);
+      for (int v = 0; v < kVecs; ++v) total[r][v] = total[r][v] + x * w[v];
+    }
+  }
+  for (int r = 0; r < kProjectRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) total[r][v].store(sum[r] + v * Vec::kSize);
+  }
+#else
+  for (int r = 0; r < kProjectRows; ++r) {
+    for (int j = 0; j < kProjectWide; ++j) sum[r][j] = 0;
+    for (int i = 0; i < length; ++i) {
+      for (int j = 0; j < kProjectWide; ++j) sum[r][j] = sum[r][j] + centred[r][i] * weights[i * stride + j];
+    }
+  }
+#endif
+}
+
+inline void tree_project_rows(const TreeProjectParams& p, int64_t begin, int64_t end) {
+  float centred[kProjectRows][kTreeProjectChunk], sum[kProjectRows][kProjectWide], total[kProjectRows][kProjectWide];
+  float padded[kTreeProjectChunk * kProjectWide];
+  for (int64_t b = begin; b < end; b += kProjectRows) {
+    for (int64_t first = 0; first < p.dim; first += kProjectWide) {
+      const int width = int(p.dim - first < kProjectWide ? p.dim - first : kProjectWide);
+      for (auto& row : total) {
+        for (float& x : row) x = 0;
+      }
+      for (int64_t c = 0; c < p.features; c += kTreeProjectChunk) {
+        const int length = int(p.features - c < kTreeProjectChunk ? p.features - c : kTreeProjectChunk);
+        for (int r = 0; r < kProjectRows; ++r) {  // the last row is repeated
+          const float* x = p.x + (b + r < end ? b + r : end - 1) * p.features + c;
+          for (int i = 0; i < length; ++i) centred[r][i] = x[i] - p.mean[c + i];
+        }
+        const float* weights = p.projection + c * p.dim + first;
+        int64_t stride = p.dim;
+        if (width < kProjectWide) {
+          for (int i = 0; i < length; ++i) {
+            for (int j = 0; j < kProjectWide; ++j) {
+              padded[i * kProjectWide + j] = j < width ? weights[i * stride + j] : 0.0f;
+            }
+          }
+          weights = padded;
+          stride = kProjectWide;
+        }
+        project_chunk(centred, weights, stride, length, sum);
+        for (int r = 0; r < kProjectRows; ++r) {
+          for (int j = 0; j < kProjectWide; ++j) total[r][j] = total[r][j] + sum[r][j];
+        }
+      }
+      for (int64_t r = 0; r < kProjectRows && b + r < end; ++r) {
+        for (int j = 0; j < width; ++j) p.z[(b + r) * p.dim + first + j] = total[r][j];
+      }
+    }
+  }
+}
 
 // ------------------------------------------------------------------------------------------------ draws
 // Draws that go down together, of one row or of several. A row has at most one excluded class here, the usual case: a
@@ -128,7 +218,8 @@ struct TreeBlock {
   float z[kTreeBlock];
   double zd[kTreeBlock], ad[kTreeBlock], ed[kTreeBlock];  // z, |z| and exp(-|z|) of the level
   double minor[kTreeBlock], product[kTreeBlock], kept[kTreeBlock];
-  int count = 0;
+  float top[1 << kTreeTopLevels];  // logits of the first `top_levels` levels, where all draws are of one row
+  int top_levels = 0, count = 0;
   bool excludes = false;  // some draw has an excluded class
 
   void add(const TreeSampleParams& p, const TreeExcluded& out, int64_t b, int64_t draw) {
@@ -181,34 +272,35 @@ inline void choose_children(TreeBlock& s, const uint64_t* bits, int depth, int l
   }
 }
 
-// All draws of the block to their leaves, and out. `top` holds the logits of the first `top_levels` levels, where all
-// draws are of one row.
+// All draws of the block down one level, while the nodes that `next` looks at afterwards are asked for.
 template <typename T>
-inline void draw_block(const TreeSampleParams& p, PhiloxKey key, const float* top, int top_levels, TreeBlock& s) {
+inline void draw_level(const TreeSampleParams& p, PhiloxKey key, int level, TreeBlock& s, const TreeBlock& next,
+                       int next_level) {
   const TreeTable& tree = p.tree;
   const int count = s.count;
-  for (int level = 0; level < tree.depth; ++level) {
-    if (level % 2 == 0) {
-      philox_many(key, s.row, s.position, count, s.bits[0], s.bits[1]);
-      for (int g = 0; g < kTreeBlock; ++g) ++s.position[g];  // the next Philox block
-    }
-    if (level < top_levels) {
-      for (int g = 0; g < count; ++g) s.z[g] = top[s.node[g]];
-    } else {
-      tree_logits<T>(tree, s.node, s.x, count, s.z);
-    }
-    if (s.excludes)
-      choose_children<true>(s, s.bits[level % 2], tree.depth, level);
-    else
-      choose_children<false>(s, s.bits[level % 2], tree.depth, level);
-    // All nodes of the next level at once: the walk is bound by the latency of these loads.
-    if (level + 1 < tree.depth && level + 1 >= top_levels) {
-      for (int g = 0; g < count; ++g) prefetch_node<T>(tree, s.node[g]);
-    }
+  if (level % 2 == 0) {
+    philox_many(key, s.row, s.position, count, s.bits[0], s.bits[1]);
+    for (int g = 0; g < kTreeBlock; ++g) ++s.position[g];  // the next Philox block
   }
-  const int64_t leaves = int64_t(1) << tree.depth;
+  NodesAhead<T> ahead;
+  if (next_level < tree.depth && next_level >= next.top_levels) ahead = {next.node, next.count};
+  if (level < s.top_levels) {
+    ahead.prefetch(tree, 0, kTreeBlock);
+    for (int g = 0; g < count; ++g) s.z[g] = s.top[s.node[g]];
+  } else {
+    tree_logits<T>(tree, s.node, s.x, count, s.z, ahead);
+  }
+  if (s.excludes)
+    choose_children<true>(s, s.bits[level % 2], tree.depth, level);
+  else
+    choose_children<false>(s, s.bits[level % 2], tree.depth, level);
+}
+
+inline void write_block(const TreeSampleParams& p, TreeBlock& s) {
+  const int count = s.count;
+  const int64_t leaves = int64_t(1) << p.tree.depth;
   for (int g = 0; g < count; ++g) {
-    const int64_t id = tree.leaf_class[s.node[g] - leaves];
+    const int64_t id = p.tree.leaf_class[s.node[g] - leaves];
     p.ids[s.at[g]] = id < 0 ? 0 : id;
   }
   for (int g = 0; g < count; ++g) s.product[g] = tree_log_p(s.minor[g], s.product[g]);
@@ -218,6 +310,21 @@ inline void draw_block(const TreeSampleParams& p, PhiloxKey key, const float* to
   }
   s.count = 0;
   s.excludes = false;
+}
+
+// Two blocks to their leaves, in turn: what one looks at next is on the way from memory while the other computes.
+template <typename T>
+inline void draw_blocks(const TreeSampleParams& p, PhiloxKey key, TreeBlock& a, TreeBlock& b) {
+  for (int level = 0; level < p.tree.depth; ++level) {
+    draw_level<T>(p, key, level, a, b, level);
+    draw_level<T>(p, key, level, b, a, level + 1);
+  }
+  for (TreeBlock* s : {&a, &b}) {
+    for (int g = 0; g < s->count; ++g)
+      __builtin_prefetch(p.tree.leaf_class + s->node[g] - (int64_t(1) << p.tree.depth));
+  }
+  write_block(p, a);
+  write_block(p, b);
 }
 
 // log_q of given ids [first, last) without excluded classes: the same walk, with the way known.
@@ -238,7 +345,7 @@ inline void follow_block(const TreeSampleParams& p, int64_t first, int64_t last,
       const int shift = tree.depth - level - kLevelsAhead;
       for (int g = 0; g < count; ++g) prefetch_node<T>(tree, leaf[g] >> shift);
     }
-    tree_logits<T>(tree, s.node, s.x, count, s.z);
+    tree_logits<T>(tree, s.node, s.x, count, s.z, {});
     measure_logits(s, count);
     const int shift = tree.depth - 1 - level;
     for (int g = 0; g < count; ++g) {
@@ -253,10 +360,10 @@ inline void follow_block(const TreeSampleParams& p, int64_t first, int64_t last,
 template <typename T>
 inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t end) {
   const TreeTable& tree = p.tree;
-  TreeBlock block;
+  TreeBlock blocks[2];
   if (p.given != nullptr && p.exclude == nullptr) {
     for (int64_t at = begin * p.num_samples, last = end * p.num_samples; at < last; at += kTreeBlock) {
-      follow_block<T>(p, at, at + kTreeBlock < last ? at + kTreeBlock : last, block);
+      follow_block<T>(p, at, at + kTreeBlock < last ? at + kTreeBlock : last, blocks[0]);
     }
     return;
   }
@@ -270,6 +377,7 @@ inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t e
   }
   PhiloxKey key = {0, 0};
   if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
+  int full = 0;  // blocks that wait for the other one
   for (int64_t b = begin; b < end; ++b) {
     const float* x = p.x + b * tree.dim;
     for (int node = 1; node < 1 << top_levels; ++node) top[node] = tree_logit_fast<T>(tree, node, x);
@@ -299,14 +407,19 @@ inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t e
       }
     } else {
       for (int64_t k = 0; k < p.num_samples; ++k) {
+        TreeBlock& block = blocks[full];
         block.add(p, out, b, k);
-        if (block.count == kTreeBlock || (by_row && k + 1 == p.num_samples)) {
-          draw_block<T>(p, key, top, top_levels, block);
+        if (block.count < kTreeBlock && !(by_row && k + 1 == p.num_samples)) continue;
+        block.top_levels = top_levels;
+        for (int node = 1; node < 1 << top_levels; ++node) block.top[node] = top[node];
+        if (++full == 2) {
+          draw_blocks<T>(p, key, blocks[0], blocks[1]);
+          full = 0;
         }
       }
     }
   }
-  if (block.count > 0) draw_block<T>(p, key, top, top_levels, block);
+  if (blocks[0].count > 0) draw_blocks<T>(p, key, blocks[0], blocks[1]);
 }
 
 // ------------------------------------------------------------------------------------------------ every class

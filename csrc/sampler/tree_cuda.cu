@@ -29,6 +29,11 @@ void topk(const TreeTopkParams& p, void* stream) {
 
 }  // namespace
 
+void launch_tree_project(const TreeProjectParams& p, void* stream) {
+  const int64_t rows = (p.batch + kProjectRows - 1) / kProjectRows, columns = (p.dim + kProjectWide - 1) / kProjectWide;
+  SX_LAUNCH("tree_project", tree_project_kernel, tree_grid(rows * columns), kProjectThreads, 0, stream, p);
+}
+
 void launch_tree_sample(const TreeSampleParams& p, void* stream) {
   if (p.tree.dtype == DType::kBFloat16)
     sample<BFloat16>(p, stream);

@@ -1,5 +1,6 @@
 // The tree on the GPU. The arithmetic, and with it every bit of a draw, is that of tree_law.h.
 //
+//   tree_project_kernel   features to what the nodes see: a block has 8 rows and 16 of the projected features
 //   tree_sample_kernel    a block has a row: its top levels are scored once into shared memory, then a thread takes a
 //                         draw (or a given id) down the rest, one node a level: three sectors in float32, two in
 //                         bfloat16
@@ -44,6 +45,43 @@ SX_DEVICE inline float tree_logit_vector(const TreeTable& tree, int64_t node, co
   for (int j = 0; j < 4; ++j) lanes[j] = lanes[j] + lanes[j + 4];
   lanes[0] = (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
   return lanes[0] + to_acc(w[dim]);
+}
+
+// ------------------------------------------------------------------------------------------------ projection
+constexpr int kProjectRows = 8, kProjectWide = 16;
+constexpr int kProjectThreads = kProjectRows * kProjectWide;
+
+// A thread has one row and one projected feature; both sides of the product come through shared memory, a chunk of
+// features at a time.
+__global__ void __launch_bounds__(kProjectThreads) tree_project_kernel(TreeProjectParams p) {
+  __shared__ float centred[kProjectRows][kTreeProjectChunk + 1];
+  __shared__ float weights[kTreeProjectChunk][kProjectWide];
+  const int row = int(threadIdx.x) / kProjectWide, column = int(threadIdx.x) % kProjectWide;
+  const int64_t column_blocks = (p.dim + kProjectWide - 1) / kProjectWide;
+  const int64_t tiles = (p.batch + kProjectRows - 1) / kProjectRows * column_blocks;
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const int64_t first_row = tile / column_blocks * kProjectRows, first = tile % column_blocks * kProjectWide;
+    float total = 0.0f;
+    for (int64_t c = 0; c < p.features; c += kTreeProjectChunk) {
+      const int length = int(p.features - c < kTreeProjectChunk ? p.features - c : kTreeProjectChunk);
+      __syncthreads();
+      for (int i = threadIdx.x; i < kProjectRows * kTreeProjectChunk; i += kProjectThreads) {
+        const int r = i / kTreeProjectChunk, at = i % kTreeProjectChunk;
+        const bool there = at < length && first_row + r < p.batch;
+        centred[r][at] = there ? p.x[(first_row + r) * p.features + c + at] - p.mean[c + at] : 0.0f;
+      }
+      for (int i = threadIdx.x; i < kTreeProjectChunk * kProjectWide; i += kProjectThreads) {
+        const int at = i / kProjectWide, j = i % kProjectWide;
+        const bool there = at < length && first + j < p.dim;
+        weights[at][j] = there ? p.projection[(c + at) * p.dim + first + j] : 0.0f;
+      }
+      __syncthreads();
+      float sum = 0.0f;
+      for (int i = 0; i < length; ++i) sum = sum + centred[row][i] * weights[i][column];
+      total = total + sum;
+    }
+    if (first_row + row < p.batch && first + column < p.dim) p.z[(first_row + row) * p.dim + first + column] = total;
+  }
 }
 
 // ------------------------------------------------------------------------------------------------ draws, given ids

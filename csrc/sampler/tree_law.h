@@ -16,6 +16,10 @@ inline namespace SX_ISA_NS {
 
 constexpr int kTreeLanes = 16;  // partial sums of a product
 
+// A projected feature is the sum of sums over this many features each, both in order: many features are no chain of as
+// many roundings.
+constexpr int kTreeProjectChunk = 32;
+
 // exp(-a) for a >= 0, relative error below 3e-7; 0 from 87 on, where float has no normal number left; nan for nan.
 SX_HOST_DEVICE inline float tree_exp(float a) {
   const float t = a < 87.0f ? a : 87.0f;

@@ -1,8 +1,9 @@
 // Schemas, checks and allocation of the tree's ops:
+//   tree_project       features [B, K] -> what the nodes see, [B, k] float32
 //   tree_sample        -> ids [B, m] int64, log_q [B, m] float32
 //   tree_log_prob      ids [B, n] -> [B, n] float32, the same law
-//   tree_log_prob_all  -> [B, C] float32
-//   tree_topk          -> log_p [B, k] float32, ids [B, k] int64
+//   tree_sample_and_score  features [B, K], ids [B] or [B, n] -> draws, log_q [B, m], scores as ids: the three in one
+//   call tree_log_prob_all  -> [B, C] float32 tree_topk          -> log_p [B, k] float32, ids [B, k] int64
 #include <tuple>
 
 #include "common/glue.h"
@@ -15,23 +16,24 @@ namespace {
 
 using MaybeTensor = std::optional<Tensor>;
 
-TreeTable table_of(const char* op, const Tensor& x, const Tensor& nodes, const Tensor& leaf_class,
+// The tree for rows x [B, k], or projected by x [K, k].
+TreeTable table_of(const char* op, const char* arg, const Tensor& x, const Tensor& nodes, const Tensor& leaf_class,
                    const Tensor& class_leaf) {
   check(nodes.scalar_type() == ScalarType::Float || nodes.scalar_type() == ScalarType::BFloat16, op,
         ": nodes must be float32 or bfloat16, got ", describe(nodes));
-  check(x.dim() == 2, op, ": x must be [B, k] float32, got ", describe(x));
+  check(x.dim() == 2, op, ": ", arg, " must be [B, k] float32, got ", describe(x));
   const int64_t k = x.size(1);
-  check(k >= 1 && k <= kTreeMostFeatures, op, ": x must be [B, k] with k in [1, ", kTreeMostFeatures, "], got ",
+  check(k >= 1 && k <= kTreeMostFeatures, op, ": ", arg, " must be [B, k] with k in [1, ", kTreeMostFeatures, "], got ",
         describe(x));
-  check_tensor(op, "x", x, {-1, k}, "[B, k]", ScalarType::Float, nodes);
+  check_tensor(op, arg, x, {-1, k}, "[B, k]", ScalarType::Float, nodes);
   check_tensor(op, "nodes", nodes, {-1, -1}, "[2^depth, stride]", nodes.scalar_type(), nodes);
   const int64_t leaves = nodes.size(0), item = nodes.scalar_type() == ScalarType::Float ? 4 : 2;
   int depth = 0;
   while (depth < kTreeMostDepth && (int64_t(1) << depth) < leaves) ++depth;
   check(leaves == int64_t(1) << depth, op, ": nodes must have 2^depth rows, got ", describe(nodes));
   const int64_t stride = (k + 1) * item + 31;
-  check(nodes.size(1) == stride / 32 * 32 / item, op, ": nodes must be [2^depth, ", stride / 32 * 32 / item,
-        "] for x [B, ", k, "], got ", describe(nodes));
+  check(nodes.size(1) == stride / 32 * 32 / item, op, ": nodes must be [2^depth, ", stride / 32 * 32 / item, "] for ",
+        arg, " [B, ", k, "], got ", describe(nodes));
   check_tensor(op, "leaf_class", leaf_class, {leaves}, "[2^depth]", ScalarType::Long, nodes);
   check_tensor(op, "class_leaf", class_leaf, {-1}, "[C]", ScalarType::Long, nodes);
   const int64_t classes = class_leaf.size(0);
@@ -90,27 +92,67 @@ MaybeTensor take_exclude(const char* op, TreeSampleParams& p, const Tensor& x, c
   return left;
 }
 
+Tensor project_features(const char* op, const Tensor& features, const Tensor& mean, const Tensor& projection) {
+  check_tensor(op, "projection", projection, {-1, -1}, "[K, k]", ScalarType::Float, features);
+  TreeProjectParams p{};
+  p.features = projection.size(0);
+  p.dim = projection.size(1);
+  check_tensor(op, "features", features, {-1, p.features}, "[B, K]", ScalarType::Float, features);
+  check_tensor(op, "mean", mean, {p.features}, "[K]", ScalarType::Float, features);
+  p.batch = features.size(0);
+  p.x = in<float>(features);
+  p.mean = in<float>(mean);
+  p.projection = in<float>(projection);
+  Tensor z = empty(features, {p.batch, p.dim}, ScalarType::Float);
+  p.z = out<float>(z);
+  if (p.batch > 0 && p.dim > 0) SX_RUN(op, features, launch_tree_project, p);
+  return z;
+}
+
+Tensor tree_project(Tensor features, Tensor mean, Tensor projection) {
+  begin_op();
+  return project_features("tree_project", features, mean, projection);
+}
+
+void check_draws(const char* op, const TreeSampleParams& p, const Tensor& x) {
+  check(p.batch <= kPhiloxMaxRows, op, ": x must have at most 2^32 rows, got ", describe(x));
+  check(p.num_samples >= 0 && p.num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
+        p.num_samples);
+}
+
+std::tuple<Tensor, Tensor> run_draws(const char* op, TreeSampleParams p, const Tensor& key, const Tensor& x) {
+  p.key = in<int64_t>(key);
+  Tensor ids = empty(x, {p.batch, p.num_samples}, ScalarType::Long);
+  Tensor log_q = empty(x, {p.batch, p.num_samples}, ScalarType::Float);
+  p.ids = out<int64_t>(ids);
+  p.log_q = out<float>(log_q);
+  if (p.batch > 0 && p.num_samples > 0) SX_RUN(op, x, launch_tree_sample, p);
+  return {ids, log_q};
+}
+
+Tensor run_scores(const char* op, TreeSampleParams p, const Tensor& ids, const Tensor& x) {
+  p.num_samples = ids.dim() == 1 ? 1 : ids.size(1);
+  p.given = in<int64_t>(ids);
+  Tensor log_q =
+      ids.dim() == 1 ? empty(x, {p.batch}, ScalarType::Float) : empty(x, {p.batch, p.num_samples}, ScalarType::Float);
+  p.log_q = out<float>(log_q);
+  if (p.batch > 0 && p.num_samples > 0) SX_RUN(op, x, launch_tree_sample, p);
+  return log_q;
+}
+
 std::tuple<Tensor, Tensor> tree_sample(Tensor key, Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf,
                                        int64_t num_samples, MaybeTensor exclude, MaybeTensor exclude_offsets) {
   constexpr const char* op = "tree_sample";
   begin_op();
   check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, x);
   TreeSampleParams p{};
-  p.tree = table_of(op, x, nodes, leaf_class, class_leaf);
+  p.tree = table_of(op, "x", x, nodes, leaf_class, class_leaf);
   p.batch = x.size(0);
   p.num_samples = num_samples;
-  check(p.batch <= kPhiloxMaxRows, op, ": x must have at most 2^32 rows, got ", describe(x));
-  check(num_samples >= 0 && num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
-        num_samples);
+  check_draws(op, p, x);
   const MaybeTensor left = take_exclude(op, p, x, exclude, exclude_offsets);
   p.x = in<float>(x);
-  p.key = in<int64_t>(key);
-  Tensor ids = empty(x, {p.batch, num_samples}, ScalarType::Long);
-  Tensor log_q = empty(x, {p.batch, num_samples}, ScalarType::Float);
-  p.ids = out<int64_t>(ids);
-  p.log_q = out<float>(log_q);
-  if (p.batch > 0 && num_samples > 0) SX_RUN(op, x, launch_tree_sample, p);
-  return {ids, log_q};
+  return run_draws(op, p, key, x);
 }
 
 Tensor tree_log_prob(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_class, Tensor class_leaf, MaybeTensor exclude,
@@ -118,25 +160,43 @@ Tensor tree_log_prob(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_class, Tens
   constexpr const char* op = "tree_log_prob";
   begin_op();
   TreeSampleParams p{};
-  p.tree = table_of(op, x, nodes, leaf_class, class_leaf);
+  p.tree = table_of(op, "x", x, nodes, leaf_class, class_leaf);
   p.batch = x.size(0);
   check_tensor(op, "ids", ids, {p.batch, -1}, "[B, n]", ScalarType::Long, x);
-  p.num_samples = ids.size(1);
   check_ids(op, "ids", ids, p.tree.num_classes);
   const MaybeTensor left = take_exclude(op, p, x, exclude, exclude_offsets);
   p.x = in<float>(x);
-  p.given = in<int64_t>(ids);
-  Tensor log_q = empty(x, {p.batch, p.num_samples}, ScalarType::Float);
-  p.log_q = out<float>(log_q);
-  if (p.batch > 0 && p.num_samples > 0) SX_RUN(op, x, launch_tree_sample, p);
-  return log_q;
+  return run_scores(op, p, ids, x);
+}
+
+// What a step of training asks for, in one call: at a batch of hundreds of rows the calls cost as much as the walk.
+std::tuple<Tensor, Tensor, Tensor> tree_sample_and_score(Tensor key, Tensor features, Tensor mean, Tensor projection,
+                                                         Tensor nodes, Tensor leaf_class, Tensor class_leaf,
+                                                         int64_t num_samples, Tensor ids) {
+  constexpr const char* op = "tree_sample_and_score";
+  begin_op();
+  check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, features);
+  TreeSampleParams p{};
+  p.tree = table_of(op, "projection", projection, nodes, leaf_class, class_leaf);
+  check(features.dim() == 2, op, ": features must be [B, K] float32, got ", describe(features));
+  p.batch = features.size(0);
+  p.num_samples = num_samples;
+  check_draws(op, p, features);
+  check_tensor(op, "ids", ids, ids.dim() == 1 ? Shape{p.batch} : Shape{p.batch, -1}, "[B] or [B, n]", ScalarType::Long,
+               features);
+  check_ids(op, "ids", ids, p.tree.num_classes);
+  const Tensor x = project_features(op, features, mean, projection);
+  p.x = in<float>(x);
+  const Tensor scores = run_scores(op, p, ids, x);
+  auto [draws, log_q] = run_draws(op, p, key, x);
+  return {draws, log_q, scores};
 }
 
 Tensor tree_log_prob_all(Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf) {
   constexpr const char* op = "tree_log_prob_all";
   begin_op();
   TreeAllParams p{};
-  p.tree = table_of(op, x, nodes, leaf_class, class_leaf);
+  p.tree = table_of(op, "x", x, nodes, leaf_class, class_leaf);
   p.batch = x.size(0);
   p.x = in<float>(x);
   Tensor log_p = empty(x, {p.batch, p.tree.num_classes}, ScalarType::Float);
@@ -156,7 +216,7 @@ std::tuple<Tensor, Tensor> tree_topk(Tensor x, Tensor nodes, Tensor leaf_class, 
   constexpr const char* op = "tree_topk";
   begin_op();
   TreeTopkParams p{};
-  p.tree = table_of(op, x, nodes, leaf_class, class_leaf);
+  p.tree = table_of(op, "x", x, nodes, leaf_class, class_leaf);
   p.batch = x.size(0);
   check(beam >= 1 && beam <= kTreeMostBeam, op, ": beam must be in [1, ", kTreeMostBeam, "], got ", beam);
   check(k >= 1 && k <= beam && k <= p.tree.num_classes, op, ": k must be in [1, min(beam, C)] = [1, ",
@@ -177,6 +237,12 @@ std::tuple<Tensor, Tensor> tree_topk(Tensor x, Tensor nodes, Tensor leaf_class, 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides};
+  m.def("tree_project(Tensor features, Tensor mean, Tensor projection) -> Tensor", tags);
+  m.def(
+      "tree_sample_and_score(Tensor key, Tensor features, Tensor mean, Tensor projection, Tensor nodes, "
+      "Tensor leaf_class, Tensor class_leaf, SymInt num_samples, Tensor ids) -> (Tensor draws, Tensor log_q, "
+      "Tensor scores)",
+      tags);
   m.def(
       "tree_sample(Tensor key, Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf, SymInt num_samples, "
       "Tensor? exclude=None, Tensor? exclude_offsets=None) -> (Tensor ids, Tensor log_q)",
@@ -192,10 +258,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       tags);
 }
 
-#define SX_TREE_IMPLS(m)                                                     \
-  m.impl("tree_sample", TORCH_BOX(&samplex::glue::tree_sample));             \
-  m.impl("tree_log_prob", TORCH_BOX(&samplex::glue::tree_log_prob));         \
-  m.impl("tree_log_prob_all", TORCH_BOX(&samplex::glue::tree_log_prob_all)); \
+#define SX_TREE_IMPLS(m)                                                             \
+  m.impl("tree_project", TORCH_BOX(&samplex::glue::tree_project));                   \
+  m.impl("tree_sample_and_score", TORCH_BOX(&samplex::glue::tree_sample_and_score)); \
+  m.impl("tree_sample", TORCH_BOX(&samplex::glue::tree_sample));                     \
+  m.impl("tree_log_prob", TORCH_BOX(&samplex::glue::tree_log_prob));                 \
+  m.impl("tree_log_prob_all", TORCH_BOX(&samplex::glue::tree_log_prob_all));         \
   m.impl("tree_topk", TORCH_BOX(&samplex::glue::tree_topk))
 
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) { SX_TREE_IMPLS(m); }

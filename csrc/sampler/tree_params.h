@@ -40,6 +40,15 @@ struct TreeSampleParams {
   int64_t batch, num_samples;
 };
 
+// z = (x - mean) projection: what the nodes see of a row of features.
+struct TreeProjectParams {
+  const float* x;           // [B, K]
+  const float* mean;        // [K]
+  const float* projection;  // [K, dim]
+  float* z;                 // [B, dim] out
+  int64_t batch, features, dim;
+};
+
 struct TreeAllParams {
   TreeTable tree;
   const float* x;  // [B, dim]
@@ -56,6 +65,7 @@ struct TreeTopkParams {
   int64_t batch, beam, k;
 };
 
+SX_DECLARE_LAUNCHER(launch_tree_project, TreeProjectParams)
 SX_DECLARE_LAUNCHER(launch_tree_sample, TreeSampleParams)
 SX_DECLARE_LAUNCHER(launch_tree_log_prob_all, TreeAllParams)
 SX_DECLARE_LAUNCHER(launch_tree_topk, TreeTopkParams)
@@ -76,6 +86,8 @@ struct TreeBeamScratch {
   int64_t key[2 * kTreeMostBeam];  // of the left children, behind them of the right ones
 };
 
+void tree_project_rows_avx2(const TreeProjectParams& params, int64_t begin, int64_t end);
+void tree_project_rows_avx512(const TreeProjectParams& params, int64_t begin, int64_t end);
 void tree_sample_rows_avx2(const TreeSampleParams& params, int64_t begin, int64_t end);
 void tree_sample_rows_avx512(const TreeSampleParams& params, int64_t begin, int64_t end);
 void tree_log_prob_all_rows_avx2(const TreeAllParams& params, int64_t begin, int64_t end, double* minor,

@@ -283,6 +283,10 @@ def test_opcheck(backend):
     key, leaves = torch.tensor([1, 2], device=backend.device), torch.tensor([[0], [-1], [3]], device=backend.device)
     ids = torch.randint(0, 11, (3, 4), device=backend.device)
     torch.library.opcheck(torch.ops.samplex.tree_sample.default, (key, x, *tables, 6, leaves, None))
+    more = (torch.randn(3, 9, device=backend.device), *(torch.randn(s, device=backend.device) for s in ((9,), (9, 4))))
+    torch.library.opcheck(torch.ops.samplex.tree_project.default, more)
+    for given in (ids, ids[:, 0].contiguous()):
+        torch.library.opcheck(torch.ops.samplex.tree_sample_and_score.default, (key, *more, *tables, 6, given))
     torch.library.opcheck(torch.ops.samplex.tree_log_prob.default, (x, ids, *tables, leaves, None))
     torch.library.opcheck(torch.ops.samplex.tree_log_prob_all.default, (x, *tables))
     torch.library.opcheck(torch.ops.samplex.tree_topk.default, (x, *tables, 3, 4))
@@ -301,15 +305,68 @@ def test_state_dict_round_trip(backend):
     assert "bfloat16" in repr(other)
 
 
-def test_features_are_projected():
+# ------------------------------------------------------------------------------------------------ projection
+@pytest.mark.parametrize(
+    ("rows", "features", "dim"), [(1, 1, 1), (4, 8, 3), (9, 33, 16), (5, 64, 17), (3, 100, 40), (0, 5, 2)]
+)
+def test_projection_is_right_and_has_the_same_bits_everywhere(backend, rows, features, dim):
+    x, mean, projection = torch.randn(rows, features), torch.randn(features), torch.randn(features, dim)
+    got = ops.tree_project(*(t.to(backend.device) for t in (x, mean, projection))).cpu()
+    torch.testing.assert_close(got.double(), reference.project(x, mean, projection), rtol=1e-5, atol=1e-5)
+    # In order, 32 features at a time: the specification of the bits.
+    centred, want = x - mean, torch.zeros(rows, dim)
+    for first in range(0, features, 32):
+        part = torch.zeros(rows, dim)
+        for i in range(first, min(first + 32, features)):
+            part = part + centred[:, i : i + 1] * projection[i]
+        want = want + part
+    assert torch.equal(got, want)
+
+
+def test_projection_has_the_same_bits_at_every_level_and_thread_count(simd_level):
+    x, mean, projection = torch.randn(301, 70), torch.randn(70), torch.randn(70, 21)
+    want = torch.cat([ops.tree_project(row, mean, projection) for row in x.split(1)])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(ops.tree_project(x, mean, projection), want)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_nan_feature_stays_in_its_row(backend):
+    x = torch.randn(6, 40)
+    x[2, 33] = torch.nan
+    got = ops.tree_project(*(t.to(backend.device) for t in (x, torch.zeros(40), torch.randn(40, 3)))).cpu()
+    assert got[2].isnan().all()
+    assert got[[0, 1, 3, 4, 5]].isfinite().all()
+
+
+def test_features_are_projected(backend):
     weights, bias, leaf_class = make_parameters(20, 3)
     mean, projection = torch.randn(8), torch.randn(8, 3)
-    tree = Tree(weights, bias, leaf_class, mean=mean, projection=projection)
-    x = torch.randn(4, 8)
-    plain = Tree(weights, bias, leaf_class)
-    assert torch.equal(tree.log_prob_all(x), plain.log_prob_all((x - mean) @ projection))
+    tree = Tree(weights, bias, leaf_class, mean=mean, projection=projection).to(backend.device)
+    x = torch.randn(4, 8, device=backend.device)
+    plain = Tree(weights, bias, leaf_class).to(backend.device)
+    assert torch.equal(tree.log_prob_all(x), plain.log_prob_all(tree.project(x)))
     assert tree.num_features == 8
     assert tree.sample(x.reshape(2, 2, 8), 3).ids.shape == (4, 3)
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 5, 64, 70])
+@pytest.mark.parametrize("wanted", [(), (3,)])
+def test_one_call_draws_and_scores_as_two_do(backend, num_samples, wanted):
+    weights, bias, leaf_class = make_parameters(37, 5)
+    mean, projection = torch.randn(9), torch.randn(9, 5)
+    tree = Tree(weights, bias, leaf_class, mean=mean, projection=projection).to(backend.device)
+    x, ids = torch.randn(7, 9, device=backend.device), torch.randint(37, (7, *wanted), device=backend.device)
+    draw, scores = tree.sample_and_score(x, num_samples, ids, key=sx.Key(3))
+    alone = tree.sample(x, num_samples, key=sx.Key(3))
+    assert torch.equal(draw.ids, alone.ids)
+    assert torch.equal(draw.log_q, alone.log_q)
+    assert torch.equal(scores, tree.log_prob(x, ids))
+    assert scores.shape == ids.shape
 
 
 def test_casting_a_model_does_not_change_the_law():
@@ -382,6 +439,32 @@ def test_raw_op_checks(name):
     with pytest.raises(RuntimeError) as caught:
         torch.ops.samplex.tree_sample(*args.values())
     assert str(caught.value).startswith("tree_sample: ")
+    assert text in str(caught.value)
+
+
+FUSED = {
+    "features": (lambda a: a | {"features": torch.zeros(3, 8)}, "features must be [B, K] = [*, 6] float32 contiguous on cpu, got [3, 8] float32"),
+    "flat": (lambda a: a | {"features": torch.zeros(6)}, "features must be [B, K] float32, got [6] float32"),
+    "mean": (lambda a: a | {"mean": torch.zeros(5)}, "mean must be [K] = [6] float32 contiguous on cpu, got [5] float32"),
+    "projection": (lambda a: a | {"projection": torch.zeros(6, 9)}, "nodes must be [2^depth, 16] for projection [B, 9], got [16, 8]"),
+    "rows": (lambda a: a | {"ids": torch.zeros(2, dtype=torch.int64)}, "ids must be [B] or [B, n]"),
+    "ids": (lambda a: a | {"ids": torch.tensor([0, 10, 1])}, "ids must be in [0, 10), got 10"),
+    "count": (lambda a: a | {"num_samples": -1}, "num_samples must be in [0, 2^24], got -1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_raw_checks_of_the_fused_call(name):
+    change, text = FUSED[name]
+    tree = make_tree(10, 4)
+    args = change({
+        "key": torch.tensor([0, 0]), "features": torch.zeros(3, 6), "mean": torch.zeros(6),
+        "projection": torch.zeros(6, 4), "nodes": tree.nodes, "leaf_class": tree.leaf_class,
+        "class_leaf": tree.class_leaf, "num_samples": 2, "ids": torch.tensor([0, 9, 1]),
+    })  # fmt: skip
+    with pytest.raises(RuntimeError) as caught:
+        torch.ops.samplex.tree_sample_and_score(*args.values())
+    assert str(caught.value).startswith("tree_sample_and_score: ")
     assert text in str(caught.value)
 
 

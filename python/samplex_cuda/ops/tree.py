@@ -14,7 +14,16 @@ from torch import Tensor
 from samplex_cuda import _library  # noqa: F401  registers the ops
 from samplex_cuda.tables import empty_table
 
-__all__ = ["pack_nodes", "tree_log_prob", "tree_log_prob_all", "tree_sample", "tree_topk", "unpack_nodes"]
+__all__ = [
+    "pack_nodes",
+    "tree_log_prob",
+    "tree_log_prob_all",
+    "tree_project",
+    "tree_sample",
+    "tree_sample_and_score",
+    "tree_topk",
+    "unpack_nodes",
+]
 
 _ROW_BYTES = 32  # a node's row is a multiple of this: whole sectors of GPU memory
 
@@ -56,6 +65,57 @@ def unpack_nodes(nodes: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         (torch.Size([2, 3]), tensor([0., 0.]))
     """
     return nodes[:, :dim].float(), nodes[:, dim].float()
+
+
+def tree_project(features: Tensor, mean: Tensor, projection: Tensor) -> Tensor:
+    """(features - mean) @ projection, with the same bits on every backend and any number of threads.
+
+    Args:
+        features: [B, K] float32.
+        mean: [K] float32.
+        projection: [K, k] float32.
+
+    Returns:
+        [B, k] float32.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.ops.tree import tree_project
+        >>> tree_project(torch.tensor([[3.0, 5.0]]), torch.ones(2), torch.tensor([[1.0], [10.0]]))
+        tensor([[42.]])
+    """
+    return torch.ops.samplex.tree_project(features, mean, projection)
+
+
+def tree_sample_and_score(
+    key: Tensor,
+    features: Tensor,
+    mean: Tensor,
+    projection: Tensor,
+    nodes: Tensor,
+    leaf_class: Tensor,
+    class_leaf: Tensor,
+    num_samples: int,
+    ids: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`tree_project`, then `tree_sample` and `tree_log_prob` of given classes [B] or [B, n] on it, in one call.
+
+    Returns:
+        draws [B, m] int64, their log_q [B, m] float32, and the log-probability of `ids` in their shape, float32.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.ops.tree import pack_nodes, tree_sample_and_score
+        >>> nodes, leaves = pack_nodes(torch.zeros(2, 4), torch.zeros(2)), torch.tensor([0, 1])
+        >>> key, ids = torch.tensor([0, 0]), torch.tensor([0, 1, 1])
+        >>> args = (torch.randn(3, 6), torch.zeros(6), torch.randn(6, 4))
+        >>> draws, log_q, scores = tree_sample_and_score(key, *args, nodes, leaves, leaves, 5, ids)
+        >>> draws.shape, scores[0].exp()
+        (torch.Size([3, 5]), tensor(0.5000))
+    """
+    return torch.ops.samplex.tree_sample_and_score(
+        key, features, mean, projection, nodes, leaf_class, class_leaf, num_samples, ids
+    )
 
 
 def tree_sample(
@@ -154,6 +214,28 @@ def tree_topk(
         tensor([[1, 0]])
     """
     return torch.ops.samplex.tree_topk(x, nodes, leaf_class, class_leaf, k, beam)
+
+
+@torch.library.register_fake("samplex::tree_project")
+def _(features: Tensor, mean: Tensor, projection: Tensor) -> Tensor:
+    return features.new_empty((features.shape[0], projection.shape[1]))
+
+
+@torch.library.register_fake("samplex::tree_sample_and_score")
+def _(
+    key: Tensor,
+    features: Tensor,
+    mean: Tensor,
+    projection: Tensor,
+    nodes: Tensor,
+    leaf_class: Tensor,
+    class_leaf: Tensor,
+    num_samples: int,
+    ids: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (features.shape[0], num_samples)
+    draws, log_q = features.new_empty(shape, dtype=torch.int64), features.new_empty(shape)
+    return draws, log_q, features.new_empty(ids.shape)
 
 
 @torch.library.register_fake("samplex::tree_sample")

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from samplex_cuda.reference.static_sample import philox_bits
 
-__all__ = ["conditional_log_prob", "log_prob_all", "sample", "topk"]
+__all__ = ["conditional_log_prob", "log_prob_all", "project", "sample", "topk"]
+
+
+def project(x: Tensor, mean: Tensor, projection: Tensor) -> Tensor:
+    """(x - mean) @ projection, [B, k] float64, of x [B, K], mean [K] and projection [K, k]."""
+    return (x.double() - mean.double()) @ projection.double()
 
 
 def _leaf_log_prob(x: Tensor, weights: Tensor, bias: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +13,11 @@ from samplex_cuda.ops import tree as ops
 from samplex_cuda.ops.static_sample import sort_exclude
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, describe
+from samplex_cuda.samplers.static import _call
 
 __all__ = ["Tree"]
+
+_NOT_SHARED = "tree: shared must be False, each row has a law of its own; got True"
 
 
 class Tree(Sampler):
@@ -95,8 +98,8 @@ class Tree(Sampler):
                     f"tree: mean must be [K] and projection [K, {dim}], got {describe(mean)} and {describe(projection)}"
                 )
             self._identity = False
-        self.register_buffer("mean", mean.detach().to(torch.float32).clone())
-        self.register_buffer("projection", projection.detach().to(torch.float32).clone())
+        self.register_buffer("mean", mean.detach().to(torch.float32).contiguous().clone())
+        self.register_buffer("projection", projection.detach().to(torch.float32).contiguous().clone())
 
     @classmethod
     def fit(
@@ -202,18 +205,28 @@ class Tree(Sampler):
         """Weights [2^depth, k] and bias [2^depth] of the nodes, float32."""
         return ops.unpack_nodes(self.nodes, self._dim)
 
-    def project(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor | None) -> Tensor:
         """Features [*, K] of any floating dtype to [B, k] float32, what the nodes see."""
+        flat = self._features(x)
+        return flat if self._identity else ops.tree_project(flat, self.mean, self.projection)
+
+    def _features(self, x: Tensor | None) -> Tensor:
+        """Features [*, K] of any floating dtype as [B, K] float32."""
+        if x is None:
+            raise ValueError(f"tree: h must be [*, {self.num_features}], got None")
+        buffers = self._buffers
+        nodes, projection = cast(Tensor, buffers["nodes"]), cast(Tensor, buffers["projection"])
+        width = projection.shape[0]
         if not isinstance(x, Tensor) or x.dim() < 1 or not x.is_floating_point():
-            raise ValueError(f"tree: h must be [*, {self.num_features}] floating point, got {_got(x)}")
-        if x.shape[-1] != self.num_features:
-            raise ValueError(f"tree: h must be [*, {self.num_features}], the features it was fitted on, got {_got(x)}")
-        if x.device != self.nodes.device:
-            raise ValueError(f"tree: h must be on {self.nodes.device}, where the tree is, got {_got(x)}")
-        flat = x.detach().reshape(-1, self.num_features).to(torch.float32)
-        if self._identity:
-            return flat.contiguous()
-        return (flat - self.mean) @ self.projection
+            raise ValueError(f"tree: h must be [*, {width}] floating point, got {_got(x)}")
+        if x.shape[-1] != width:
+            raise ValueError(f"tree: h must be [*, {width}], the features it was fitted on, got {_got(x)}")
+        if x.device != nodes.device:
+            raise ValueError(f"tree: h must be on {nodes.device}, where the tree is, got {_got(x)}")
+        x = x.detach()
+        if x.dim() != 2 or x.dtype != torch.float32 or not x.is_contiguous():
+            x = x.reshape(-1, width).to(torch.float32).contiguous()
+        return x
 
     def sample(
         self,
@@ -230,7 +243,10 @@ class Tree(Sampler):
 
         `exclude` is exact: the law conditioned on the other classes. Draws cannot be `shared`: each row has its law.
         """
-        x, count = self._prepare_sample(h, num_samples, shared)
+        count = self._check_count(num_samples)
+        if shared:
+            raise ValueError(_NOT_SHARED)
+        x = self.project(h)
         self._check_batch(x, batch_size, None)
         leaves, offsets = self._excluded_leaves(exclude, x)
         pair = key_tensor(self._op, key, x.device)
@@ -240,11 +256,12 @@ class Tree(Sampler):
         self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None
     ) -> Tensor:
         """Log-probability of given ids, the same numbers as the log_q of a draw; see `Sampler.log_prob`."""
-        if h is None:
-            raise ValueError(f"tree: h must be [*, {self.num_features}], got None")
         check_int64(self._op, "ids", ids)
         x = self.project(h)
-        return self._score(x, ids, *self._excluded_leaves(exclude, x))
+        wanted, squeeze = self._wanted(ids, x.shape[0])
+        excluded = self._excluded_leaves(exclude, x)
+        out = _call(lambda: ops.tree_log_prob(x, wanted, *self._tables(), *excluded))
+        return out.squeeze(1) if squeeze else out
 
     def sample_and_score(
         self,
@@ -258,41 +275,30 @@ class Tree(Sampler):
     ) -> tuple[Draw, Tensor]:
         """`sample` and `log_prob` of given ids with one projection of h; see `Sampler.sample_and_score`."""
         check_int64(self._op, "ids", ids)
-        x, count = self._prepare_sample(h, num_samples, shared)
-        scores = self._score(x, ids, None, None)
-        pair = key_tensor(self._op, key, x.device)
-        return Draw(*ops.tree_sample(pair, x, *self._tables(), count)), scores
-
-    def _prepare_sample(self, h: Tensor | None, num_samples: int, shared: bool) -> tuple[Tensor, int]:
-        """The projected features [B, k] and m of a call of `sample`."""
         count = self._check_count(num_samples)
         if shared:
-            raise ValueError("tree: shared must be False, each row has a law of its own; got True")
-        if h is None:
-            raise ValueError(f"tree: h must be [*, {self.num_features}], got None")
-        return self.project(h), count
+            raise ValueError(_NOT_SHARED)
+        x = self._features(h)
+        if self._identity:
+            return self.sample(h, num_samples, key=key), self.log_prob(h, ids)
+        wanted = ids.contiguous() if ids.dim() == 1 and ids.shape[0] == x.shape[0] else self._wanted(ids, x.shape[0])[0]
+        pair = key_tensor(self._op, key, x.device)
+        model = self.mean, self.projection, *self._tables()
+        draws, log_q, scores = _call(lambda: ops.tree_sample_and_score(pair, x, *model, count, wanted))
+        return Draw(draws, log_q), scores
 
-    def _score(self, x: Tensor, ids: Tensor, leaves: Tensor | None, offsets: Tensor | None) -> Tensor:
-        """`log_prob` for projected features x [B, k] and excluded leaves."""
-        batch = x.shape[0]
+    def _wanted(self, ids: Tensor, batch: int) -> tuple[Tensor, bool]:
+        """Given ids as [B, n], and whether the answer is to be [B]."""
         if ids.dim() == 2 and ids.shape[0] == batch:
-            wanted = ids
-        elif ids.dim() == 1:
-            wanted = ids.unsqueeze(1) if ids.shape[0] == batch else ids.expand(batch, -1)
-        else:
+            return ids.contiguous(), False
+        if ids.dim() != 1:
             raise ValueError(f"tree: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
-        try:
-            out = ops.tree_log_prob(x, wanted.contiguous(), *self._tables(), leaves, offsets)
-        except RuntimeError as error:
-            if "ids must be in [0, " in str(error):
-                raise IndexError(str(error).splitlines()[0]) from None
-            raise
-        return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
+        if ids.shape[0] == batch:
+            return ids.unsqueeze(1).contiguous(), True
+        return ids.expand(batch, -1).contiguous(), False
 
     def log_prob_all(self, h: Tensor | None = None) -> Tensor:
         """Log-probability of every class, [B, C] float32."""
-        if h is None:
-            raise ValueError(f"tree: h must be [*, {self.num_features}], got None")
         return ops.tree_log_prob_all(self.project(h), *self._tables())
 
     def topk(self, h: Tensor, k: int, *, beam: int | None = None) -> tuple[Tensor, Tensor]:
