@@ -8,7 +8,7 @@
 
 namespace samplex {
 
-constexpr size_t kPoolSmallest = size_t(1) << 20;  // below this, ordinary memory is as good
+constexpr size_t kPoolSmallest = size_t(1) << 18;  // below this, ordinary memory is as good
 
 void* pool_take(size_t bytes);  // throws std::bad_alloc
 void pool_give(void* data);

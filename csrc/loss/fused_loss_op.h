@@ -173,7 +173,7 @@ inline LossGradients run_loss_backward(const char* op, const LossBackward& x, co
                           backend_of(op, hidden) == Backend::kCpu;
   const double factor = one_factor ? number_of(acc, grad_loss.const_data_ptr()) * number_of(acc, factor_at) : 0.0;
   const bool scale_hidden = factor != 0.0;
-  Tensor d_hidden = empty(hidden, {B, d}, hidden.scalar_type());
+  Tensor d_hidden = empty_pooled(hidden, {B, d}, hidden.scalar_type());
   const Tensor coef_target = empty(hidden, {B, P}, acc);
   const Tensor coef_draw = scale_hidden ? view_of(saved, at.coef_loss + P, B, m, entries) : empty(hidden, {B, m}, acc);
   LossBwdParams params{};

@@ -46,7 +46,7 @@ Forward negative_sampling(const Tensor& hidden, const Tensor& weight, const Tens
   const int64_t entries = 1 + m;
   const SavedLoss at(B, entries, d, reduction, need_grad, false);
   Forward result{reduction == Reduction::kNone ? empty(hidden, {B}, acc) : empty(hidden, {}, acc),
-                 empty(hidden, {at.size}, acc)};
+                 empty_pooled(hidden, {at.size}, acc)};
   auto& [loss, saved] = result;
   if (B == 0) {
     if (reduction != Reduction::kNone) torch::stable::zero_(loss);

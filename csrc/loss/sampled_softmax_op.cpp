@@ -60,7 +60,7 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   const int64_t entries = P + m;
   const SavedLoss at(B, entries, d, reduction, need_grad, with_lse);
   Forward result{reduction == Reduction::kNone ? empty(hidden, {B}, acc) : empty(hidden, {}, acc),
-                 empty(hidden, {B}, acc), empty(hidden, {at.size}, acc)};
+                 empty(hidden, {B}, acc), empty_pooled(hidden, {at.size}, acc)};
   auto& [loss, lse, saved] = result;
   if (B == 0) {
     if (reduction != Reduction::kNone) torch::stable::zero_(loss);

@@ -1,6 +1,6 @@
-// CPU bodies of the tree, compiled once per instruction set. Draws of a row go down together, level by level: their
-// nodes are independent loads, and the choice of a child is a plain loop over the draws that the compiler vectorises.
-// The top levels, which hold fewer nodes than there are draws, are scored once for the row.
+// CPU bodies of the tree, compiled once per instruction set. Many draws, of one row or of several, go down together,
+// level by level: their nodes are independent loads, and the choice of a child is a plain loop over the draws that the
+// compiler vectorises. The top levels, which hold no more nodes than a row has draws, are scored once for the row.
 #pragma once
 
 #include "common/philox_many.h"
@@ -14,9 +14,11 @@
 namespace samplex {
 inline namespace SX_ISA_NS {
 
-constexpr int kTreeBlock = 64;     // draws that go down together
-constexpr int kTreeTopLevels = 6;  // at most: 2^6 - 1 nodes
-constexpr int kLevelsAhead = 2;    // of a known path that are under way
+constexpr int kTreeBlock = 64;                                    // draws that go down together
+constexpr int kTreeTopLevels = 6;                                 // at most: 2^6 - 1 nodes
+constexpr int kTreeTopDraws = 8;                                  // of a row: with fewer, nothing is shared
+constexpr int kTreeTopRows = 2 * kTreeBlock / kTreeTopDraws + 2;  // whose draws may be under way at a time
+constexpr int kLevelsAhead = 2;                                   // of a known path that are under way
 
 // Always inlined: GCC takes a function that only prefetches for one without effect, and drops the call.
 template <typename T>
@@ -212,18 +214,19 @@ struct TreeBlock {
   int64_t excluded[kTreeBlock];  // heap index of the excluded leaf, 0 for none
   const double* left[kTreeBlock];
   const float* x[kTreeBlock];
+  const float* top[kTreeBlock];                              // logits of the row's first levels, by node
   int64_t at[kTreeBlock];                                    // place in the output
   uint32_t row[kTreeBlock] = {}, position[kTreeBlock] = {};  // read up to the next multiple of 8
   uint64_t bits[2][kTreeBlock];
   float z[kTreeBlock];
   double zd[kTreeBlock], ad[kTreeBlock], ed[kTreeBlock];  // z, |z| and exp(-|z|) of the level
   double minor[kTreeBlock], product[kTreeBlock], kept[kTreeBlock];
-  float top[1 << kTreeTopLevels];  // logits of the first `top_levels` levels, where all draws are of one row
-  int top_levels = 0, count = 0;
+  int count = 0;
   bool excludes = false;  // some draw has an excluded class
 
-  void add(const TreeSampleParams& p, const TreeExcluded& out, int64_t b, int64_t draw) {
+  void add(const TreeSampleParams& p, const TreeExcluded& out, const float* row_top, int64_t b, int64_t draw) {
     const int g = count++;
+    top[g] = row_top;
     node[g] = 1;
     minor[g] = 0;
     product[g] = 1;
@@ -274,8 +277,8 @@ inline void choose_children(TreeBlock& s, const uint64_t* bits, int depth, int l
 
 // All draws of the block down one level, while the nodes that `next` looks at afterwards are asked for.
 template <typename T>
-inline void draw_level(const TreeSampleParams& p, PhiloxKey key, int level, TreeBlock& s, const TreeBlock& next,
-                       int next_level) {
+inline void draw_level(const TreeSampleParams& p, PhiloxKey key, int top_levels, int level, TreeBlock& s,
+                       const TreeBlock& next, int next_level) {
   const TreeTable& tree = p.tree;
   const int count = s.count;
   if (level % 2 == 0) {
@@ -283,10 +286,10 @@ inline void draw_level(const TreeSampleParams& p, PhiloxKey key, int level, Tree
     for (int g = 0; g < kTreeBlock; ++g) ++s.position[g];  // the next Philox block
   }
   NodesAhead<T> ahead;
-  if (next_level < tree.depth && next_level >= next.top_levels) ahead = {next.node, next.count};
-  if (level < s.top_levels) {
+  if (next_level < tree.depth && next_level >= top_levels) ahead = {next.node, next.count};
+  if (level < top_levels) {
     ahead.prefetch(tree, 0, kTreeBlock);
-    for (int g = 0; g < count; ++g) s.z[g] = s.top[s.node[g]];
+    for (int g = 0; g < count; ++g) s.z[g] = s.top[g][s.node[g]];
   } else {
     tree_logits<T>(tree, s.node, s.x, count, s.z, ahead);
   }
@@ -314,10 +317,10 @@ inline void write_block(const TreeSampleParams& p, TreeBlock& s) {
 
 // Two blocks to their leaves, in turn: what one looks at next is on the way from memory while the other computes.
 template <typename T>
-inline void draw_blocks(const TreeSampleParams& p, PhiloxKey key, TreeBlock& a, TreeBlock& b) {
+inline void draw_blocks(const TreeSampleParams& p, PhiloxKey key, int top_levels, TreeBlock& a, TreeBlock& b) {
   for (int level = 0; level < p.tree.depth; ++level) {
-    draw_level<T>(p, key, level, a, b, level);
-    draw_level<T>(p, key, level, b, a, level + 1);
+    draw_level<T>(p, key, top_levels, level, a, b, level);
+    draw_level<T>(p, key, top_levels, level, b, a, level + 1);
   }
   for (TreeBlock* s : {&a, &b}) {
     for (int g = 0; g < s->count; ++g)
@@ -367,20 +370,25 @@ inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t e
     }
     return;
   }
-  float top[1 << kTreeTopLevels];
-  // Levels that hold no more nodes than the row has draws. Few draws a row: blocks of several rows, without a top.
-  const bool by_row = p.num_samples >= kTreeBlock / 2;
   int top_levels = 0;
-  while (by_row && top_levels < kTreeTopLevels && top_levels < tree.depth &&
+  while (p.num_samples >= kTreeTopDraws && top_levels < kTreeTopLevels && top_levels < tree.depth &&
          (int64_t(1) << top_levels) <= p.num_samples) {
     ++top_levels;
   }
+  float tops[kTreeTopRows][1 << kTreeTopLevels];
+  int64_t top_nodes[1 << kTreeTopLevels];
+  const float* top_x[1 << kTreeTopLevels];
+  for (int node = 0; node < 1 << kTreeTopLevels; ++node) top_nodes[node] = node;
   PhiloxKey key = {0, 0};
   if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
-  int full = 0;  // blocks that wait for the other one
+  int full = 0, next_top = 0;  // blocks that wait for the other one; the place of the row's top
   for (int64_t b = begin; b < end; ++b) {
     const float* x = p.x + b * tree.dim;
-    for (int node = 1; node < 1 << top_levels; ++node) top[node] = tree_logit_fast<T>(tree, node, x);
+    float* const top = tops[next_top];
+    if (top_levels > 0) {
+      for (const float*& each : top_x) each = x;
+      tree_logits<T>(tree, top_nodes + 1, top_x, (1 << top_levels) - 1, top + 1, {});
+    }
     const auto logit = [&](int64_t node, int level) {
       return level < top_levels ? top[node] : tree_logit_fast<T>(tree, node, x);
     };
@@ -408,18 +416,17 @@ inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t e
     } else {
       for (int64_t k = 0; k < p.num_samples; ++k) {
         TreeBlock& block = blocks[full];
-        block.add(p, out, b, k);
-        if (block.count < kTreeBlock && !(by_row && k + 1 == p.num_samples)) continue;
-        block.top_levels = top_levels;
-        for (int node = 1; node < 1 << top_levels; ++node) block.top[node] = top[node];
+        block.add(p, out, top, b, k);
+        if (block.count < kTreeBlock) continue;
         if (++full == 2) {
-          draw_blocks<T>(p, key, blocks[0], blocks[1]);
+          draw_blocks<T>(p, key, top_levels, blocks[0], blocks[1]);
           full = 0;
         }
       }
+      next_top = (next_top + 1) % kTreeTopRows;
     }
   }
-  if (blocks[0].count > 0) draw_blocks<T>(p, key, blocks[0], blocks[1]);
+  if (blocks[0].count > 0) draw_blocks<T>(p, key, top_levels, blocks[0], blocks[1]);
 }
 
 // ------------------------------------------------------------------------------------------------ every class

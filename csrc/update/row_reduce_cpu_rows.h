@@ -52,6 +52,19 @@ inline void add_entry(A* out, const RowReduceSource& source, int64_t row, A coef
   }
 }
 
+// to = coef * row, past the cache
+template <typename T, typename A>
+inline void stream_scaled_row(A* to, A coef, const T* row, int64_t d) {
+#if defined(__AVX2__)
+  if constexpr (sizeof(A) == 4 && sizeof(T) <= 4) {
+    const Vec k = Vec::all(coef);
+    for (int64_t c = 0; c < d; c += Vec::kSize) (k * Vec::load(row + c)).stream(to + c);
+    return;
+  }
+#endif
+  for (int64_t c = 0; c < d; ++c) to[c] = coef * A(to_acc(row[c]));
+}
+
 // to = from, past the cache: the rows of a large batch do not fit it, and a store that misses would read them first.
 template <typename A>
 inline void stream_row(A* to, const A* from, int64_t d) {
@@ -80,21 +93,25 @@ inline void row_reduce_range(const RowReduceParams& p, const cpu::RowReduceRange
     A* const place = grads + row * p.dim;
     A* const out = p.stream ? scratch : place;
     A coef_sum = 0;
-    bool first = true;
+    bool first = true, written = false;
     for (; i < range.num_keys && (range.keys[i] >> range.entry_bits) == id; ++i) {
       const int64_t entry = int64_t(range.keys[i] & entry_mask);
       const int which = entry < split ? 0 : 1;
       const RowReduceSource& source = p.source[which];
       const int64_t at = entry < split ? entry : entry - split;
       const A coef = source.coef ? static_cast<const A*>(source.coef)[at] : A(1);
-      if (first)
+      const bool last = i + 1 == range.num_keys || (range.keys[i + 1] >> range.entry_bits) != id;
+      written = p.stream && first && last && source.dtype == DType::kFloat32;
+      if (written)  // most rows have one entry: nothing to collect
+        stream_scaled_row(place, coef, static_cast<const float*>(source.rows) + row_of[which](at) * p.dim, p.dim);
+      else if (first)
         add_entry<true>(out, source, row_of[which](at), coef, p.dim);
       else
         add_entry<false>(out, source, row_of[which](at), coef, p.dim);
       coef_sum += source.bias ? static_cast<const A*>(source.bias)[at] : coef;
       first = false;
     }
-    if (p.stream) stream_row(place, out, p.dim);
+    if (p.stream && !written) stream_row(place, out, p.dim);
     if (bias) bias[row] = coef_sum;
   }
 #if defined(__AVX2__)
