@@ -37,6 +37,20 @@ def law(kind, weight, bias, h, scale=1.0, excluded=None):
     return log_w.softmax(1)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_million_classes(kind):
+    """log_q of the draws is the law's, and they spread over the classes as it says: ten ranges by mass."""
+    weight, bias, h = table(10**6, 4)
+    draw = make(kind, weight, bias).sample(h, 4000, key=sx.Key(1))
+    p = law(kind, weight, bias, h)
+    torch.testing.assert_close(draw.log_q.double(), p.log().gather(1, draw.ids), rtol=1e-5, atol=1e-5)
+    for row in range(3):
+        edges = torch.searchsorted(p[row].cumsum(0), torch.linspace(0.1, 0.9, 9, dtype=torch.float64))
+        count = torch.bincount(torch.bucketize(draw.ids[row], edges, right=True), minlength=10).double()
+        mass = torch.stack([part.sum() for part in p[row].tensor_split(edges)])
+        assert float(((count - 4000 * mass) ** 2 / (4000 * mass)).sum()) < 33.7  # chi-square, 9 degrees: 1e-4
+
+
 EXCLUDES = {
     "target": (torch.tensor([0, 255, 699]), [[0], [255], [699]]),
     "padded": (

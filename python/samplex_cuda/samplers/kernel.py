@@ -29,6 +29,7 @@ __all__ = ["KernelSampler", "Quadratic", "RandomFourier"]
 _KINDS = ("rff", "orf", "positive")
 _CHUNK_BYTES = 8 << 20  # of features at a time: they stay in the cache until they are summed
 _CLIPPED = 0.1  # share of negative estimates from which on a warning is due
+_WATCHED = 8  # one call of so many on a CUDA device sends its share to the host
 
 
 class KernelSampler(Sampler):
@@ -79,6 +80,8 @@ class KernelSampler(Sampler):
         if kind != "quadratic":
             omega = rff.frequencies(width, num_features, nu=self.scale, kind=kind, key=key, device=weight.device)
         self._warned = False
+        self._share: Tensor | None = None  # on the host, on its way from a CUDA device
+        self._calls = 0
         self._shift = 0.0
         leaves = 1 << self.depth
         stride = ops.padded(numbers, ops.FEATURE_ALIGN)
@@ -207,10 +210,10 @@ class KernelSampler(Sampler):
         return ops.pad_columns(phi, ops.FEATURE_ALIGN)
 
     def _watch(self, clipped: Tensor) -> None:
-        """Warn once where too much of the estimated mass is negative. On the CPU only: elsewhere it would wait."""
-        if self._warned or clipped.is_cuda or clipped.numel() == 0 or torch.compiler.is_compiling():
+        """Warn once where too much of the estimated mass is negative."""
+        if self._warned or clipped.numel() == 0 or torch.compiler.is_compiling():
             return
-        share = float(clipped.nanmean())
+        share = self._earlier_share(clipped) if clipped.is_cuda else float(clipped.nanmean())
         if not share > _CLIPPED:
             return
         self._warned = True
@@ -222,6 +225,18 @@ class KernelSampler(Sampler):
             "no negative estimates.",
             stacklevel=3,
         )
+
+    def _earlier_share(self, clipped: Tensor) -> float:
+        """The share of an earlier call, so that no call waits for the device: 0 until the first one has arrived."""
+        if torch.cuda.is_current_stream_capturing():
+            return 0.0
+        if self._share is None:
+            self._share = torch.zeros((), pin_memory=True)
+        share = float(self._share)
+        if self._calls % _WATCHED == 0:
+            self._share.copy_(clipped.nanmean(), non_blocking=True)
+        self._calls += 1
+        return share
 
     # -------------------------------------------------------------------------------------------- changes
     def update(self, ids: Tensor, rows: Tensor, bias: Tensor | None = None) -> None:
