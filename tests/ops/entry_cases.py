@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import loss_cases
@@ -104,7 +103,13 @@ def make_case(
 
     log_q = noise(*shape)
     target_log_q = noise(*target.shape) if loss == "nce" or reg else None
-    log_eta = math.log(classes) + noise(rows) + 2.5 if loss == "augment_reduce" else None
+    log_eta = None
+    if loss == "augment_reduce":  # about its best value, so that nothing overflows in half precision
+        s = scale * (h.double() @ weight.double().T)
+        several = target.reshape(rows, -1)
+        inside = (several >= 0) & (several < classes)
+        level = (s.gather(1, several.clamp(0, classes - 1)) * inside).sum(1) / inside.sum(1).clamp_min(1)
+        log_eta = (s.logsumexp(1) - level + noise(rows) + 2.5).to(acc(dtype))
     b = None if bias == "none" else torch.randn(classes, generator=g).to(dtype if bias == "weight" else acc(dtype))
     if class_weight:
         options["class_weight"] = torch.rand(classes, generator=g).to(acc(dtype)) + 0.25
