@@ -81,7 +81,10 @@ def test_the_formulas_of_the_others_by_hand(backend):
     for loss in LOSSES[1:]:
         case = make_case(1, 3, 4, **options | {"loss": loss})
         case.target, case.ids = torch.tensor([[3, 4]]), torch.tensor([[5, 3, 6]])
-        case.options |= {"class_weight": torch.ones(10).double().index_fill(0, torch.tensor(3), 2.0), "positives": known}
+        case.options |= {
+            "class_weight": torch.ones(10).double().index_fill(0, torch.tensor(3), 2.0),
+            "positives": known,
+        }
         found[loss] = (case, case.to(backend.device).call()[0].cpu())
     case = found["nce"][0]
     s = 1.5 * (case.weight @ case.h[0] + case.bias)

@@ -128,7 +128,11 @@ def test_the_raw_op_checks_for_itself(at):
         (1, 0.1, "nce: reg must be 0, got 0.1"),
         (1, 0.0, "nce: target_log_q must be [B], got None"),
         (3, 0.0, "augment_reduce: log_eta must be [B], got None"),
-        (4, 0.0, "entry_loss: kind must be 0 (negative_sampling), 1 (nce), 2 (one_vs_each) or 3 (augment_reduce), got 4"),
+        (
+            4,
+            0.0,
+            "entry_loss: kind must be 0 (negative_sampling), 1 (nce), 2 (one_vs_each) or 3 (augment_reduce), got 4",
+        ),
     ],
 )
 def test_the_raw_op_checks_what_each_loss_needs(kind, reg, text):

@@ -194,7 +194,9 @@ def one_vs_each(
         4.0
     """
     e = _entries(h, weight, target, ids, log_q, bias, scale, class_weight, ignore_index, positives, True)
-    terms = _log_weight(e.log_q).exp().unsqueeze(1) * -F.logsigmoid(e.pos.unsqueeze(2) - e.neg.unsqueeze(1))  # [B, P, m]
+    terms = _log_weight(e.log_q).exp().unsqueeze(1) * -F.logsigmoid(
+        e.pos.unsqueeze(2) - e.neg.unsqueeze(1)
+    )  # [B, P, m]
     return e.counted(e.over_targets(torch.where(e.masked.unsqueeze(1), 0.0, terms).sum(2)))
 
 
