@@ -366,7 +366,7 @@ class SampledClassifier(nn.Module):
                 self._steps += 1
                 if self.sampler_update != "epoch":
                     self._touched += [target[valid].detach(), draw.ids.reshape(-1)]
-        options = {
+        options: dict[str, Any] = {
             "bias": self.bias,
             "scale": self.scale,
             "reduction": reduction,
@@ -405,17 +405,21 @@ class SampledClassifier(nn.Module):
         return loss
 
     def _augment_reduce(
-        self, drawn: tuple[Tensor, ...], index: Tensor, positives: tuple[Tensor, Tensor] | None, options: dict[str, Any]
+        self,
+        drawn: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        index: Tensor,
+        positives: tuple[Tensor, Tensor] | None,
+        options: dict[str, Any],
     ) -> Tensor:
         assert self.log_eta is not None
         log_eta = self.log_eta[index]
-        made = functional.augment_reduce(*drawn, log_eta, positives=positives, return_log_sum=True, **options)
-        loss, log_sum = made
+        loss, log_sum = functional.augment_reduce(*drawn, log_eta, positives=positives, return_log_sum=True, **options)
         with torch.no_grad():
             keep = math.log1p(-self.eta_rate) if self.eta_rate < 1.0 else -math.inf
+            # One that overflowed counts as the largest that does not; a nan is no news of eta; R is never below 1.
+            log_sum = torch.minimum(log_sum, log_eta + 88.0)
             moved = torch.logaddexp(log_eta + keep, log_sum + math.log(self.eta_rate))
-            # A sum that overflowed, or a nan, is no news of eta; R is never below 1.
-            moved = torch.where(log_sum.isfinite(), moved, log_eta).clamp_min(0.0)
+            moved = torch.where(log_sum.isnan(), log_eta, moved).clamp_min(0.0)
             # The larger one where an index occurs twice: it does not depend on the order.
             self.log_eta.scatter_reduce_(0, index, moved, "amax", include_self=False)
         return loss

@@ -215,7 +215,7 @@ def test_same_bits_for_any_number_of_threads(simd_level, loss, dtype):
 
 
 # The other entry losses share row loads and products with negative sampling: fewer shapes.
-SIMD = [(loss, dtype, dim) for loss in (SOFTMAX, NOISE) for dtype in "float32 bfloat16 float16".split()
+SIMD = [(loss, dtype, dim) for loss in (SOFTMAX, NOISE) for dtype in ("float32", "bfloat16", "float16")
         for dim in (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 130)]  # fmt: skip
 SIMD += [(loss, dtype, dim) for loss in ENTRY[1:] for dtype in ("float32", "bfloat16") for dim in (1, 9, 33)]
 TILES = [(loss, samples) for loss in (SOFTMAX, NOISE) for samples in range(20)]

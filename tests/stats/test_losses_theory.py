@@ -1,7 +1,7 @@
 """What docs/losses.md says of the losses, checked with the ops by exact enumeration in float64.
 
-Scores are tabular: h = [1], weight [C, 1] holds the scores. One batch row for every outcome of target and draws, so that
-an expectation is a weighted sum of the op's rows, without any sampling noise.
+Scores are tabular: h = [1], weight [C, 1] holds the scores. One batch row for every outcome of target and draws, so
+that an expectation is a weighted sum of the op's rows, without any sampling noise.
 """
 
 from __future__ import annotations
