@@ -106,7 +106,7 @@ def make_case(
     log_eta = None
     if loss == "augment_reduce":  # about its best value, so that nothing overflows in half precision
         s = scale * (h.double() @ weight.double().T)
-        several = target.reshape(rows, -1)
+        several = target[:, None] if targets == 1 else target
         inside = (several >= 0) & (several < classes)
         level = (s.gather(1, several.clamp(0, classes - 1)) * inside).sum(1) / inside.sum(1).clamp_min(1)
         log_eta = (s.logsumexp(1) - level + noise(rows) + 2.5).to(acc(dtype))
