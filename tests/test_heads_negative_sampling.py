@@ -146,7 +146,6 @@ def test_a_class_the_noise_never_draws_is_never_predicted():
         ({"reg": -1.0}, "reg must be finite and at least 0, got -1.0"),
         ({"reg": math.inf}, "reg must be finite and at least 0, got inf"),
         ({"reg": 0.1, "loss": "sampled_softmax"}, "reg must be 0 with loss='sampled_softmax', got 0.1"),
-        ({"loss": "nce?"}, "loss must be one of sampled_softmax, negative_sampling, got 'nce?'"),
     ],
 )
 def test_negative_sampling_options_are_checked(options, text):
@@ -159,8 +158,6 @@ def test_negative_sampling_calls_are_checked():
     h, y = batch()
     with pytest.raises(ValueError, match="positives must be None with loss='negative_sampling'"):
         head(h, y, positives=(torch.zeros(B + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)))
-    with pytest.raises(ValueError, match=r"negative_sampling: target must be \[7\] to fit h, got \[7, 2\] int64"):
-        head(h, torch.randint(C, (B, 2)))
     for method in (head.scores, head.log_prob, head.predict):
         with pytest.raises(
             ValueError, match=r"SampledClassifier\.\w+: features must be \[7, f\] to fit h, got \[2, 3\]"

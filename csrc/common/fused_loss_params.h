@@ -13,6 +13,8 @@
 
 namespace samplex {
 
+constexpr int64_t kPadding = -100;  // pads rows of a [B, P] target
+
 enum class Reduction : int64_t { kNone = 0, kMean = 1, kSum = 2 };
 
 struct LossMeanParams {

@@ -55,9 +55,11 @@ inline void add_into(const Tensor& to, const Tensor& more) {
 // What the forward keeps for the backward, in one tensor: eight would cost more to make than a small batch to compute.
 // Offsets in numbers; a part that is not kept is -1.
 struct SavedLoss {
-  int64_t d_loss = -1, d_lse = -1, coef_loss = -1, coef_lse = -1, row_loss = -1, denom = -1, factor = -1, size = 0;
+  int64_t d_loss = -1, d_lse = -1, coef_loss = -1, coef_lse = -1, row_loss = -1, denom = -1, factor = -1;
+  int64_t ratio = -1, size = 0;
 
-  SavedLoss(int64_t batch, int64_t entries, int64_t dim, Reduction reduction, bool need_grad, bool with_lse) {
+  SavedLoss(int64_t batch, int64_t entries, int64_t dim, Reduction reduction, bool need_grad, bool with_lse,
+            bool with_ratio = false) {
     const auto place = [this](int64_t& part, bool kept, int64_t count) {
       if (!kept) return;
       part = size;
@@ -70,6 +72,7 @@ struct SavedLoss {
     place(row_loss, reduction != Reduction::kNone, batch);
     place(denom, true, batch);
     place(factor, reduction != Reduction::kNone, 1);
+    place(ratio, with_ratio, batch);  // last: the Python side reads it from there
   }
 };
 

@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/fused_loss_params.h"
 #include "common/launchers.h"
 
 namespace samplex {
@@ -46,8 +47,6 @@ struct SampledSoftmaxParams {
   DType dtype;
   bool shared, absolute, need_grad, debug;
 };
-
-constexpr int64_t kPadding = -100;  // pads rows of a [B, P] target
 
 SX_DECLARE_LAUNCHER(launch_sampled_softmax, SampledSoftmaxParams)
 

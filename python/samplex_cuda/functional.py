@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from samplex_cuda.ops.entry_loss import KINDS
+from samplex_cuda.ops.entry_loss import entry_loss as _entry_loss_op
 from samplex_cuda.ops.fused_loss import REDUCTIONS, acc_dtype, keep_coalesced
-from samplex_cuda.ops.negative_sampling import negative_sampling as _negative_sampling
 from samplex_cuda.ops.sampled_softmax import sampled_softmax as _sampled_softmax
 
-__all__ = ["negative_sampling", "sampled_softmax"]
+__all__ = ["augment_reduce", "nce", "negative_sampling", "one_vs_each", "sampled_softmax"]
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -184,6 +186,7 @@ def negative_sampling(
     reduction: str = "mean",
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
+    positives: tuple[Tensor, Tensor] | None = None,
     sparse: bool = True,
 ) -> Tensor:
     r"""Logistic regression of the target against draws from a noise distribution (Bamler & Mandt 2020, Eq. 2 and 6).
@@ -208,17 +211,21 @@ def negative_sampling(
     Args:
         h: [*, d] hidden vectors. Under autocast they are cast to the dtype of `weight`, which keeps its own.
         weight: [C, d] in float32, float64, float16 or bfloat16; sums run in float32 (float64 for float64).
-        target: int64 [*].
+        target: int64 [*], or [*, P] for several targets a row, padded with -100: their terms are averaged.
         ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows. With m = 0 only the target's
             term is left.
         log_q: log p_n of each draw, shape of `ids`; read only where `reg` is not 0.
-        target_log_q: [*], log p_n(y|x) of the targets; may be None where `reg` is 0.
+        target_log_q: shape of `target`, log p_n(y|x) of the targets; may be None where `reg` is 0. Not read where a
+            target is padded.
         bias: [C] or None, in the dtype of `weight` or float32.
         scale: multiplies the score (1 / temperature).
         reg: lambda of Eq. 6, at least 0: pulls the corrected scores, xi + log p_n, to zero.
         reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
-        class_weight: [C] float32; multiplies the loss of a row by the weight of its target, as in `F.cross_entropy`.
-        ignore_index: a row of this target has loss 0 and no gradient and is not in the mean.
+        class_weight: [C] float32 weights of the classes, as `weight` of `F.cross_entropy`: a target's term has the
+            weight of its class, the draws' terms the mean weight of the targets.
+        ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
+        positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]), left out where drawn. This
+            moves the minimiser (a class is then drawn less often than p_n says): leave it out unless that is wanted.
         sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).
 
     Returns:
@@ -237,31 +244,324 @@ def negative_sampling(
         >>> weight.grad.is_coalesced(), weight.grad.shape
         (True, torch.Size([1000, 16]))
     """
-    op = "negative_sampling"
+    return _entry_loss(
+        "negative_sampling",
+        h,
+        weight,
+        target,
+        ids,
+        log_q,
+        bias,
+        target_log_q=target_log_q,
+        scale=scale,
+        reg=reg,
+        reduction=reduction,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        positives=positives,
+        sparse=sparse,
+    )[0]
+
+
+def nce(
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    log_q: Tensor,
+    target_log_q: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    reduction: str = "mean",
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    positives: tuple[Tensor, Tensor] | None = None,
+    sparse: bool = True,
+) -> Tensor:
+    r"""Noise contrastive estimation (Gutmann & Hyvarinen 2010): is a class the target, or one of m draws of noise?
+
+    With scores :math:`s_k = \text{scale}\,(h \cdot w_k + b_k)` the loss of a row is
+
+    .. math::
+        \text{softplus}(-(s_y - \log m - \log q_y)) + \sum_{k=1}^m \text{softplus}(s_k - \log m - \log q_k).
+
+    At the minimum :math:`s_y = \log p_D(y|x)`, whatever the noise: the scores normalise themselves, and prediction adds
+    nothing. The draws come from the *unconditional* q: do not exclude the target when sampling, a draw that hits it
+    counts like any other.
+
+    One pass over the gathered rows, sparse gradients, dtypes and autocast as in `negative_sampling`.
+
+    Args:
+        h: [*, d] hidden vectors.
+        weight: [C, d].
+        target: int64 [*], or [*, P] for several targets a row, padded with -100: their terms are averaged.
+        ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows. With m = 0 only the target's term is
+            left.
+        log_q: log-probability of each draw, shape of `ids`. A row with nan or inf here (or in h) has loss nan.
+        target_log_q: log-probability of the targets under the same law, shape of `target`.
+        bias: [C] or None, in the dtype of `weight` or float32.
+        scale: multiplies the score (1 / temperature), before the correction.
+        reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
+        class_weight: [C] float32 weights of the classes: a target's term has the weight of its class, the draws' terms
+            the mean weight of the targets.
+        ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
+        positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]), left out where drawn. This
+            moves the minimiser: leave it out unless that is wanted.
+        sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).
+
+    Returns:
+        The loss in float32 (float64 for float64): a scalar, or [*] for "none".
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> h, weight = torch.randn(4, 16), torch.randn(1000, 16, requires_grad=True)
+        >>> target = torch.tensor([1, 2, 3, 4])
+        >>> draw, log_q_target = sx.samplers.LogUniform(1000).sample_and_score(h, 20, target)
+        >>> sx.functional.nce(h, weight, target, draw.ids, draw.log_q, log_q_target).backward()
+        >>> weight.grad.is_coalesced(), weight.grad.shape
+        (True, torch.Size([1000, 16]))
+    """
+    return _entry_loss(
+        "nce",
+        h,
+        weight,
+        target,
+        ids,
+        log_q,
+        bias,
+        target_log_q=target_log_q,
+        scale=scale,
+        reduction=reduction,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        positives=positives,
+        sparse=sparse,
+    )[0]
+
+
+def one_vs_each(
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    log_q: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    reduction: str = "mean",
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    positives: tuple[Tensor, Tensor] | None = None,
+    sparse: bool = True,
+) -> Tensor:
+    r"""The one-vs-each bound of the softmax (Titsias 2016), its sum over the other classes estimated by the draws.
+
+    The bound :math:`-\log p(y|x) \le \sum_{k \ne y} \text{softplus}(s_k - s_y)` with
+    :math:`s_k = \text{scale}\,(h \cdot w_k + b_k)` is a sum, so a sample of it is unbiased, and so is its gradient:
+
+    .. math::
+        \frac{1}{m} \sum_{k=1}^m \frac{1}{q_k} \text{softplus}(s_k - s_y).
+
+    A draw that equals a target of its row, or one of its known `positives`, takes no part. The weights 1 / (m q) spread
+    as q is far from softplus(s_k - s_y): a class of small q and large score comes seldom and then counts 1 / q times,
+    so that the variance is that of the best of the classes over their q. The loss is about C log 2 where nothing is
+    learned yet, not log C: choose the learning rate for it.
+
+    One pass over the gathered rows, sparse gradients, dtypes and autocast as in `negative_sampling`.
+
+    Args:
+        h: [*, d] hidden vectors.
+        weight: [C, d].
+        target: int64 [*], or [*, P] for several targets a row, padded with -100: the mean of their bounds, each over
+            the classes that are no target of the row.
+        ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows.
+        log_q: log-probability of each draw, shape of `ids`. A row with nan or inf here (or in h) has loss nan.
+        bias: [C] or None, in the dtype of `weight` or float32.
+        scale: multiplies the score (1 / temperature).
+        reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
+        class_weight: [C] float32 weights of the targets' classes, as `weight` of `F.cross_entropy`.
+        ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
+        positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]): masked where drawn.
+        sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).
+
+    Returns:
+        The loss in float32 (float64 for float64): a scalar, or [*] for "none". A row whose draws are all masked (so
+        also m = 0) has loss 0 and no gradient.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> h, weight = torch.randn(4, 16), torch.randn(1000, 16, requires_grad=True)
+        >>> target = torch.tensor([1, 2, 3, 4])
+        >>> draw = sx.samplers.LogUniform(1000).sample(h, 20, exclude=target)
+        >>> sx.functional.one_vs_each(h, weight, target, draw.ids, draw.log_q).backward()
+        >>> weight.grad.is_coalesced(), weight.grad.shape
+        (True, torch.Size([1000, 16]))
+    """
+    return _entry_loss(
+        "one_vs_each",
+        h,
+        weight,
+        target,
+        ids,
+        log_q,
+        bias,
+        scale=scale,
+        reduction=reduction,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        positives=positives,
+        sparse=sparse,
+    )[0]
+
+
+def augment_reduce(
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    log_q: Tensor,
+    log_eta: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    reduction: str = "mean",
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    positives: tuple[Tensor, Tensor] | None = None,
+    sparse: bool = True,
+    return_log_sum: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""The bound of augment and reduce (Ruiz et al. 2018) for the softmax, its sum estimated by the draws.
+
+    With :math:`s_k = \text{scale}\,(h \cdot w_k + b_k)` and :math:`R = 1 + \sum_{k \ne y} e^{s_k - s_y}` the softmax
+    has :math:`-\log p(y|x) = \log R \le \log\eta - 1 + R / \eta` for any :math:`\eta > 0`, with equality at
+    :math:`\eta = R`. The bound is linear in the sum, so with :math:`R` estimated as
+    :math:`1 + \frac{1}{m} \sum_k \frac{1}{q_k} e^{s_k - s_y}` loss and gradient are unbiased for it. :math:`\eta` is a
+    constant here: who calls keeps one for every training example and moves it towards R, as `SampledClassifier` does.
+
+    A draw that equals a target of its row, or one of its known `positives`, takes no part. The gradient is that of the
+    softmax times R / eta: too small an eta makes it explode, too large a one makes it vanish.
+
+    One pass over the gathered rows, sparse gradients, dtypes and autocast as in `negative_sampling`.
+
+    Args:
+        h: [*, d] hidden vectors.
+        weight: [C, d].
+        target: int64 [*], or [*, P] for several targets a row, padded with -100. With several the bound is on the loss
+            of `sampled_softmax`, lse over all of them and the draws minus the mean target score: R is the sum of
+            exp(s_k - mean target score) over targets and draws.
+        ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows.
+        log_q: log-probability of each draw, shape of `ids`. A row with nan or inf here (or in h) has loss nan.
+        log_eta: [*], log of eta of each row; no gradient. Best at log R, which is at least 0.
+        bias: [C] or None, in the dtype of `weight` or float32.
+        scale: multiplies the score (1 / temperature).
+        reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
+        class_weight: [C] float32 weights of the targets' classes, as `weight` of `F.cross_entropy`.
+        ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
+        positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]): masked where drawn.
+        sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).
+        return_log_sum: also return the log of the estimated R of each row ([*], no gradient); log_eta for a row without
+            targets.
+
+    Returns:
+        The loss in float32 (float64 for float64): a scalar, or [*] for "none"; with `return_log_sum`, (loss, log_sum).
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> h, weight = torch.randn(4, 16), torch.randn(1000, 16, requires_grad=True)
+        >>> target = torch.tensor([1, 2, 3, 4])
+        >>> draw = sx.samplers.LogUniform(1000).sample(h, 20, exclude=target)
+        >>> log_eta = torch.full((4,), 1000.0).log()
+        >>> loss, log_sum = sx.functional.augment_reduce(
+        ...     h, weight, target, draw.ids, draw.log_q, log_eta, return_log_sum=True
+        ... )
+        >>> loss.backward()
+        >>> log_sum.shape, weight.grad.is_coalesced()
+        (torch.Size([4]), True)
+    """
+    loss, ratio, log_eta = _entry_loss(
+        "augment_reduce",
+        h,
+        weight,
+        target,
+        ids,
+        log_q,
+        bias,
+        log_eta=log_eta,
+        scale=scale,
+        reduction=reduction,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        positives=positives,
+        sparse=sparse,
+    )
+    if not return_log_sum:
+        return loss
+    log_sum = log_eta + ratio.log()
+    return loss, log_sum.reshape(h.shape[:-1])
+
+
+def _entry_loss(
+    op: str,
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    log_q: Tensor,
+    bias: Tensor | None,
+    *,
+    target_log_q: Tensor | None = None,
+    log_eta: Tensor | None = None,
+    scale: float,
+    reg: float = 0.0,
+    reduction: str,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    positives: tuple[Tensor, Tensor] | None,
+    sparse: bool,
+) -> Any:
+    """The loss, and for augment_reduce ratio and log_eta of each row, [B]."""
     lead = None
+    offsets, known = None, None
+    reads_target = op == "nce" or reg != 0.0
+    with_eta = op == "augment_reduce"
     if not (
-        _plain(h, weight, target, ids, log_q, bias, class_weight, reduction, None)
-        and (target_log_q is None or _plain_row_values(target_log_q, h))
+        _plain(h, weight, target, ids, log_q, bias, class_weight, reduction, positives)
+        and (not reads_target if target_log_q is None else _plain_row_values(target_log_q, h))
+        and (not with_eta if log_eta is None else _plain_row_values(log_eta, h))
         and 0.0 <= reg < math.inf
-        and (reg == 0.0 or target_log_q is not None)
     ):
         if not 0.0 <= reg < math.inf:
             raise ValueError(f"{op}: reg must be finite and at least 0, got {reg}")
+        of_target = getattr(target, "shape", None)
         lead, h, target, ids, log_q = _prepare(op, h, weight, target, ids, log_q, bias, class_weight, reduction)
-        if target.shape[1] != 1:
-            raise ValueError(f"{op}: target must be {list(lead)} to fit h, got {_got(target)}")
-        target = target.squeeze(1)
-        target_log_q = _target_log_q(op, target_log_q, reg, lead, weight)
+        batch, several = target.shape
+        shapes = [of_target, lead] if several == 1 else [of_target]
+        why = " where reg is not 0" if reg != 0.0 else ""
+        target_log_q = _row_values(op, "target_log_q", target_log_q, shapes, reads_target, why, weight)
+        log_eta = _row_values(op, "log_eta", log_eta, [lead], with_eta, "", weight)
+        if several == 1:
+            target = target.squeeze(1)
+            target_log_q = None if target_log_q is None else target_log_q.reshape(batch)
+        elif target_log_q is not None:
+            target_log_q = target_log_q.reshape(batch, several)
+        log_eta = None if log_eta is None else log_eta.reshape(batch)
         weight = weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         class_weight = None if class_weight is None else class_weight.detach().contiguous()
+        offsets, known = _csr(op, positives, batch, weight.device)
     needs_grad = _needs_grad(h, weight, bias, sparse)
     rest = (
         target,
         ids,
         log_q,
         target_log_q,
+        log_eta,
         class_weight,
+        offsets,
+        known,
+        KINDS[op],
         float(scale),
         float(reg),
         int(ignore_index),
@@ -270,25 +570,28 @@ def negative_sampling(
         bool(sparse),
     )
     if torch.compiler.is_compiling():
-        loss = _negative_sampling(h, weight, bias, rest, need_grad=needs_grad)
+        loss, ratio = _entry_loss_op(h, weight, bias, rest, need_grad=needs_grad)
     else:
         try:
-            loss = _negative_sampling(h, weight, bias, rest, need_grad=needs_grad)
+            loss, ratio = _entry_loss_op(h, weight, bias, rest, need_grad=needs_grad)
         except RuntimeError as error:
             raise _as_python(error) from None
-    return loss.reshape(lead) if lead is not None and reduction == "none" else loss
+    return loss.reshape(lead) if lead is not None and reduction == "none" else loss, ratio, log_eta
 
 
-def _target_log_q(op: str, t: Tensor | None, reg: float, lead: torch.Size, weight: Tensor) -> Tensor | None:
-    """log p_n of the targets in the op's form, [B]."""
+def _row_values(
+    op: str, name: str, t: Tensor | None, shapes: list[Any], needed: bool, why: str, weight: Tensor
+) -> Tensor | None:
+    """Numbers that go with the rows or their targets, in the dtype the op takes; the first of `shapes` is the usual."""
+    wanted = list(shapes[0])
     if t is None:
-        if reg != 0.0:
-            raise ValueError(f"{op}: target_log_q must be {list(lead)} where reg is not 0, got None")
+        if needed:
+            raise ValueError(f"{op}: {name} must be {wanted}{why}, got None")
         return None
-    _check_tensor(op, "target_log_q", t, f"{list(lead)} floating point")
-    if t.shape != lead or not t.is_floating_point() or t.device != weight.device:
-        raise ValueError(f"{op}: target_log_q must be {list(lead)} floating point on {weight.device}, got {_got(t)}")
-    return t.detach().reshape(-1).to(acc_dtype(weight.dtype)).contiguous()
+    _check_tensor(op, name, t, f"{wanted} floating point")
+    if t.shape not in shapes or not t.is_floating_point() or t.device != weight.device:
+        raise ValueError(f"{op}: {name} must be {wanted} floating point on {weight.device}, got {_got(t)}")
+    return t.detach().to(acc_dtype(weight.dtype)).contiguous()
 
 
 def _plain_row_values(t: Tensor, h: Tensor) -> bool:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SampledClassifier", "Staleness"]
 
-_LOSSES = ("sampled_softmax", "negative_sampling")
+_LOSSES = ("sampled_softmax", "negative_sampling", "nce", "one_vs_each", "augment_reduce")
+_NOISE_LOSSES = ("negative_sampling", "nce")  # every draw counts, hits too
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -75,14 +76,20 @@ class SampledClassifier(nn.Module):
         num_classes: C.
         sampler: where negatives come from, for the same C.
         num_samples: draws per row, or per batch with `shared=True`.
-        loss: "sampled_softmax" or "negative_sampling".
+        loss: "sampled_softmax", "negative_sampling", "nce", "one_vs_each" or "augment_reduce"; docs/losses.md compares
+            them.
         bias: whether there is a bias per class.
         shared: draw once for the whole batch. Targets among the draws are then masked, where per-row draws exclude
-            them beforehand; both leave the expected normaliser right. (Negative sampling does neither.)
+            them beforehand; both leave the expected normaliser right. (Negative sampling and NCE do neither.)
         scale: inverse temperature; the logit is `scale * (h @ w + b)`.
         absolute: the logit is `|scale * (h @ w + b)|` (for samplers that favour large absolute logits).
         label_smoothing: as in `F.cross_entropy`, over the target and the draws; training only.
         reg: lambda of Eq. 6, for negative sampling: pulls the corrected scores to zero.
+        num_examples: how many training examples there are, for augment_reduce: it keeps log eta of each (`log_eta`
+            [num_examples], at least fp32, in `state_dict()`), and `forward` needs their `index`.
+        eta_rate: rho in (0, 1], for augment_reduce: a training forward moves the eta it has used to
+            `(1 - rho) * eta + rho * R`, R the estimated sum of the example. All start at C, the sum where all scores
+            are equal. An example that stands twice in a batch keeps the larger result.
         class_weight: [C], as `weight` of `F.cross_entropy`. It moves with the module, keeps at least fp32 and is not
             part of `state_dict()`.
         ignore_index: rows of this target have no loss and no gradient.
@@ -113,6 +120,7 @@ class SampledClassifier(nn.Module):
     """
 
     class_weight: Tensor | None
+    log_eta: Tensor | None
 
     def __init__(
         self,
@@ -128,6 +136,8 @@ class SampledClassifier(nn.Module):
         absolute: bool = False,
         label_smoothing: float = 0.0,
         reg: float = 0.0,
+        num_examples: int | None = None,
+        eta_rate: float = 0.5,
         class_weight: Tensor | None = None,
         ignore_index: int = -100,
         sparse: bool = True,
@@ -173,14 +183,22 @@ class SampledClassifier(nn.Module):
             raise ValueError(f"SampledClassifier: label_smoothing must be in [0, 1], got {label_smoothing!r}")
         if not 0.0 <= reg < math.inf:
             raise ValueError(f"SampledClassifier: reg must be finite and at least 0, got {reg!r}")
-        if loss == "negative_sampling":
+        if loss != "sampled_softmax":
             for name, given in (("absolute", absolute), ("label_smoothing", label_smoothing)):
                 if given:
-                    raise ValueError(
-                        f"SampledClassifier: {name} must be off with loss='negative_sampling', got {given!r}"
-                    )
-        elif reg:
+                    raise ValueError(f"SampledClassifier: {name} must be off with loss={loss!r}, got {given!r}")
+        if reg and loss != "negative_sampling":
             raise ValueError(f"SampledClassifier: reg must be 0 with loss={loss!r}, got {reg!r}")
+        if loss == "augment_reduce":
+            if isinstance(num_examples, bool) or not isinstance(num_examples, int) or num_examples < 1:
+                raise ValueError(
+                    "SampledClassifier: num_examples must be an int of at least 1 with loss='augment_reduce', got "
+                    f"{num_examples!r}"
+                )
+            if not 0.0 < eta_rate <= 1.0:
+                raise ValueError(f"SampledClassifier: eta_rate must be in (0, 1], got {eta_rate!r}")
+        elif num_examples is not None:
+            raise ValueError(f"SampledClassifier: num_examples must be None with loss={loss!r}, got {num_examples!r}")
         if class_weight is not None and (
             class_weight.shape != (num_classes,) or not class_weight.dtype.is_floating_point
         ):
@@ -217,6 +235,11 @@ class SampledClassifier(nn.Module):
             class_weight = class_weight.detach().to(device=self.weight.device, dtype=self._wide())
         # Not persistent: a checkpoint holds what nn.Linear's does.
         self.register_buffer("class_weight", class_weight, persistent=False)
+        self.eta_rate = float(eta_rate)
+        log_eta = None
+        if num_examples is not None:
+            log_eta = torch.full((num_examples,), math.log(num_classes), device=self.weight.device, dtype=self._wide())
+        self.register_buffer("log_eta", log_eta)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -244,7 +267,7 @@ class SampledClassifier(nn.Module):
             h: [*, d].
             y: int64 [*], or [*, P] for several targets per row, padded with -100.
             features: [*, f], what the sampler looks at where that is not `h`.
-            index: int64 [*], example numbers, for losses that keep state per example; others ignore it.
+            index: int64 [*], example numbers in [0, num_examples), for augment_reduce; others ignore it.
             context: what context-dependent samplers need; others ignore it.
             sample_weight: [*], multiplies the loss of each row; "mean" divides by the sum of the weights.
             positives: CSR pair (offsets int64 [B + 1], ids int64): further known positives of each row, never counted
@@ -269,19 +292,23 @@ class SampledClassifier(nn.Module):
             raise ValueError(
                 f"SampledClassifier: sample_weight must be {list(lead)} floating point, got {_describe(sample_weight)}"
             )
+        if y.dim() > len(lead) and y.shape[-1] == 0:
+            raise ValueError(f"SampledClassifier: y must have at least one target a row, got {_describe(y)}")
         self._check_features("forward", features, lead)
-        if positives is not None and self.loss == "negative_sampling":
+        if positives is not None and self.loss in _NOISE_LOSSES:
             raise ValueError(
-                "SampledClassifier: positives must be None with loss='negative_sampling', which counts every draw; got "
+                f"SampledClassifier: positives must be None with loss={self.loss!r}, which counts every draw; got "
                 f"{_describe(positives)}"
             )
+        if self.loss == "augment_reduce" and self.training:
+            self._check_index(index, lead)
         rows = h.reshape(-1, self.in_features)
         target = y.reshape(rows.shape[0], *y.shape[len(lead) :])
         valid = valid_targets(target, self.ignore_index)
         if self.training:
             # The reduction is left to the op unless rows are weighted here.
             reduction = "none" if sample_weight is not None else self.reduction
-            loss = self._sampled_loss(rows, target, valid, features, context, positives, key, reduction)
+            loss = self._sampled_loss(rows, target, valid, features, index, context, positives, key, reduction)
             if sample_weight is None:
                 return loss.reshape(lead) if reduction == "none" else loss
             row_weight = self._row_weight(target, valid)
@@ -315,6 +342,7 @@ class SampledClassifier(nn.Module):
         target: Tensor,
         valid: Tensor,
         features: Tensor | None,
+        index: Tensor | None,
         context: Any,
         positives: tuple[Tensor, Tensor] | None,
         key: Key | Tensor | None,
@@ -324,14 +352,13 @@ class SampledClassifier(nn.Module):
             self._follow()
         with torch.no_grad():
             seen = self._seen(h, features)
-            noise = self.loss == "negative_sampling"
+            noise = self.loss in _NOISE_LOSSES
             exclude = None if self.shared or noise else torch.where(valid, target, -1)
             sampler: Any = self.sampler
             common = {"shared": self.shared, "key": key, "context": context}
             target_log_q = None
-            if noise and self.reg:
+            if self.loss == "nce" or (noise and self.reg):
                 known = torch.where(valid, target, 0)
-                known = known if known.dim() == 1 else known[:, 0]
                 draw, target_log_q = sampler.sample_and_score(seen, self.num_samples, known, **common)
             else:
                 draw = sampler.sample(seen, self.num_samples, exclude=exclude, **common)
@@ -339,22 +366,25 @@ class SampledClassifier(nn.Module):
                 self._steps += 1
                 if self.sampler_update != "epoch":
                     self._touched += [target[valid].detach(), draw.ids.reshape(-1)]
-        if noise:
-            return functional.negative_sampling(
-                h,
-                self.weight,
-                target,
-                draw.ids,
-                draw.log_q,
-                target_log_q,
-                self.bias,
-                scale=self.scale,
-                reg=self.reg,
-                reduction=reduction,
-                class_weight=self.class_weight,
-                ignore_index=self.ignore_index,
-                sparse=self.sparse,
-            )
+        options: dict[str, Any] = {
+            "bias": self.bias,
+            "scale": self.scale,
+            "reduction": reduction,
+            "class_weight": self.class_weight,
+            "ignore_index": self.ignore_index,
+            "sparse": self.sparse,
+        }
+        drawn = (h, self.weight, target, draw.ids, draw.log_q)
+        if self.loss == "negative_sampling":
+            return functional.negative_sampling(*drawn, target_log_q, reg=self.reg, **options)
+        if self.loss == "nce":
+            assert target_log_q is not None
+            return functional.nce(*drawn, target_log_q, **options)
+        if self.loss == "one_vs_each":
+            return functional.one_vs_each(*drawn, positives=positives, **options)
+        if self.loss == "augment_reduce":
+            assert index is not None
+            return self._augment_reduce(drawn, index.reshape(-1), positives, options)
         loss = functional.sampled_softmax(
             h,
             self.weight,
@@ -373,6 +403,43 @@ class SampledClassifier(nn.Module):
         )
         assert isinstance(loss, Tensor)  # a pair only with return_lse
         return loss
+
+    def _augment_reduce(
+        self,
+        drawn: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        index: Tensor,
+        positives: tuple[Tensor, Tensor] | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        assert self.log_eta is not None
+        log_eta = self.log_eta[index]
+        loss, log_sum = functional.augment_reduce(*drawn, log_eta, positives=positives, return_log_sum=True, **options)
+        with torch.no_grad():
+            keep = math.log1p(-self.eta_rate) if self.eta_rate < 1.0 else -math.inf
+            # One that overflowed counts as the largest that does not; a nan is no news of eta; R is never below 1.
+            log_sum = torch.minimum(log_sum, log_eta + 88.0)
+            moved = torch.logaddexp(log_eta + keep, log_sum + math.log(self.eta_rate))
+            moved = torch.where(log_sum.isnan(), log_eta, moved).clamp_min(0.0)
+            # The larger one where an index occurs twice: it does not depend on the order.
+            self.log_eta.scatter_reduce_(0, index, moved, "amax", include_self=False)
+        return loss
+
+    def _check_index(self, index: Tensor | None, lead: torch.Size) -> None:
+        assert self.log_eta is not None
+        if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.shape != lead:
+            raise ValueError(
+                f"SampledClassifier: index must be {list(lead)} int64 with loss='augment_reduce', got "
+                f"{_describe(index)}"
+            )
+        if index.device != self.log_eta.device:
+            raise ValueError(f"SampledClassifier: index must be on {self.log_eta.device}, got {index.device}")
+        # On a device a look at the numbers would wait for it; torch's own indexing stops there.
+        if index.is_cpu and index.numel() and not torch.compiler.is_compiling():
+            low, high = (int(t) for t in index.aminmax())
+            count = self.log_eta.shape[0]
+            if low < 0 or high >= count:
+                got = low if low < 0 else high
+                raise IndexError(f"SampledClassifier: index must be in [0, {count}), got {got}")
 
     # -------------------------------------------------------------------------------------------- the sampler follows
     def staleness(self) -> Staleness:
@@ -613,11 +680,13 @@ class SampledClassifier(nn.Module):
         return h.shape[:-1]
 
     def _apply(self, fn: Any, recurse: bool = True) -> SampledClassifier:
-        exact = self.class_weight
+        exact = {"class_weight": self.class_weight, "log_eta": self.log_eta}
         super()._apply(fn, recurse)
         # `.to(bfloat16)` is about the parameters; rounded class weights would shift the loss.
-        if exact is not None and self.class_weight is not None and self.class_weight.dtype != self._wide():
-            self.class_weight = exact.to(device=self.class_weight.device, dtype=self._wide())
+        for name, value in exact.items():
+            now = getattr(self, name)
+            if value is not None and now.dtype != self._wide():
+                setattr(self, name, value.to(device=now.device, dtype=self._wide()))
         return self
 
     def _wide(self) -> torch.dtype:
@@ -628,6 +697,8 @@ class SampledClassifier(nn.Module):
         without = not any(name.startswith(f"{prefix}sampler.") for name in state_dict)
         if without:
             state_dict.update(self.sampler.state_dict(prefix=f"{prefix}sampler."))
+            if self.log_eta is not None:
+                state_dict.setdefault(f"{prefix}log_eta", self.log_eta)
         # A checkpoint of this head holds the sampler as it was; one without a sampler brings rows it has not seen.
         self._touched, self._steps, self._stale = [], 0, without
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -644,12 +715,15 @@ class SampledClassifier(nn.Module):
             "absolute": False,
             "label_smoothing": 0.0,
             "reg": 0.0,
+            "eta_rate": 0.5,
             "ignore_index": -100,
             "sparse": True,
             "reduction": "mean",
             "sampler_update": None,
         }
         parts += [f"{name}={getattr(self, name)}" for name, value in defaults.items() if getattr(self, name) != value]
+        if self.log_eta is not None:
+            parts.append(f"num_examples={self.log_eta.shape[0]}")
         if self.class_weight is not None:
             parts.append("class_weight=True")
         return ", ".join(parts)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import noise_cases
+import entry_cases
 import pytest
 import softmax_cases
 import torch
@@ -32,14 +32,19 @@ class Loss:
 
     @property
     def op(self) -> Any:
-        return getattr(torch.ops.samplex, self.name).default
+        ops = torch.ops.samplex
+        return (ops.sampled_softmax if self.name == "sampled_softmax" else ops.entry_loss).default
 
 
 SOFTMAX = Loss("sampled_softmax", softmax_cases.make_case, softmax_cases.op_args, {"smoothing": 0.1})
-NOISE = Loss("negative_sampling", noise_cases.make_case, noise_cases.op_args, {"reg": 0.1})
+ENTRY = [
+    Loss(name, entry_cases.maker(name), entry_cases.op_args, {"reg": 0.1} if name == "negative_sampling" else {})
+    for name in entry_cases.LOSSES
+]
+NOISE, NCE, ONE_VS_EACH, AUGMENT_REDUCE = ENTRY
 
 
-@pytest.fixture(params=[SOFTMAX, NOISE], ids=lambda loss: loss.name)
+@pytest.fixture(params=[SOFTMAX, *ENTRY], ids=lambda loss: loss.name)
 def loss(request) -> Loss:
     return request.param
 
@@ -77,7 +82,7 @@ def test_no_grad_gives_the_same_loss(backend, loss):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_reductions(backend, loss, weighted):
-    more = {"targets": 2} if loss is SOFTMAX else {}
+    more = {"targets": 2} if loss is not NOISE else {}
     case = loss.make_case(6, ignore="padding", class_weight=weighted, seed=3, **more)
     c = case.to(backend.device)
     rows = c.call(reduction="none")
@@ -86,7 +91,7 @@ def test_reductions(backend, loss, weighted):
 
 
 def test_strided_tensors_are_as_good_as_packed_ones(backend, loss):
-    more = {"targets": 2, "positives": True} if loss is SOFTMAX else loss.usual
+    more = {"targets": 2, "positives": True} if loss is not NOISE else loss.usual
     case = loss.make_case(6, 8, 16, bias="weight", class_weight=True, **more)
     plain = run_ours(case, backend.device)
 
@@ -188,7 +193,7 @@ def test_a_graph_can_be_walked_twice(backend, loss):
 # ------------------------------------------------------------------------------------------------ determinism
 @pytest.mark.parametrize("shared", [False, True])
 def test_same_bits_twice(backend, loss, shared):
-    more = {"targets": 2} if loss is SOFTMAX else {}
+    more = {"targets": 2} if loss is not NOISE else {}
     case = loss.make_case(8, 33, 20, shared=shared, bias="weight", **loss.usual, **more)
     one, two = run_ours(case, backend.device), run_ours(case, backend.device)
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -209,11 +214,22 @@ def test_same_bits_for_any_number_of_threads(simd_level, loss, dtype):
         assert all(torch.equal(found[0][name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 130])
+# The other entry losses share row loads and products with negative sampling: fewer shapes.
+SIMD = [(loss, dtype, dim) for loss in (SOFTMAX, NOISE) for dtype in ("float32", "bfloat16", "float16")
+        for dim in (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 130)]  # fmt: skip
+SIMD += [(loss, dtype, dim) for loss in ENTRY[1:] for dtype in ("float32", "bfloat16") for dim in (1, 9, 33)]
+TILES = [(loss, samples) for loss in (SOFTMAX, NOISE) for samples in range(20)]
+TILES += [(loss, samples) for loss in ENTRY[1:] for samples in (1, 3, 8, 17)]
+
+
+def label(value: Any) -> str:
+    return value.name if isinstance(value, Loss) else str(value)
+
+
+@pytest.mark.parametrize(("loss", "dtype", "dim"), SIMD, ids=label)
 @pytest.mark.parametrize("shared", [False, True])
 def test_every_simd_level_meets_the_reference_and_scalar(simd_level, loss, dtype, dim, shared):
-    case = loss.make_case(3, dim % 19, dim, dtype=dtype, bias="weight", shared=shared, **loss.usual)
+    case = loss.make_case(3, dim % 19, dim, dtype=getattr(torch, dtype), bias="weight", shared=shared, **loss.usual)
     ours = run_ours(case)
     check_against(case, ours)
     _native.set_simd_level("scalar")
@@ -224,9 +240,9 @@ def test_every_simd_level_meets_the_reference_and_scalar(simd_level, loss, dtype
         assert_close(name, value, wanted.double(), wanted, magnitude=magnitude(case, name, wanted))
 
 
-@pytest.mark.parametrize("samples", range(20))
+@pytest.mark.parametrize(("loss", "samples"), TILES, ids=label)
 def test_simd_levels_around_the_tile(simd_level, loss, samples):
-    more = {"targets": 2} if loss is SOFTMAX else loss.usual
+    more = {"targets": 2} if loss is not NOISE else loss.usual
     case = loss.make_case(2, samples, 24, bias="weight", **more)
     check_against(case, run_ours(case))
 
@@ -245,7 +261,15 @@ GRADCHECK = {
         "shared": {"shared": True, "reg": 0.2},
         "regularised": {"reg": 0.3, "scale": 0.8, "class_weight": True},
         "ignored": {"ignore": "padding", "shared": True},
+        "targets": {"targets": 3, "reg": 0.2, "class_weight": True, "positives": True},
     },
+} | {
+    loss: {
+        "per row": {"scale": 0.8},
+        "targets": {"targets": 3, "class_weight": True},
+        "ignored": {"ignore": "padding", "positives": True, "shared": True, "targets": 2},
+    }
+    for loss in ENTRY[1:]
 }
 
 
@@ -277,6 +301,13 @@ OPCHECK = {
         "empty": ({"rows": 0, "reg": 0.1}, {"reduction": 2}),
         "no samples": ({"samples": 0, "bias": "weight"}, {}),
     },
+} | {
+    loss: {
+        "plain": ({}, {}),
+        "targets": ({"targets": 3, "positives": True, "shared": True, "bias": "weight"}, {"reduction": 1}),
+        "empty": ({"rows": 0}, {"need_grad": False, "requires_grad": False}),
+    }
+    for loss in ENTRY[1:]
 }
 
 
@@ -287,8 +318,12 @@ def test_opcheck_forward(backend, loss, given):
     torch.library.opcheck(loss.op, loss.op_args(case, **flags))
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+COMPILE = [(loss, compiler, sparse) for loss in (SOFTMAX, NOISE) for compiler in ("aot_eager", "inductor")
+           for sparse in (True, False)]  # fmt: skip
+COMPILE += [(loss, "aot_eager", True) for loss in ENTRY[1:]]
+
+
+@pytest.mark.parametrize(("loss", "compiler", "sparse"), COMPILE, ids=label)
 def test_compile_with_a_dynamic_batch(backend, loss, compiler, sparse):
     if compiler == "inductor" and backend.emulated:
         pytest.skip("what inductor makes of the graph does not depend on who serves the op")
@@ -296,16 +331,12 @@ def test_compile_with_a_dynamic_batch(backend, loss, compiler, sparse):
     graphs: list[Any] = []
     compiles: list[int] = []
 
-    if loss is SOFTMAX:
+    options = {"reg": 0.1} if loss is NOISE else {}
 
-        def step(h, weight, bias, target, ids, log_q):
-            return functional.sampled_softmax(2 * h, weight, target, ids, log_q, bias, sparse=sparse).square()
-    else:
-
-        def step(h, weight, bias, target, ids, log_q, target_log_q):
-            return functional.negative_sampling(
-                2 * h, weight, target, ids, log_q, target_log_q, bias, reg=0.1, sparse=sparse
-            ).square()
+    def step(h, weight, bias, target, ids, log_q, *more):
+        return getattr(functional, loss.name)(
+            2 * h, weight, target, ids, log_q, *more, bias=bias, sparse=sparse, **options
+        ).square()
 
     def count(graph, example_inputs):
         graphs.append(graph)
@@ -314,7 +345,7 @@ def test_compile_with_a_dynamic_batch(backend, loss, compiler, sparse):
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=count)
     for rows in (3, 5, 8):
         case = loss.make_case(rows, 6, 8, bias="weight", seed=rows, **loss.usual).to(backend.device)
-        more = () if loss is SOFTMAX else (case.target_log_q,)
+        more = () if loss is SOFTMAX else case.between()
         results = []
         for function in (step, compiled):
             h, weight, bias = leaf(case.h), leaf(case.weight), leaf(case.bias)
@@ -389,8 +420,9 @@ import torch
 from samplex_cuda import functional
 d = "cuda"
 ids = torch.tensor([[1, 99]], device=d)
+more = () if "{loss.name}" in ("sampled_softmax", "one_vs_each") else (torch.zeros(1, device=d),)
 functional.{loss.name}(torch.ones(1, 4, device=d), torch.ones(5, 4, device=d), torch.tensor([0], device=d), ids,
-                       torch.zeros(1, 2, device=d))
+                       torch.zeros(1, 2, device=d), *more)
 torch.cuda.synchronize()
 """
     run = subprocess.run(

@@ -1,15 +1,17 @@
-"""Fused negative sampling against eager torch: the loss part of a training step of the adversarial tree.
+"""The losses that are sums over entries against eager torch: the loss part of a training step.
 
 Rows (--only takes any part of a name):
-  step_m1, step_m16   forward + backward to coalesced row gradients and d_hidden, draws [B, m], vs eager torch
+  step_m1, step_m16   negative sampling, forward + backward to coalesced row gradients and d_hidden, draws [B, m], vs
+                      eager torch
   step_m1_reg         the same with the regulariser of Eq. 6
   shared_m256         draws [m] for the whole batch, vs the eager shared-draw form
+  nce, one_vs_each, augment_reduce   the same step of the other losses with 64 draws a row
 
 The project's target is for a whole training step, the draw included. This is the loss alone, so its rows carry none.
 
 Every row is measured in a process of its own, and checked after it was timed, as in bench_sampled_softmax.py.
 
-Run it on an idle machine: python bench/bench_negative_sampling.py
+Run it on an idle machine: python bench/bench_entry_loss.py
 """
 
 from __future__ import annotations
@@ -57,12 +59,14 @@ class Batch:
     log_q: torch.Tensor
     target_log_q: torch.Tensor
     reg: float
+    loss: str
+    log_eta: torch.Tensor
 
 
-def make_batches(m: int, *, shared: bool, reg: float, device: torch.device) -> list[Batch]:
+def make_batches(m: int, *, shared: bool, reg: float, loss: str, device: torch.device) -> list[Batch]:
     """Eight sets of uniform draws, so that a step does not find its rows in the cache from the step before.
 
-    One draw of each set is made to hit a target: it counts.
+    One draw of each set is made to hit a target: it counts, or is masked.
     """
     shape = (m,) if shared else (BATCH, m)
     batches = []
@@ -72,13 +76,24 @@ def make_batches(m: int, *, shared: bool, reg: float, device: torch.device) -> l
         ids.view(-1)[0] = target[0]
         h = torch.randn(BATCH, DIM, device=device).requires_grad_(True)
         log_q = torch.full(shape, -math.log(CLASSES), device=device)
-        batches.append(Batch(h, target, ids, log_q, torch.full((BATCH,), -math.log(CLASSES), device=device), reg))
+        target_log_q = torch.full((BATCH,), -math.log(CLASSES), device=device)
+        batches.append(Batch(h, target, ids, log_q, target_log_q, reg, loss, -target_log_q))
     return batches
 
 
 # ----------------------------------------------------------------------------------------------------- the sides
 def ours(weight: torch.Tensor, b: Batch) -> Step:
-    loss = sxf.negative_sampling(b.h, weight, b.target, b.ids, b.log_q, b.target_log_q, reg=b.reg)
+    common = (b.h, weight, b.target, b.ids, b.log_q)
+    if b.loss == "negative_sampling":
+        loss = sxf.negative_sampling(*common, b.target_log_q, reg=b.reg)
+    elif b.loss == "nce":
+        loss = sxf.nce(*common, b.target_log_q)
+    elif b.loss == "one_vs_each":
+        loss = sxf.one_vs_each(*common)
+    else:
+        made = sxf.augment_reduce(*common, b.log_eta)
+        assert isinstance(made, torch.Tensor)  # a pair only with return_log_sum
+        loss = made
     d_h, d_w = torch.autograd.grad(loss, (b.h, weight))
     return loss.detach(), d_h, d_w
 
@@ -92,6 +107,15 @@ def eager_loss(h: torch.Tensor, weight: torch.Tensor, b: Batch, sparse: bool = T
     else:
         rows = nnf.embedding(torch.cat([b.target, b.ids]), weight, sparse=sparse)  # [B + m, d]
         positive, negative = (h * rows[: len(h)]).sum(1), h @ rows[len(h) :].T
+    log_v = -b.log_q - math.log(b.ids.shape[-1])
+    if b.loss == "nce":
+        corrected = positive - b.target_log_q - math.log(b.ids.shape[-1])
+        return (nnf.softplus(-corrected) + nnf.softplus(negative + log_v).sum(1)).mean()
+    if b.loss != "negative_sampling":
+        above = (negative - positive[:, None]).masked_fill(b.ids == b.target[:, None], -math.inf)
+        if b.loss == "one_vs_each":
+            return (log_v.exp() * nnf.softplus(above)).sum(1).mean()
+        return (b.log_eta - 1 + (-b.log_eta).exp() + (above + log_v - b.log_eta[:, None]).exp().sum(1)).mean()
     loss = nnf.softplus(-positive) + nnf.softplus(negative).mean(1)
     if b.reg:
         loss = loss + b.reg * ((positive + b.target_log_q) ** 2 + ((negative + b.log_q) ** 2).mean(1))
@@ -130,13 +154,13 @@ def refcheck(weight: torch.Tensor, b: Batch, steps: list[Callable[[torch.Tensor,
 
 
 # ----------------------------------------------------------------------------------------------------- rows
-def measure(options: argparse.Namespace, row_id: str, m: int, shared: bool, reg: float) -> Row:
+def measure(options: argparse.Namespace, row_id: str, m: int, shared: bool, reg: float, loss: str) -> Row:
     """One speed-up row against the eager form."""
     device = set_up(options)
     progress(f"making a table of {CLASSES:,} rows")
     weight = make_table(CLASSES, DIM, device=device).requires_grad_(True)
     progress("")
-    batches = make_batches(m, shared=shared, reg=reg, device=device)
+    batches = make_batches(m, shared=shared, reg=reg, loss=loss, device=device)
     sides = [
         Side(step.__name__, functools.partial(lambda step, i: step(weight, batches[i % SETS]), step))
         for step in (ours, eager)
@@ -147,7 +171,7 @@ def measure(options: argparse.Namespace, row_id: str, m: int, shared: bool, reg:
     draws = f"shared draws [{m}]" if shared else f"draws [{BATCH}, {m}]"
     return Row(
         row_id,
-        f"step, {draws}, d = {DIM}, C = {CLASSES:,}{', reg' if reg else ''}, vs eager",
+        f"{loss}, step, {draws}, d = {DIM}, C = {CLASSES:,}{', reg' if reg else ''}, vs eager",
         value,
         "x",
         checked,
@@ -155,15 +179,18 @@ def measure(options: argparse.Namespace, row_id: str, m: int, shared: bool, reg:
         other=got.times["eager"],
         other_name="eager torch",
         spread=(low, high),
-        config={"C": CLASSES, "d": DIM, "B": BATCH, "m": m, "shared": shared, "reg": reg},
+        config={"C": CLASSES, "d": DIM, "B": BATCH, "m": m, "shared": shared, "reg": reg, "loss": loss},
     )
 
 
 ROWS = {
-    "step_m1": (1, False, 0.0),
-    "step_m16": (16, False, 0.0),
-    "step_m1_reg": (1, False, 1e-3),
-    "shared_m256": (256, True, 0.0),
+    "step_m1": (1, False, 0.0, "negative_sampling"),
+    "step_m16": (16, False, 0.0, "negative_sampling"),
+    "step_m1_reg": (1, False, 1e-3, "negative_sampling"),
+    "shared_m256": (256, True, 0.0, "negative_sampling"),
+    "nce": (64, False, 0.0, "nce"),
+    "one_vs_each": (64, False, 0.0, "one_vs_each"),
+    "augment_reduce": (64, False, 0.0, "augment_reduce"),
 }
 
 
@@ -176,7 +203,7 @@ def main() -> int:
         return 0
     device = set_up(options)
     on_cpu = device.type == "cpu"
-    name = "negative_sampling" if on_cpu else f"negative_sampling_{device.type}"
+    name = "entry_loss" if on_cpu else f"entry_loss_{device.type}"
     report = Report(name, device, store=not (options.quick or options.no_store))
     for row_id in ROWS:
         if wanted(options, row_id):
