@@ -5,22 +5,22 @@ namespace samplex {
 namespace SX_BACKEND_NS {
 namespace {
 
-template <typename T, int kWidth, int kChunks, int kGroup, int kRows, bool kGeneral>
+template <typename T, int kWidth, int kChunks, int kGroup, int kRows, EntryMode kMode>
 void launch_one_pass(const EntryLossParams& params, void* stream) {
-  SX_LAUNCH("entry_loss", (entry_loss_kernel<T, kWidth, kChunks, kGroup, kRows, kGeneral>), unsigned(params.batch),
+  SX_LAUNCH("entry_loss", (entry_loss_kernel<T, kWidth, kChunks, kGroup, kRows, kMode>), unsigned(params.batch),
             kWarpSize, 0, stream, params);
 }
 
-template <typename T, int kWidth, bool kGeneral>
+template <typename T, int kWidth, EntryMode kMode>
 void launch_wide(const EntryLossParams& params, void* stream) {
-  SX_LAUNCH("entry_loss", (entry_loss_wide_kernel<T, kWidth, kGeneral>), unsigned(params.batch), kWarpSize, 0, stream,
+  SX_LAUNCH("entry_loss", (entry_loss_wide_kernel<T, kWidth, kMode>), unsigned(params.batch), kWarpSize, 0, stream,
             params);
 }
 
-template <typename T, bool kGeneral>
+template <typename T, EntryMode kMode>
 void launch(const EntryLossParams& params, void* stream) {
   if constexpr (sizeof(T) == 8) {
-    launch_wide<T, 1, kGeneral>(params, stream);
+    launch_wide<T, 1, kMode>(params, stream);
   } else {
     constexpr int kWidth = 16 / sizeof(T);
     const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
@@ -28,22 +28,22 @@ void launch(const EntryLossParams& params, void* stream) {
     const int64_t d = params.dim;
     if (params.shared || d == 0 || d > (vectors ? 1024 : 256)) {
       if (vectors)
-        launch_wide<T, kWidth, kGeneral>(params, stream);
+        launch_wide<T, kWidth, kMode>(params, stream);
       else
-        launch_wide<T, 1, kGeneral>(params, stream);
+        launch_wide<T, 1, kMode>(params, stream);
     } else if (!vectors) {
-      launch_one_pass<T, 1, 8, 32, 4, kGeneral>(params, stream);
+      launch_one_pass<T, 1, 8, 32, 4, kMode>(params, stream);
     } else if (d <= 64) {
-      launch_one_pass<T, kWidth, 8 / kWidth, 8, 8, kGeneral>(params, stream);
+      launch_one_pass<T, kWidth, 8 / kWidth, 8, 8, kMode>(params, stream);
     } else if (d <= 128) {
-      launch_one_pass<T, kWidth, 8 / kWidth, 16, 8, kGeneral>(params, stream);
+      launch_one_pass<T, kWidth, 8 / kWidth, 16, 8, kMode>(params, stream);
     } else if (d <= 256) {
-      launch_one_pass<T, kWidth, 8 / kWidth, 32, 8, kGeneral>(params, stream);
+      launch_one_pass<T, kWidth, 8 / kWidth, 32, 8, kMode>(params, stream);
     } else if (d <= 512) {
       // Four rows of 16-bit numbers at a time spill on sm_120.
-      launch_one_pass<T, kWidth, 16 / kWidth, 32, sizeof(T) == 2 ? 2 : 4, kGeneral>(params, stream);
+      launch_one_pass<T, kWidth, 16 / kWidth, 32, sizeof(T) == 2 ? 2 : 4, kMode>(params, stream);
     } else {
-      launch_one_pass<T, kWidth, 32 / kWidth, 32, 2, kGeneral>(params, stream);
+      launch_one_pass<T, kWidth, 32 / kWidth, 32, 2, kMode>(params, stream);
     }
   }
 }
@@ -61,9 +61,11 @@ void launch_entry_loss(const EntryLossParams& params, void* stream) {
   dispatch_dtype("entry_loss", params.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (plain)
-      launch<T, false>(params, stream);
+      launch<T, EntryMode::kPlain>(params, stream);
+    else if (is_relative(params.kind))
+      launch<T, EntryMode::kRelative>(params, stream);
     else
-      launch<T, true>(params, stream);
+      launch<T, EntryMode::kNoise>(params, stream);
   });
 }
 

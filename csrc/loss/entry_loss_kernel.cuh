@@ -9,7 +9,7 @@
 // product (and the targets' scores, which a relative loss takes first), so the rows are added to the gradient while
 // they are still in registers. Only the targets of a relative loss are read twice, the second time from the cache.
 // Nothing goes through shared memory and there is no float atomic; sums run in an order that the shapes fix: the same
-// bits every time. kGeneral = false is negative sampling with one target and no mask, which needs fewer registers.
+// bits every time.
 #pragma once
 
 #include "common/fused_loss_kernel.cuh"
@@ -20,6 +20,16 @@ namespace samplex {
 namespace SX_BACKEND_NS {
 
 constexpr int kCheckThreads = 128;
+
+// What a kernel is compiled for: the less it must be ready for, the fewer registers it takes.
+enum class EntryMode {
+  kPlain,    // negative sampling, one target, no mask
+  kNoise,    // negative sampling and nce
+  kRelative  // one_vs_each and augment_reduce
+};
+// Blocks an SM shall hold. Left to itself ptxas spills a few registers of the general kernels to fit one block more; a
+// warp has kRows class rows in flight in each group, so that few of them keep the memory busy.
+constexpr int blocks_of(EntryMode mode) { return mode == EntryMode::kPlain ? 0 : 1; }
 
 // ------------------------------------------------------------------------------------------------ a row
 // What every lane knows of its batch row.
@@ -62,8 +72,9 @@ SX_DEVICE inline A share_of(const EntryLossParams& p, const EntryLossRow<A>& row
   return load_scalar<A>(p.class_weight, id, A(1)) / row.count;
 }
 
+template <EntryMode kMode>
 SX_DEVICE inline bool draw_masked(const EntryLossParams& p, int64_t b, int64_t id) {
-  if (is_relative(p.kind)) {
+  if (kMode == EntryMode::kRelative) {
     for (int64_t k = 0; k < p.num_targets; ++k) {
       if (target_of(p, b, k) == id) return true;
     }
@@ -85,9 +96,10 @@ struct EntryLossEntry {
   A share;  // of its term; not set where kGeneral is false, and for a relative loss
 };
 
-template <bool kGeneral, typename A>
+template <EntryMode kMode, typename A>
 SX_DEVICE inline EntryLossEntry<A> load_entry(const EntryLossParams& p, const EntryLossRow<A>& row,
                                               const EntryLossFactors<A>& f, int64_t b, int64_t k) {
+  constexpr bool kGeneral = kMode != EntryMode::kPlain;
   const int64_t P = kGeneral ? p.num_targets : 1;
   EntryLossEntry<A> entry{-1, A(0), A(0), A(0)};
   if (k >= P + p.num_samples) return entry;
@@ -95,12 +107,12 @@ SX_DEVICE inline EntryLossEntry<A> load_entry(const EntryLossParams& p, const En
   const bool target = k < P;
   entry.id = target ? p.target[b * P + k] : p.ids[at];
   if (kGeneral) {
-    if (target ? !counts_as_target(p, entry.id) : draw_masked(p, b, entry.id)) entry.id = -1;
+    if (target ? !counts_as_target(p, entry.id) : draw_masked<kMode>(p, b, entry.id)) entry.id = -1;
     if (entry.id < 0) return entry;
-    entry.share = target ? share_of(p, row, entry.id) : row.weight * f.share;
+    if (kMode == EntryMode::kNoise) entry.share = target ? share_of(p, row, entry.id) : row.weight * f.share;
   }
   entry.bias = load_scalar<A>(p.bias, entry.id, A(0));
-  if (p.reg != 0 || (kGeneral && p.kind != EntryLoss::kNegativeSampling))
+  if (kMode == EntryMode::kRelative || p.reg != 0 || (kGeneral && p.kind == EntryLoss::kNce))
     entry.log_q = target ? static_cast<const A*>(p.target_log_q)[b * P + k] : static_cast<const A*>(p.log_q)[at];
   return entry;
 }
@@ -214,11 +226,11 @@ SX_DEVICE inline void zero_row(const EntryLossParams& p, int64_t b) {
 }
 
 // Loss, denominator and ratio of a row, by lane 0.
-template <bool kGeneral, typename A>
+template <EntryMode kMode, typename A>
 SX_DEVICE inline void store_row(const EntryLossParams& p, const EntryLossRow<A>& row, int64_t b, A loss, A base,
                                 A pull) {
   if (lane_id() != 0) return;
-  if (kGeneral && p.kind == EntryLoss::kAugmentReduce) {
+  if (kMode == EntryMode::kRelative && p.kind == EntryLoss::kAugmentReduce) {
     loss = row.weight * (row.log_eta - A(1) + (base + pull));
     static_cast<A*>(p.ratio)[b] = base + pull;
   }
@@ -230,8 +242,9 @@ SX_DEVICE inline void store_row(const EntryLossParams& p, const EntryLossRow<A>&
 // Columns are split into chunks of kWidth: lane `place` of a group has chunks place, place + kGroup, … of a row. There
 // are no branches around register arrays: an entry that is not there reads h instead of a class row, a column that is
 // not there reads column 0 against h = 0.
-template <typename T, int kWidth, int kChunks, int kGroup, int kRows, bool kGeneral>
-__global__ void __launch_bounds__(kWarpSize) entry_loss_kernel(EntryLossParams p) {
+template <typename T, int kWidth, int kChunks, int kGroup, int kRows, EntryMode kMode>
+__global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel(EntryLossParams p) {
+  constexpr bool kGeneral = kMode != EntryMode::kPlain, kRelative = kMode == EntryMode::kRelative;
   constexpr int kElements = kWidth * kChunks;
   constexpr int kGroups = kWarpSize / kGroup;
   constexpr int kRound = kGroups * kRows;  // entries of a tile
@@ -248,7 +261,6 @@ __global__ void __launch_bounds__(kWarpSize) entry_loss_kernel(EntryLossParams p
   const int lane = lane_id(), group = lane / kGroup, place = lane % kGroup;
   const int targets = kGeneral ? int(p.num_targets) : 1;
   const int dim = int(p.dim), entries = targets + int(p.num_samples);
-  const bool relative = kGeneral && is_relative(p.kind);
   const T* weight = static_cast<const T*>(p.weight);
   const T* hidden = static_cast<const T*>(p.hidden) + b * dim;
   const EntryLossFactors<float> f(p);
@@ -268,9 +280,9 @@ __global__ void __launch_bounds__(kWarpSize) entry_loss_kernel(EntryLossParams p
     sum[i] = 0;
   }
   float loss = 0, pull = 0, base = 0;
-  if constexpr (kGeneral) {
+  if constexpr (kRelative) {
     float total = 0;
-    for (int k = 0; relative && k < targets; ++k) {  // every group reads the same row
+    for (int k = 0; k < targets; ++k) {  // every group reads the same row
       const int64_t id = target_of(p, b, k);
       if (id < 0) continue;  // the whole warp
       float target_row[kElements], dot = 0;
@@ -279,14 +291,14 @@ __global__ void __launch_bounds__(kWarpSize) entry_loss_kernel(EntryLossParams p
       for (int i = 0; i < kElements; ++i) dot += h[i] * target_row[i];
       keep_target(p, row, id, k, f.scale * (group_sum<kGroup>(dot) + load_scalar(p.bias, id, 0.0f)), total);
     }
-    if (relative && targets > 1) {
+    if (targets > 1) {
       row.level /= total;
       warp_sync();  // what lane 0 wrote
     }
   }
   // A lane holds id, bias and log_q of one entry of the stage and hands them round.
-  for (int stage = relative ? targets : 0; stage < entries; stage += kWarpSize) {
-    const EntryLossEntry<float> held = load_entry<kGeneral>(p, row, f, b, stage + lane);
+  for (int stage = kRelative ? targets : 0; stage < entries; stage += kWarpSize) {
+    const EntryLossEntry<float> held = load_entry<kMode>(p, row, f, b, stage + lane);
     const unsigned taking_part = kGeneral ? warp_ballot(held.id >= 0) : 0u;
     for (int tile = 0; tile < kWarpSize && stage + tile < entries; tile += kRound) {
       float rows[kRows][kElements], dots[kRows];
@@ -314,13 +326,14 @@ __global__ void __launch_bounds__(kWarpSize) entry_loss_kernel(EntryLossParams p
       float coef;
       if constexpr (kGeneral) {
         const bool there = taking_part >> mine & 1u, counts = place < kRows;
-        const float share = shuffle_from(held.share, mine), score = f.scale * (dot + bias);
-        float term = 0;
-        if (relative)
+        const float score = f.scale * (dot + bias);
+        if constexpr (kRelative) {
           coef = relative_draw(p, f, row, b, there, counts, score, log_q, loss, pull);
-        else
-          coef = noise_entry(p, f, k < targets, there, score, log_q, share, term);
-        if (counts) loss += term;
+        } else {
+          float term = 0;
+          coef = noise_entry(p, f, k < targets, there, score, log_q, shuffle_from(held.share, mine), term);
+          if (counts) loss += term;
+        }
       } else {
         float term = 0;
         coef = plain_entry(f, row.weight, k == 0, dot, bias, log_q, term);
@@ -344,26 +357,24 @@ __global__ void __launch_bounds__(kWarpSize) entry_loss_kernel(EntryLossParams p
     }
   }
   loss = group_sum<kWarpSize>(loss);
-  if constexpr (kGeneral) {
-    if (relative) {
-      pull = group_sum<kWarpSize>(pull);
-      warp_sync();  // what lane 0 wrote
-      base = target_ratios(p, row, b);
-      for (int k = 0; p.need_grad && k < targets; ++k) {
-        const int64_t id = target_of(p, b, k);
-        const float coef = id < 0 ? 0.0f : target_coef(p, f, row, id, k, base, pull);
-        if (lane == 0) static_cast<float*>(p.coef_loss)[b * entries + k] = coef;
-        if (id < 0) continue;  // the whole warp
-        float target_row[kElements];
-        load_row(weight + id * dim, target_row);
-        if (group == 0) {
+  if constexpr (kRelative) {
+    pull = group_sum<kWarpSize>(pull);
+    warp_sync();  // what lane 0 wrote
+    base = target_ratios(p, row, b);
+    for (int k = 0; p.need_grad && k < targets; ++k) {
+      const int64_t id = target_of(p, b, k);
+      const float coef = id < 0 ? 0.0f : target_coef(p, f, row, id, k, base, pull);
+      if (lane == 0) static_cast<float*>(p.coef_loss)[b * entries + k] = coef;
+      if (id < 0) continue;  // the whole warp
+      float target_row[kElements];
+      load_row(weight + id * dim, target_row);
+      if (group == 0) {
 #pragma unroll
-          for (int i = 0; i < kElements; ++i) sum[i] += coef * target_row[i];
-        }
+        for (int i = 0; i < kElements; ++i) sum[i] += coef * target_row[i];
       }
     }
   }
-  store_row<kGeneral>(p, row, b, loss, base, pull);
+  store_row<kMode>(p, row, b, loss, base, pull);
   if (!p.need_grad) return;  // the whole warp
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
@@ -389,9 +400,10 @@ SX_DEVICE inline void load_columns(const T* row, A* to) {
 
 // Rows too wide for registers: a lane adds the columns it has read to its own columns of d_loss in memory, right after
 // the product, so that the class row comes from the cache the second time.
-template <typename T, int kWidth, bool kGeneral>
-__global__ void __launch_bounds__(kWarpSize) entry_loss_wide_kernel(EntryLossParams p) {
+template <typename T, int kWidth, EntryMode kMode>
+__global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_kernel(EntryLossParams p) {
   using A = acc_t<T>;
+  constexpr bool kGeneral = kMode != EntryMode::kPlain, kRelative = kMode == EntryMode::kRelative;
   const int64_t b = blockIdx.x;
   EntryLossRow<A> row{};
   if constexpr (kGeneral) {
@@ -404,7 +416,6 @@ __global__ void __launch_bounds__(kWarpSize) entry_loss_wide_kernel(EntryLossPar
   const int64_t targets = kGeneral ? p.num_targets : 1;
   const int64_t entries = targets + p.num_samples, rows_read = p.shared ? targets : entries;
   const int64_t first = int64_t(lane_id()) * kWidth, step = int64_t(kWarpSize) * kWidth;
-  const bool relative = kGeneral && is_relative(p.kind);
   const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
   A* coefs = static_cast<A*>(p.coef_loss) + b * entries;
   A* d_loss = static_cast<A*>(p.d_loss) + b * p.dim;
@@ -434,28 +445,30 @@ __global__ void __launch_bounds__(kWarpSize) entry_loss_wide_kernel(EntryLossPar
     for (int64_t c = first; p.need_grad && c < p.dim; c += step) {
       for (int i = 0; i < kWidth; ++i) d_loss[c + i] = A(0);
     }
+  }
+  if constexpr (kRelative) {
     A total = 0;
-    for (int64_t k = 0; relative && k < targets; ++k) {
+    for (int64_t k = 0; k < targets; ++k) {
       const int64_t id = target_of(p, b, k);
       if (id < 0) continue;  // the whole warp
       keep_target(p, row, id, k, f.scale * (product_of(row_of(id)) + load_scalar<A>(p.bias, id, A(0))), total);
     }
-    if (relative && targets > 1) {
+    if (targets > 1) {
       row.level /= total;
       warp_sync();  // what lane 0 wrote
     }
   }
-  for (int64_t k = relative ? targets : 0; k < rows_read; ++k) {
-    const EntryLossEntry<A> entry = load_entry<kGeneral>(p, row, f, b, k);
+  for (int64_t k = kRelative ? targets : 0; k < rows_read; ++k) {
+    const EntryLossEntry<A> entry = load_entry<kMode>(p, row, f, b, k);
     if (kGeneral && entry.id < 0) {  // the whole warp
       if (p.need_grad && lane_id() == 0) coefs[k] = A(0);
       continue;
     }
     const A dot = product_of(row_of(entry.id));
     A term = 0, coef;
-    if (relative)
+    if constexpr (kRelative)
       coef = relative_draw(p, f, row, b, true, lane_id() == 0, f.scale * (dot + entry.bias), entry.log_q, term, pull);
-    else if (kGeneral)
+    else if constexpr (kGeneral)
       coef = noise_entry(p, f, k < targets, true, f.scale * (dot + entry.bias), entry.log_q, entry.share, term);
     else
       coef = plain_entry(f, row.weight, k == 0, dot, entry.bias, entry.log_q, term);
@@ -468,33 +481,31 @@ __global__ void __launch_bounds__(kWarpSize) entry_loss_wide_kernel(EntryLossPar
   // Shared draws: the products are there, and their part of d_loss goes to a GEMM. All lanes stay to the end.
   for (int64_t stage = rows_read; stage < entries; stage += kWarpSize) {
     const int64_t k = stage + lane_id();
-    const EntryLossEntry<A> entry = load_entry<kGeneral>(p, row, f, b, k);
+    const EntryLossEntry<A> entry = load_entry<kMode>(p, row, f, b, k);
     const bool inside = k < entries, there = inside && (!kGeneral || entry.id >= 0);
     const A dot = inside ? static_cast<const A*>(p.dots)[b * p.num_samples + k - targets] : A(0);
     A coef = 0;
-    if (relative)
+    if constexpr (kRelative)
       coef = relative_draw(p, f, row, b, there, there, f.scale * (dot + entry.bias), entry.log_q, loss, pull);
-    else if (kGeneral)
+    else if constexpr (kGeneral)
       coef = noise_entry(p, f, false, there, f.scale * (dot + entry.bias), entry.log_q, entry.share, loss);
     else if (inside)
       coef = plain_entry(f, row.weight, false, dot, entry.bias, entry.log_q, loss);
     if (p.need_grad && inside) coefs[k] = coef;
   }
   loss = group_sum<kWarpSize>(loss);
-  if constexpr (kGeneral) {
-    if (relative) {
-      pull = group_sum<kWarpSize>(pull);
-      warp_sync();  // what lane 0 wrote
-      base = target_ratios(p, row, b);
-      for (int64_t k = 0; p.need_grad && k < targets; ++k) {
-        const int64_t id = target_of(p, b, k);
-        const A coef = id < 0 ? A(0) : target_coef(p, f, row, id, k, base, pull);
-        if (lane_id() == 0) coefs[k] = coef;
-        if (id >= 0) add_row(row_of(id), coef, false);
-      }
+  if constexpr (kRelative) {
+    pull = group_sum<kWarpSize>(pull);
+    warp_sync();  // what lane 0 wrote
+    base = target_ratios(p, row, b);
+    for (int64_t k = 0; p.need_grad && k < targets; ++k) {
+      const int64_t id = target_of(p, b, k);
+      const A coef = id < 0 ? A(0) : target_coef(p, f, row, id, k, base, pull);
+      if (lane_id() == 0) coefs[k] = coef;
+      if (id >= 0) add_row(row_of(id), coef, false);
     }
   }
-  store_row<kGeneral>(p, row, b, loss, base, pull);
+  store_row<kMode>(p, row, b, loss, base, pull);
 }
 
 // ------------------------------------------------------------------------------------------------ debug check
