@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import _library  # noqa: F401  registers the ops
-from samplex_cuda.ops.fused_loss import REDUCTIONS, LossPlan, acc_dtype, deliver, fake_gradients
+from samplex_cuda.ops.fused_loss import REDUCTIONS, LossPlan, acc_dtype, fake_gradients, fusion_of, loss_gradients
 
 __all__ = ["negative_sampling"]
 
@@ -65,10 +65,13 @@ def _gradients(
     """Gradients of hidden, weight and bias, as far as `need` says. `tensors` are hidden, target, ids and saved."""
     if grad_loss is None:
         return None, None, None
-    plan.check()
-    rows = need[1] or need[2]
-    return deliver(
-        plan, need, _bwd_op(grad_loss.contiguous(), *tensors, plan.weight_shape[0], plan.reduction, rows, need[2])
+    upstream = grad_loss.contiguous()
+    return loss_gradients(
+        plan,
+        need,
+        tensors,
+        upstream,
+        lambda rows, with_bias: _bwd_op(upstream, *tensors, plan.weight_shape[0], plan.reduction, rows, with_bias),
     )
 
 
@@ -103,7 +106,9 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rest: tuple[Any, ...]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             loss, saved = _op(hidden, weight, *rest[:4], bias, *rest[4:])
-        ctx.plan = LossPlan(_NAME, weight.shape, weight.dtype, None if bias is None else bias.dtype, *rest[8:])
+        ctx.plan = LossPlan(
+            _NAME, weight.shape, weight.dtype, None if bias is None else bias.dtype, *rest[8:], *fusion_of(weight)
+        )
         ctx.saved = saved
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, rest[0], rest[1])
