@@ -12,16 +12,23 @@ namespace SX_BACKEND_NS {
 
 constexpr int kOptimThreads = 128;
 
-// Numbers of a row that a lane takes at a time.
+// Numbers of a row that a lane takes at a time: 16 bytes of fp32; with more of a 16-bit type registers are spilled.
 template <typename T>
-constexpr int kOptimWidth = sizeof(T) == 8 ? 1 : 16 / int(sizeof(T));
+constexpr int kOptimWidth = sizeof(T) == 8 ? 1 : 4;
 
 template <int Width, typename T, typename A>
 SX_DEVICE inline void load_numbers(const T* from, A* to) {
-  if constexpr (Width == 1)
+  if constexpr (Width == 1) {
     to[0] = A(to_acc(from[0]));
-  else
+  } else if constexpr (sizeof(T) == 4) {
     load_values<Width>(from, to);
+  } else {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    to[0] = to_acc(bit_copy<T>(uint16_t(x.x)));
+    to[1] = to_acc(bit_copy<T>(uint16_t(x.x >> 16)));
+    to[2] = to_acc(bit_copy<T>(uint16_t(x.y)));
+    to[3] = to_acc(bit_copy<T>(uint16_t(x.y >> 16)));
+  }
 }
 
 template <int Width, typename A>
@@ -58,12 +65,10 @@ SX_DEVICE inline void store_numbers(T* row, int64_t c, const A* x, const int64_t
     if constexpr (Width == 1) {
       row[c] = out[0];
     } else {
-      uint32_t packed[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        packed[i] = uint32_t(bit_copy<uint16_t>(out[2 * i])) | uint32_t(bit_copy<uint16_t>(out[2 * i + 1])) << 16;
-      }
-      *reinterpret_cast<uint4*>(row + c) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+      const auto pair = [&](int i) {
+        return uint32_t(bit_copy<uint16_t>(out[i])) | uint32_t(bit_copy<uint16_t>(out[i + 1])) << 16;
+      };
+      *reinterpret_cast<uint2*>(row + c) = make_uint2(pair(0), pair(2));
     }
   }
 }
@@ -101,22 +106,23 @@ struct SummedGradient {
       const RowReduceSource& source = e.source[first ? 0 : 1];
       const int64_t at = first ? entry : entry - e.source[0].entries;
       const A coef = source.coef != nullptr ? static_cast<const A*>(source.coef)[at] : A(1);
-      body(source, at, coef);
+      body(source, at, coef, p.inverse[first ? 0 : 1]);
     }
   }
   SX_DEVICE void load(int64_t c, A* g) const {
 #pragma unroll
     for (int i = 0; i < Width; ++i) g[i] = 0;
-    for_entries([&](const RowReduceSource& source, int64_t at, A coef) {
+    for_entries([&](const RowReduceSource& source, int64_t at, A coef, uint64_t inverse) {
       A x[Width];
-      load_either<Width, T>(source.rows, source.dtype == p.weight.dtype, at / source.entries_per_row * p.dim + c, x);
+      const int64_t row = inverse == 0 ? at : int64_t(mul_high_u64(uint64_t(at), inverse));
+      load_either<Width, T>(source.rows, source.dtype == p.weight.dtype, row * p.dim + c, x);
 #pragma unroll
       for (int i = 0; i < Width; ++i) g[i] += coef * x[i];
     });
   }
   SX_DEVICE A bias() const {
     A sum = 0;
-    for_entries([&](const RowReduceSource& source, int64_t at, A coef) {
+    for_entries([&](const RowReduceSource& source, int64_t at, A coef, uint64_t) {
       sum += source.bias != nullptr ? static_cast<const A*>(source.bias)[at] : coef;
     });
     return sum;
@@ -181,10 +187,10 @@ SX_DEVICE inline void update_row_by_group(const OptimParams& p, const Gradient& 
 }
 
 template <typename T, int Width>
-__global__ void __launch_bounds__(kOptimThreads) optim_rows_kernel(OptimParams p, int group) {
+__global__ void __launch_bounds__(kOptimThreads) optim_rows_kernel(OptimParams p, int log_group) {
   using A = acc_t<T>;
-  const int64_t i = (int64_t(blockIdx.x) * kOptimThreads + threadIdx.x) / group;
-  const int lane = int(threadIdx.x) % group;
+  const int64_t i = (int64_t(blockIdx.x) * kOptimThreads + threadIdx.x) >> log_group;
+  const int group = 1 << log_group, lane = int(threadIdx.x) & (group - 1);
   int64_t n = p.n;
   if (p.count != nullptr && p.count[0] < n) n = p.count[0];
   const int64_t id = i >= n ? -1 : p.row_ids != nullptr ? p.row_ids[i] : i;
@@ -193,11 +199,11 @@ __global__ void __launch_bounds__(kOptimThreads) optim_rows_kernel(OptimParams p
 }
 
 template <typename T, int Width>
-__global__ void __launch_bounds__(kOptimThreads) optim_entries_kernel(OptimParams p, int group) {
+__global__ void __launch_bounds__(kOptimThreads) optim_entries_kernel(OptimParams p, int log_group) {
   using A = acc_t<T>;
   const RowReduceParams& e = p.entries;
-  const int64_t place = (int64_t(blockIdx.x) * kOptimThreads + threadIdx.x) / group;
-  const int lane = int(threadIdx.x) % group;
+  const int64_t place = (int64_t(blockIdx.x) * kOptimThreads + threadIdx.x) >> log_group;
+  const int group = 1 << log_group, lane = int(threadIdx.x) & (group - 1);
   int64_t id = -1;
   if (place < e.source[0].entries + e.source[1].entries) {
     id = e.sorted[place];

@@ -33,7 +33,7 @@ SX_HOST_DEVICE inline double sqrt_acc(double x) { return ::sqrt(x); }
 // The new weight; `s0` and `s1` become the new state. kRowAdagrad comes with r.lr already over the root of its sum.
 template <RowRuleKind Kind, typename A>
 SX_HOST_DEVICE inline A updated(const RuleNumbers<A>& r, A w, A gradient, A& s0, A& s1) {
-  const A g = gradient + r.weight_decay * w;
+  const A g = r.weight_decay != A(0) ? gradient + r.weight_decay * w : gradient;  // 0 * inf is nan
   if constexpr (Kind == RowRuleKind::kMomentum) {
     s0 = r.beta1 * s0 + g;
     return w - r.lr * (r.nesterov ? g + r.beta1 * s0 : s0);

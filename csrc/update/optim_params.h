@@ -48,6 +48,9 @@ struct OptimParams {
   DType rows_dtype;
   // Gradients summed: sources, dim, num_rows and double_acc are set. Source rows in the weight's dtype or A.
   RowReduceParams entries;
+  // CUDA only, set by the launcher: entry / entries_per_row as the high half of entry * inverse, for each source; 0:
+  // by 1. A 64-bit division is a call, for which registers are spilled.
+  uint64_t inverse[2];
 };
 
 namespace cpu {
