@@ -63,7 +63,48 @@ def plot_sampled_softmax(path: Path) -> Path | None:
     return path
 
 
-def _lines(axis: Any, sweep: dict[str, Any]) -> None:
+def plot_step(path: Path) -> Path | None:
+    """Time of a whole training step against the number of classes. None where it could not be drawn."""
+    stored_at = RESULTS / "step.json"
+    if not stored_at.exists():
+        print("plot: no stored results yet; run bench/bench_step.py first")
+        return None
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print("plot: matplotlib is not installed (pip install matplotlib); skipped")
+        return None
+    stored: dict[str, Any] = json.loads(stored_at.read_text())
+    sweep = stored["extra"].get("sweep", {}).get("data")
+    if sweep is None:
+        print("plot: the stored results have no sweep; run bench/bench_step.py --only sweep")
+        return None
+    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.edgecolor": MUTED})
+    figure, axis = plt.subplots(figsize=(6.8, 4.4), dpi=160)
+    _lines(axis, sweep, "Draw + loss + Adagrad update")
+    m = stored["machine"]
+    figure.text(
+        0.012,
+        0.012,
+        f"{m['cpu']}, {m['threads']} threads, {m['simd']}, torch {m['torch']}, fp32 · commit {stored['commit']}, "
+        f"{stored['date'][:10]}",
+        fontsize=7.5,
+        color=MUTED,
+    )
+    figure.tight_layout(rect=(0, 0.035, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.stem + ".tmp.png")
+    figure.savefig(scratch, metadata={"Software": None})
+    plt.close(figure)
+    scratch.replace(path)
+    print(f"plot: docs/images/{path.name}")
+    return path
+
+
+def _lines(axis: Any, sweep: dict[str, Any], what: str = "Forward + backward") -> None:
     points = sweep["points"]
     right_edge = max(p["C"] for p in points)
     for name, colour in COLOURS.items():
@@ -104,7 +145,7 @@ def _lines(axis: Any, sweep: dict[str, Any]) -> None:
     axis.set_xlabel("classes C")
     axis.set_ylabel("milliseconds per step")
     axis.set_title(
-        f"Forward + backward, B = {sweep['B']}, m = {sweep['m']}, d = {sweep['d']}",
+        f"{what}, B = {sweep['B']}, m = {sweep['m']}, d = {sweep['d']}",
         loc="left",
         fontsize=11,
         weight="bold",

@@ -161,9 +161,18 @@ struct LossBackward {
 
 using LossGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // d_hidden, row ids, rows, bias, count
 
+// The gradient of the class rows before it is summed by class: (ids, coefficients, rows of h).
+struct LossEntries {
+  Tensor d_hidden;
+  Tensor coef_target;               // A [B, P]
+  Tensor coef_draw;                 // A [B, m]
+  std::optional<Tensor> draw_rows;  // A [m, d]: shared draws are summed over the batch
+  std::optional<Tensor> draw_bias;  // A [m]
+};
+
 // Everything is checked by the caller.
-inline LossGradients run_loss_backward(const char* op, const LossBackward& x, const SavedLoss& at, int64_t P,
-                                       int64_t num_classes, bool need_rows, bool with_bias) {
+inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const SavedLoss& at, int64_t P,
+                                    bool need_rows, bool with_bias) {
   const auto& [grad_loss, grad_lse, hidden, target, ids, saved] = x;
   const DType dtype = dtype_tag(op, "hidden", hidden);
   const ScalarType acc = acc_type(hidden.scalar_type());
@@ -197,6 +206,29 @@ inline LossGradients run_loss_backward(const char* op, const LossBackward& x, co
   params.dtype = dtype;
   if (B > 0) SX_RUN(op, hidden, launch_loss_bwd, params);
 
+  LossEntries entries_of{d_hidden, coef_target, coef_draw, std::nullopt, std::nullopt};
+  if (need_rows && shared && m > 0 && B > 0) {
+    // One row per draw, already summed over the batch; a column of ones carries the bias along.
+    entries_of.draw_rows =
+        product(torch::stable::transpose(coef_draw, 0, 1), scale_hidden ? scaled_rows(hidden, factor) : as_acc(hidden));
+    if (with_bias) {
+      const std::array<int64_t, 1> over_rows{0};
+      Tensor bias = torch::stable::sum(coef_draw, over_rows);
+      if (scale_hidden) bias = torch::stable::squeeze(scaled_rows(torch::stable::unsqueeze(bias, 0), factor), 0);
+      entries_of.draw_bias = bias;
+    }
+  }
+  return entries_of;
+}
+
+inline LossGradients run_loss_backward(const char* op, const LossBackward& x, const SavedLoss& at, int64_t P,
+                                       int64_t num_classes, bool need_rows, bool with_bias) {
+  const LossEntries e = run_loss_entries(op, x, at, P, need_rows, with_bias);
+  const auto& [grad_loss, grad_lse, hidden, target, ids, saved] = x;
+  const DType dtype = dtype_tag(op, "hidden", hidden);
+  const ScalarType acc = acc_type(hidden.scalar_type());
+  const int64_t B = hidden.size(0), d = hidden.size(1), m = ids.size(ids.dim() - 1);
+  const bool shared = ids.dim() == 1;
   RowReduceParams rows{};
   rows.dim = d;
   rows.num_rows = num_classes;
@@ -206,28 +238,19 @@ inline LossGradients run_loss_backward(const char* op, const LossBackward& x, co
     RowGradients none{empty(hidden, {0}, ScalarType::Long), empty(hidden, {0, d}, acc), empty(hidden, {0}, acc),
                       empty(hidden, {1}, ScalarType::Long)};
     torch::stable::zero_(none.count);
-    return {d_hidden, none.row_ids, none.row_grads, none.row_bias, none.count};
+    return {e.d_hidden, none.row_ids, none.row_grads, none.row_bias, none.count};
   }
-  rows.source[0] = {in<int64_t>(target), in_any(coef_target), in_any(hidden), B * P, std::max<int64_t>(P, 1), dtype};
-  std::optional<Tensor> draw_rows, draw_bias;
-  if (shared && m > 0 && B > 0) {
-    // One row per draw, already summed over the batch; a column of ones carries the bias along.
-    draw_rows =
-        product(torch::stable::transpose(coef_draw, 0, 1), scale_hidden ? scaled_rows(hidden, factor) : as_acc(hidden));
+  rows.source[0] = {in<int64_t>(target), in_any(e.coef_target), in_any(hidden), B * P, std::max<int64_t>(P, 1), dtype};
+  if (e.draw_rows) {
     const DType acc_tag = acc == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
-    rows.source[1] = {in<int64_t>(ids), nullptr, in_any(*draw_rows), m, 1, acc_tag};
-    if (with_bias) {
-      const std::array<int64_t, 1> over_rows{0};
-      draw_bias = torch::stable::sum(coef_draw, over_rows);
-      if (scale_hidden) draw_bias = scaled_rows(torch::stable::unsqueeze(*draw_bias, 0), factor);
-      rows.source[1].bias = in_any(*draw_bias);
-    }
+    rows.source[1] = {in<int64_t>(ids), nullptr, in_any(*e.draw_rows), m, 1, acc_tag};
+    if (e.draw_bias) rows.source[1].bias = in_any(*e.draw_bias);
   } else {
-    rows.source[1] = {in<int64_t>(ids),   in_any(coef_draw),       in_any(hidden),
+    rows.source[1] = {in<int64_t>(ids),   in_any(e.coef_draw),     in_any(hidden),
                       shared ? 0 : B * m, std::max<int64_t>(m, 1), dtype};
   }
   RowGradients g = run_row_reduce(op, rows, hidden, with_bias);
-  return {d_hidden, g.row_ids, g.row_grads, g.row_bias, g.count};
+  return {e.d_hidden, g.row_ids, g.row_grads, g.row_bias, g.count};
 }
 
 }  // namespace samplex::glue

@@ -57,7 +57,7 @@ bool left_out(const RowReduceSource& source, int64_t at, int64_t num_rows) {
 }
 
 template <typename A>
-void reduce(const RowReduceParams& p) {
+int64_t sorted_ranges(const RowReduceParams& p, void (*body)(const RowReduceRange&, void*), void* context) {
   const int64_t split = p.source[0].entries, entries = split + p.source[1].entries;
   const int entry_bits = std::bit_width(uint64_t(entries));
   const int id_bits = std::max(1, int(std::bit_width(uint64_t(std::max<int64_t>(p.num_rows - 1, 1)))));
@@ -137,7 +137,7 @@ void reduce(const RowReduceParams& p) {
     for (int64_t i = 0; i < n; ++i) {
       if (i > 0 && (key[i] >> entry_bits) == (key[i - 1] >> entry_bits)) continue;
       if (blocks[part].empty() || key + i - blocks[part].back().keys >= block_entries) {
-        blocks[part].push_back({key + i, n - i, rows, entry_bits});
+        blocks[part].push_back({key + i, n - i, rows, entry_bits, n - i});
       }
       ++rows;
     }
@@ -154,35 +154,35 @@ void reduce(const RowReduceParams& p) {
     }
   }
 
-  // 3. Sums.
-  const SimdLevel level = sizeof(A) == 4 ? simd_level() : SimdLevel::kScalar;
+  // 3. Whatever is done with them.
   parallel_for_shared(int64_t(all.size()), 1, [&](int64_t begin, int64_t end) {
-    for (const RowReduceRange* range = all.data() + begin; range < all.data() + end; ++range) {
-#ifdef SAMPLEX_X86_SIMD
-      if (level == SimdLevel::kAvx512) {
-        row_reduce_range_avx512(p, *range);
-        continue;
-      }
-      if (level == SimdLevel::kAvx2) {
-        row_reduce_range_avx2(p, *range);
-        continue;
-      }
-#endif
-      (void)level;
-      row_reduce_range<A>(p, *range);
-    }
+    for (const RowReduceRange* range = all.data() + begin; range < all.data() + end; ++range) body(*range, context);
   });
-  p.count[0] = first_row[parts];
-  std::fill(p.row_ids + p.count[0], p.row_ids + p.capacity, int64_t(-1));
+  return first_row[parts];
+}
+
+template <typename A>
+void sum_range(const RowReduceRange& range, void* context) {
+  const RowReduceParams& p = *static_cast<const RowReduceParams*>(context);
+#ifdef SAMPLEX_X86_SIMD
+  if constexpr (sizeof(A) == 4) {
+    if (simd_level() == SimdLevel::kAvx512) return row_reduce_range_avx512(p, range);
+    if (simd_level() == SimdLevel::kAvx2) return row_reduce_range_avx2(p, range);
+  }
+#endif
+  row_reduce_range<A>(p, range);
 }
 
 }  // namespace
 
+int64_t for_sorted_ranges(const RowReduceParams& params, void (*body)(const RowReduceRange&, void*), void* context) {
+  return params.double_acc ? sorted_ranges<double>(params, body, context) : sorted_ranges<float>(params, body, context);
+}
+
 void launch_row_reduce(const RowReduceParams& params) {
-  if (params.double_acc)
-    reduce<double>(params);
-  else
-    reduce<float>(params);
+  const auto body = params.double_acc ? sum_range<double> : sum_range<float>;
+  params.count[0] = for_sorted_ranges(params, body, const_cast<RowReduceParams*>(&params));
+  std::fill(params.row_ids + params.count[0], params.row_ids + params.capacity, int64_t(-1));
 }
 
 }  // namespace samplex::cpu

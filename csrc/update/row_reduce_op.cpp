@@ -37,6 +37,17 @@ std::pair<Tensor, Tensor> call_stable_sort(const Tensor& x) {
 
 }  // namespace
 
+SortedEntries run_row_sort(const char* op, RowReduceParams& params, const Tensor& like) {
+  const int64_t entries = params.source[0].entries + params.source[1].entries;
+  const Tensor keys = empty(like, {entries}, ScalarType::Long);
+  params.keys = out<int64_t>(keys);
+  SX_RUN_DEVICE(op, like, launch_row_reduce_keys, params);
+  const auto [sorted, order] = call_stable_sort(keys);
+  params.sorted = in<int64_t>(sorted);
+  params.order = in<int64_t>(order);
+  return {keys, sorted, order};
+}
+
 RowGradients run_row_reduce(const char* op, RowReduceParams params, const Tensor& like, bool with_bias) {
   const int64_t entries = params.source[0].entries + params.source[1].entries;
   const ScalarType acc = params.double_acc ? ScalarType::Double : ScalarType::Float;
@@ -59,14 +70,9 @@ RowGradients run_row_reduce(const char* op, RowReduceParams params, const Tensor
     cpu::launch_row_reduce(params);
     return result;
   }
-  const Tensor keys = empty(like, {entries}, ScalarType::Long);
+  const SortedEntries kept = run_row_sort(op, params, like);
   const Tensor heads = empty(like, {entries}, ScalarType::Long);
-  params.keys = out<int64_t>(keys);
   params.heads = out<int64_t>(heads);
-  SX_RUN_DEVICE(op, like, launch_row_reduce_keys, params);
-  const auto [sorted, order] = call_stable_sort(keys);
-  params.sorted = in<int64_t>(sorted);
-  params.order = in<int64_t>(order);
   SX_RUN_DEVICE(op, like, launch_row_reduce_heads, params);
   const Tensor ranks = call_cumsum(heads);
   params.ranks = in<int64_t>(ranks);

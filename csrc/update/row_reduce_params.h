@@ -51,7 +51,11 @@ struct RowReduceRange {
   const uint64_t* keys;  // (id << entry_bits) | entry, ascending
   int64_t num_keys, first_row;
   int entry_bits;
+  int64_t readable;  // keys that may be looked at ahead: these and those of the ranges that follow
 };
+// Sorts the entries and calls body(range, context) for disjoint ranges of whole rows, from several threads. Returns the
+// number of rows. Uses the sources, dim, num_rows and double_acc of `params`.
+int64_t for_sorted_ranges(const RowReduceParams& params, void (*body)(const RowReduceRange&, void*), void* context);
 void row_reduce_range_avx2(const RowReduceParams& params, const RowReduceRange& range);
 void row_reduce_range_avx512(const RowReduceParams& params, const RowReduceRange& range);
 }  // namespace cpu

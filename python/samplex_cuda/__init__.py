@@ -1,6 +1,6 @@
 """Sampled softmax over huge class sets: samplers, fused losses and heads for PyTorch."""
 
-from samplex_cuda import functional, rff, samplers
+from samplex_cuda import functional, optim, rff, samplers
 from samplex_cuda._library import _native
 from samplex_cuda.draw import Draw
 from samplex_cuda.heads import SampledClassifier
@@ -8,7 +8,17 @@ from samplex_cuda.rng import Key
 
 __version__: str = _native.build_info()["version"]
 
-__all__ = ["Draw", "Key", "SampledClassifier", "__version__", "functional", "release_memory", "rff", "samplers"]
+__all__ = [
+    "Draw",
+    "Key",
+    "SampledClassifier",
+    "__version__",
+    "functional",
+    "optim",
+    "release_memory",
+    "rff",
+    "samplers",
+]
 
 
 def release_memory() -> int:

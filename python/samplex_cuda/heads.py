@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda import functional
+from samplex_cuda.fusion import Fusion
 from samplex_cuda.prediction import (
     Prior,
     _describe,
@@ -24,6 +25,7 @@ from samplex_cuda.prediction import (
 from samplex_cuda.tables import empty_table
 
 if TYPE_CHECKING:
+    from samplex_cuda.optim import RowOptimizer
     from samplex_cuda.rng import Key
 
 __all__ = ["SampledClassifier", "Staleness"]
@@ -230,6 +232,7 @@ class SampledClassifier(nn.Module):
         self._touched: list[Tensor] = []  # ids since the sampler was brought up to date
         self._steps = 0  # training forwards since then
         self._stale = True  # the sampler has never seen this table, or an older one
+        self._fusion: Fusion | None = None
         self.register_state_dict_pre_hook(_flush_sampler)
         if class_weight is not None:
             class_weight = class_weight.detach().to(device=self.weight.device, dtype=self._wide())
@@ -308,7 +311,11 @@ class SampledClassifier(nn.Module):
         if self.training:
             # The reduction is left to the op unless rows are weighted here.
             reduction = "none" if sample_weight is not None else self.reduction
-            loss = self._sampled_loss(rows, target, valid, features, index, context, positives, key, reduction)
+            # A fused optimizer works inside eager autograd: a compiled caller leaves its graph here.
+            run = (
+                _eager_loss if self._fusion is not None and torch.compiler.is_compiling() else type(self)._sampled_loss
+            )
+            loss = run(self, rows, target, valid, features, index, context, positives, key, reduction)
             if sample_weight is None:
                 return loss.reshape(lead) if reduction == "none" else loss
             row_weight = self._row_weight(target, valid)
@@ -440,6 +447,42 @@ class SampledClassifier(nn.Module):
             if low < 0 or high >= count:
                 got = low if low < 0 else high
                 raise IndexError(f"SampledClassifier: index must be in [0, {count}), got {got}")
+
+    # -------------------------------------------------------------------------------------------- the optimizer
+    def fuse_optimizer(self, optimizer: RowOptimizer | None, accumulate: int = 1, *, grad_scaler: Any = None) -> None:
+        """Let `optimizer` update this head inside backward: no gradient of the class table is ever stored.
+
+        From then on `weight.grad` and `bias.grad` stay None, and `optimizer.step()` has nothing to do. The rate is read
+        at each update, so schedulers work; the optimizer of the encoder is untouched. Several losses of this head in
+        one backward make one update of their sum. Where the weight gets a gradient from elsewhere too (a tied weight),
+        or has changed between a forward and its backward, backward raises. See docs/optim.md.
+
+        Args:
+            optimizer: `sx.optim.RowSGD`, `RowAdagrad` or `RowAdam` of this head's parameters and no others; None undoes
+                the fusion.
+            accumulate: every k-th backward updates, with the gradients of all k summed. Until then ids, coefficients
+                and `h` are kept, never [C, d].
+            grad_scaler: a `torch.amp.GradScaler` that scales the loss: gradients are divided by its scale, and an
+                update with an inf or nan in it is left out. Its `step` and `update` go on with the encoder's optimizer.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+            >>> head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+            >>> before = head.weight.detach().clone()
+            >>> head(torch.randn(4, 8), torch.arange(4)).backward()
+            >>> head.weight.grad is None, torch.equal(head.weight, before)
+            (True, False)
+        """
+        fusion = None if optimizer is None else Fusion(self, optimizer, accumulate, grad_scaler)
+        if self._fusion is not None:
+            self._fusion.remove()
+        self._fusion = fusion
+
+    def _note_changed(self, ids: list[Tensor]) -> None:
+        """Rows that an accumulated update changed after the sampler had been told of them."""
+        if self.sampler_update is not None and self.sampler_update != "epoch":
+            self._touched += [i[(i >= 0) & (i < self.num_classes)] for i in ids]
 
     # -------------------------------------------------------------------------------------------- the sampler follows
     def staleness(self) -> Staleness:
@@ -727,6 +770,11 @@ class SampledClassifier(nn.Module):
         if self.class_weight is not None:
             parts.append("class_weight=True")
         return ", ".join(parts)
+
+
+@torch.compiler.disable
+def _eager_loss(head: SampledClassifier, *args: Any) -> Tensor:
+    return head._sampled_loss(*args)
 
 
 def _flush_sampler(head: SampledClassifier, prefix: str, keep_vars: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import _library  # noqa: F401  registers the ops
-from samplex_cuda.ops.fused_loss import REDUCTIONS, LossPlan, acc_dtype, deliver, fake_gradients
+from samplex_cuda.ops.fused_loss import REDUCTIONS, LossPlan, acc_dtype, fake_gradients, fusion_of, loss_gradients
 
 __all__ = ["KINDS", "entry_loss"]
 
@@ -75,10 +75,14 @@ def _gradients(
     """Gradients of hidden, weight and bias, as far as `need` says. `tensors` are hidden, target, ids and saved."""
     if grad_loss is None:
         return None, None, None
-    plan.check()
-    rows = need[1] or need[2]
-    kind, classes = KINDS[plan.op], plan.weight_shape[0]
-    return deliver(plan, need, _bwd_op(grad_loss.contiguous(), *tensors, kind, classes, plan.reduction, rows, need[2]))
+    upstream, kind, classes = grad_loss.contiguous(), KINDS[plan.op], plan.weight_shape[0]
+    return loss_gradients(
+        plan,
+        need,
+        tensors,
+        upstream,
+        lambda rows, with_bias: _bwd_op(upstream, *tensors, kind, classes, plan.reduction, rows, with_bias),
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -113,7 +117,7 @@ class _Eager(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             loss, saved = _op(hidden, weight, *rest[:5], bias, *rest[5:])
         bias_dtype = None if bias is None else bias.dtype
-        ctx.plan = LossPlan(_NAMES[rest[8]], weight.shape, weight.dtype, bias_dtype, *rest[12:])
+        ctx.plan = LossPlan(_NAMES[rest[8]], weight.shape, weight.dtype, bias_dtype, *rest[12:], *fusion_of(weight))
         ctx.saved = saved
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, rest[0], rest[1])

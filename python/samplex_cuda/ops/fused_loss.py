@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["REDUCTIONS", "LossPlan", "acc_dtype", "deliver", "fake_gradients", "keep_coalesced", "rows_to_coo"]
+__all__ = [
+    "REDUCTIONS",
+    "LossPlan",
+    "acc_dtype",
+    "deliver",
+    "fake_gradients",
+    "fusion_of",
+    "keep_coalesced",
+    "loss_gradients",
+    "rows_to_coo",
+]
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
@@ -101,6 +112,8 @@ class LossPlan(NamedTuple):
     reduction: int
     need_grad: bool
     sparse: bool
+    fusion: Any = None  # `samplex_cuda.fusion.Fusion` of the weight, which updates it inside backward
+    version: int = 0  # of the weight in the forward, with `fusion`
 
     def check(self) -> None:
         """Stops a backward that cannot be had."""
@@ -108,6 +121,39 @@ class LossPlan(NamedTuple):
             raise RuntimeError(f"{self.op}: double backward (create_graph=True) is not supported")
         if not self.need_grad:
             raise RuntimeError(f"{self.op}: backward needs need_grad=True in the forward call, got False")
+
+
+def fusion_of(weight: Tensor) -> tuple[Any, int]:
+    """The last two fields of a `LossPlan`: the optimizer fused to this weight, or None, and the weight's version."""
+    return getattr(weight, "_samplex_fusion", None), weight._version
+
+
+def loss_gradients(
+    plan: LossPlan,
+    need: tuple[bool, bool, bool],
+    tensors: tuple[Tensor, ...],
+    grad_loss: Tensor,
+    run: Callable[[bool, bool], tuple[Tensor, ...]],
+    *,
+    with_lse: bool = False,
+    grad_lse: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias, as far as `need` says: the backward of every fused loss.
+
+    Args:
+        plan: what the forward was.
+        need: whether hidden, weight and bias need a gradient.
+        tensors: hidden, target, ids and saved.
+        grad_loss: upstream gradient, contiguous.
+        run: the loss's own backward op, called with (need_rows, with_bias).
+        with_lse: whether the forward kept the parts of a second output.
+        grad_lse: its upstream gradient, contiguous.
+    """
+    plan.check()
+    if plan.fusion is not None and need[1]:
+        d_hidden = plan.fusion.take(plan, tensors, with_lse, grad_loss, grad_lse)
+        return d_hidden if need[0] else None, None, None
+    return deliver(plan, need, run(need[1] or need[2], need[2]))
 
 
 def deliver(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import _library  # noqa: F401  registers the ops
-from samplex_cuda.ops.fused_loss import REDUCTIONS, LossPlan, acc_dtype, deliver, fake_gradients
+from samplex_cuda.ops.fused_loss import REDUCTIONS, LossPlan, acc_dtype, fake_gradients, fusion_of, loss_gradients
 
 __all__ = ["sampled_softmax"]
 
@@ -82,18 +82,18 @@ def _gradients(
         if grad_lse is None:
             return None, None, None
         grad_loss = grad_lse.new_zeros(() if plan.reduction else grad_lse.shape)
-    plan.check()
-    gradients = _bwd_op(
-        grad_loss.contiguous(),
-        None if grad_lse is None else grad_lse.contiguous(),
-        *tensors,
-        plan.weight_shape[0],
-        plan.reduction,
-        with_lse,
-        need[1] or need[2],
-        need[2],
+    upstream, upstream_lse = grad_loss.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    return loss_gradients(
+        plan,
+        need,
+        tensors,
+        upstream,
+        lambda rows, with_bias: _bwd_op(
+            upstream, upstream_lse, *tensors, plan.weight_shape[0], plan.reduction, with_lse, rows, with_bias
+        ),
+        with_lse=with_lse,
+        grad_lse=upstream_lse,
     )
-    return deliver(plan, need, gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -137,7 +137,9 @@ class _Eager(torch.autograd.Function):
             loss, lse, saved = _op(hidden, weight, *rest[:3], bias, *rest[3:])
         reduction, _, need_grad, with_lse, sparse = rest[9:]
         bias_dtype = None if bias is None else bias.dtype
-        ctx.plan = LossPlan(_NAME, weight.shape, weight.dtype, bias_dtype, reduction, need_grad, sparse)
+        ctx.plan = LossPlan(
+            _NAME, weight.shape, weight.dtype, bias_dtype, reduction, need_grad, sparse, *fusion_of(weight)
+        )
         ctx.with_lse = with_lse
         ctx.saved = saved
         ctx.set_materialize_grads(False)
