@@ -19,6 +19,7 @@ from samplex_cuda.prediction import (
     exact_nll,
     exact_scores,
     exact_topk,
+    mean_weight,
     valid_targets,
 )
 from samplex_cuda.tables import empty_table
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SampledClassifier", "Staleness"]
 
-_LOSSES = ("sampled_softmax", "negative_sampling")
+_LOSSES = ("sampled_softmax", "negative_sampling", "full_softmax")
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -73,9 +74,9 @@ class SampledClassifier(nn.Module):
     Args:
         in_features: d, the width of `h`.
         num_classes: C.
-        sampler: where negatives come from, for the same C.
-        num_samples: draws per row, or per batch with `shared=True`.
-        loss: "sampled_softmax" or "negative_sampling".
+        sampler: where negatives come from, for the same C. May be left out with "full_softmax".
+        num_samples: draws per row, or per batch with `shared=True`. Not used by "full_softmax".
+        loss: "sampled_softmax", "negative_sampling", or "full_softmax": exact, O(C) a row, with dense gradients.
         bias: whether there is a bias per class.
         shared: draw once for the whole batch. Targets among the draws are then masked, where per-row draws exclude
             them beforehand; both leave the expected normaliser right. (Negative sampling does neither.)
@@ -118,8 +119,8 @@ class SampledClassifier(nn.Module):
         self,
         in_features: int,
         num_classes: int,
-        sampler: nn.Module,
-        num_samples: int,
+        sampler: nn.Module | None = None,
+        num_samples: int | None = None,
         loss: str = "sampled_softmax",
         bias: bool = True,
         *,
@@ -137,14 +138,19 @@ class SampledClassifier(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("in_features", in_features), ("num_classes", num_classes), ("num_samples", num_samples)):
+        sizes = [("in_features", in_features), ("num_classes", num_classes), ("num_samples", num_samples)]
+        if loss == "full_softmax":
+            sizes.pop()  # it draws nothing; a sampler may be there all the same, e.g. a tree for `topk`
+            num_samples = 0
+        for name, value in sizes:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"SampledClassifier: {name} must be an int of at least 1, got {value!r}")
         if loss not in _LOSSES:
             raise ValueError(f"SampledClassifier: loss must be one of {', '.join(_LOSSES)}, got {loss!r}")
         if reduction not in _REDUCTIONS:
             raise ValueError(f"SampledClassifier: reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
-        if not isinstance(sampler, nn.Module) or not hasattr(sampler, "sample"):
+        without = sampler is None and loss == "full_softmax"
+        if not without and (not isinstance(sampler, nn.Module) or not hasattr(sampler, "sample")):
             raise TypeError(f"SampledClassifier: sampler must be a sampler of samplex_cuda.samplers, got {sampler!r}")
         if getattr(sampler, "num_classes", num_classes) != num_classes:
             raise ValueError(
@@ -152,7 +158,7 @@ class SampledClassifier(nn.Module):
             )
         if sampler_update == "auto":
             # Scores of negative sampling are relative to the law they were learned against: that sampler must rest.
-            follows = getattr(sampler, "follows_rows", False) and loss != "negative_sampling"
+            follows = getattr(sampler, "follows_rows", False) and loss not in ("negative_sampling", "full_softmax")
             sampler_update = "step" if follows else None
         counts = isinstance(sampler_update, int) and not isinstance(sampler_update, bool) and sampler_update >= 1
         if not (counts or sampler_update in ("step", "epoch", None)):
@@ -192,7 +198,7 @@ class SampledClassifier(nn.Module):
 
         self.in_features = in_features
         self.num_classes = num_classes
-        self.num_samples = num_samples
+        self.num_samples = num_samples or 0
         self.loss = loss
         self.shared = shared
         self.scale = float(scale)
@@ -281,7 +287,10 @@ class SampledClassifier(nn.Module):
         if self.training:
             # The reduction is left to the op unless rows are weighted here.
             reduction = "none" if sample_weight is not None else self.reduction
-            loss = self._sampled_loss(rows, target, valid, features, context, positives, key, reduction)
+            if self.loss == "full_softmax":
+                loss = self._full_loss(rows, target, reduction)
+            else:
+                loss = self._sampled_loss(rows, target, valid, features, context, positives, key, reduction)
             if sample_weight is None:
                 return loss.reshape(lead) if reduction == "none" else loss
             row_weight = self._row_weight(target, valid)
@@ -308,6 +317,20 @@ class SampledClassifier(nn.Module):
             return loss.sum()
         total = row_weight.sum().to(loss.dtype)
         return loss.sum() / torch.where(total == 0, 1.0, total)
+
+    def _full_loss(self, h: Tensor, target: Tensor, reduction: str) -> Tensor:
+        return functional.full_softmax(
+            h,
+            self.weight,
+            target,
+            self.bias,
+            scale=self.scale,
+            reduction=reduction,
+            absolute=self.absolute,
+            label_smoothing=self.label_smoothing,
+            class_weight=self.class_weight,
+            ignore_index=self.ignore_index,
+        )
 
     def _sampled_loss(
         self,
@@ -438,10 +461,7 @@ class SampledClassifier(nn.Module):
 
     def _row_weight(self, target: Tensor, valid: Tensor) -> Tensor:
         """What a row counts in a mean, [B]: the mean class weight of its targets; 0 for an ignored row."""
-        if self.class_weight is None:
-            return (valid if valid.dim() == 1 else valid.any(1)).to(torch.float32)
-        weight = torch.where(valid, self.class_weight[target.clamp(0, self.num_classes - 1)], 0.0)
-        return weight if valid.dim() == 1 else weight.sum(1) / valid.sum(1).clamp(min=1)
+        return mean_weight(target, valid, self.class_weight)
 
     @staticmethod
     def _seen(h: Tensor, features: Tensor | None) -> Tensor:
@@ -626,7 +646,7 @@ class SampledClassifier(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A checkpoint of nn.Linear has no `sampler.` entry at all: load it strictly all the same, and keep the sampler.
         without = not any(name.startswith(f"{prefix}sampler.") for name in state_dict)
-        if without:
+        if without and self.sampler is not None:
             state_dict.update(self.sampler.state_dict(prefix=f"{prefix}sampler."))
         # A checkpoint of this head holds the sampler as it was; one without a sampler brings rows it has not seen.
         self._touched, self._steps, self._stale = [], 0, without

@@ -1,0 +1,18 @@
+// The passes over a chunk of logits compiled for AVX2; double stays with the scalar unit.
+#include "loss/predict_cpu_rows.h"
+
+namespace samplex::cpu {
+
+void predict_lse_rows_avx2(const PredictLseParams& params, int64_t begin, int64_t end) {
+  predict_lse_rows<float>(params, begin, end);
+}
+
+void predict_grad_rows_avx2(const PredictGradParams& params, int64_t begin, int64_t end) {
+  predict_grad_rows<float>(params, begin, end);
+}
+
+void predict_topk_rows_avx2(const PredictTopkParams& params, int64_t begin, int64_t end) {
+  predict_topk_rows<float>(params, begin, end);
+}
+
+}  // namespace samplex::cpu
