@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from samplex_cuda.ops.fused_loss import REDUCTIONS, acc_dtype, keep_coalesced
 from samplex_cuda.ops.full_softmax import full_softmax as _full_softmax
+from samplex_cuda.ops.fused_loss import REDUCTIONS, acc_dtype, keep_coalesced
 from samplex_cuda.ops.negative_sampling import negative_sampling as _negative_sampling
 from samplex_cuda.ops.sampled_softmax import sampled_softmax as _sampled_softmax
 from samplex_cuda.prediction import mean_weight, valid_targets

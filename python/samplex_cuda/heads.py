@@ -20,11 +20,14 @@ from samplex_cuda.prediction import (
     exact_scores,
     exact_topk,
     mean_weight,
+    rerank,
     valid_targets,
 )
+from samplex_cuda.samplers.tree import Tree
 from samplex_cuda.tables import empty_table
 
 if TYPE_CHECKING:
+    from samplex_cuda.index import ClassIndex
     from samplex_cuda.rng import Key
 
 __all__ = ["SampledClassifier", "Staleness"]
@@ -152,10 +155,9 @@ class SampledClassifier(nn.Module):
         without = sampler is None and loss == "full_softmax"
         if not without and (not isinstance(sampler, nn.Module) or not hasattr(sampler, "sample")):
             raise TypeError(f"SampledClassifier: sampler must be a sampler of samplex_cuda.samplers, got {sampler!r}")
-        if getattr(sampler, "num_classes", num_classes) != num_classes:
-            raise ValueError(
-                f"SampledClassifier: sampler must have num_classes = {num_classes}, got {sampler.num_classes}"
-            )
+        of_sampler: Any = getattr(sampler, "num_classes", num_classes)
+        if of_sampler != num_classes:
+            raise ValueError(f"SampledClassifier: sampler must have num_classes = {num_classes}, got {of_sampler}")
         if sampler_update == "auto":
             # Scores of negative sampling are relative to the law they were learned against: that sampler must rest.
             follows = getattr(sampler, "follows_rows", False) and loss not in ("negative_sampling", "full_softmax")
@@ -572,19 +574,34 @@ class SampledClassifier(nn.Module):
         return self.topk(h, 1, features=features, chunk_size=chunk_size)[1].squeeze(-1)
 
     def topk(
-        self, h: Tensor, k: int, *, features: Tensor | None = None, chunk_size: int | None = None
+        self,
+        h: Tensor,
+        k: int,
+        *,
+        features: Tensor | None = None,
+        candidates: str | Tensor | None = None,
+        beam: int | None = None,
+        tree: nn.Module | None = None,
+        chunk_size: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The k most probable classes of each row, exactly, without an [*, C].
+        """The k most probable classes of each row: exactly, without an [*, C], or among candidates.
+
+        With `candidates="tree"` a beam search of a fitted tree names `beam` classes a row in O(beam log C), and their
+        exact logits decide: the answer is exact wherever the search found the right classes. See docs/prediction.md.
 
         Args:
             h: [*, d].
-            k: how many, 1 to C.
-            features: [*, f], what the sampler looks at where that is not `h`; used with negative sampling.
+            k: how many, 1 to C; with candidates, up to as many as there are.
+            features: [*, f], what the sampler (or the tree) looks at where that is not `h`.
+            candidates: None, all classes; "tree"; or int64 [*, n], classes of one's own choice for each row, no class
+                twice, -1 for none.
+            beam: nodes that the search keeps at each level, k to 512, and so candidates a row; 64 or 4 k by default.
+            tree: the `Tree` that is searched; by default the head's sampler, if that is one.
             chunk_size: classes per chunk; chosen from the shapes when not given.
 
         Returns:
             (logits [*, k], ids int64 [*, k]), largest first, equal logits in ascending id order. The logits are those
-            of `scores`.
+            of `scores`. With candidates, -inf and -1 where a row has fewer than k.
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -598,6 +615,11 @@ class SampledClassifier(nn.Module):
             raise ValueError(f"SampledClassifier.topk: k must be an int in [1, {self.num_classes}], got {k!r}")
         self._check_features("topk", features, lead)
         rows = h.reshape(-1, self.in_features)
+        if candidates is not None:
+            logits, ids = self._topk_among(rows, k, features, candidates, beam, tree)
+            return logits.reshape(*lead, k), ids.reshape(*lead, k)
+        if beam is not None or tree is not None:
+            raise ValueError("SampledClassifier.topk: candidates must be 'tree' where beam or tree is given, got None")
         logits, ids = exact_topk(
             rows,
             self.weight,
@@ -609,6 +631,61 @@ class SampledClassifier(nn.Module):
             chunk_size=chunk_size,
         )
         return logits.reshape(*lead, k), ids.reshape(*lead, k)
+
+    @torch.no_grad()
+    def _topk_among(
+        self, h: Tensor, k: int, features: Tensor | None, candidates: str | Tensor, beam: int | None, tree: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`topk` among candidates, for h [B, d]."""
+        where = "SampledClassifier.topk"
+        seen = self._seen(h, features)
+        sampler: Any = self.sampler
+        added = None
+        if isinstance(candidates, Tensor):
+            ids = candidates.reshape(h.shape[0], candidates.shape[-1]) if candidates.dim() else candidates
+            if ids.dim() != 2 or ids.dtype != torch.int64 or not k <= ids.shape[1]:
+                raise ValueError(
+                    f"{where}: candidates must be [*, n] int64 with n >= k = {k}, got {_describe(candidates)}"
+                )
+        elif candidates == "tree":
+            tree = sampler if tree is None else tree
+            if not isinstance(tree, Tree):
+                raise TypeError(f"{where}: tree must be a samplers.Tree, as the sampler is none, got {tree!r}")
+            if tree.num_classes != self.num_classes:
+                raise ValueError(f"{where}: tree must have num_classes = {self.num_classes}, got {tree.num_classes}")
+            most = min(512, self.num_classes)
+            beam = min(most, max(64, 4 * k)) if beam is None else beam
+            if isinstance(beam, bool) or not isinstance(beam, int) or not k <= beam <= 512:
+                raise ValueError(f"{where}: beam must be an int in [k, 512] = [{k}, 512], got {beam!r}")
+            log_p, ids = tree.topk(seen, min(beam, most), beam=beam)
+            if tree is sampler:
+                added = log_p
+        else:
+            raise ValueError(f"{where}: candidates must be None, 'tree' or int64 ids, got {candidates!r}")
+        if self._prior(h, features) is None:
+            added = None
+        elif added is None:
+            added = sampler.log_prob(seen, ids.clamp(min=0))
+        return rerank(h, self.weight, ids, k, self.bias, scale=self.scale, absolute=self.absolute, added=added)
+
+    def index(self, kind: str = "flat", **options: Any) -> ClassIndex:
+        """An approximate nearest-neighbour index over the class rows (FAISS), for `index.topk(h, k)`.
+
+        The index holds a copy of the rows as they are now. Needs the extra `faiss`.
+
+        Args:
+            kind: "flat" (exhaustive), "ivf" or "hnsw"; or any string that `faiss.index_factory` takes.
+            options: passed on to `samplex_cuda.index.ClassIndex`.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10)
+            >>> index = head.index()  # doctest: +SKIP
+            >>> logits, ids = index.topk(torch.randn(3, 4), 5)  # doctest: +SKIP
+        """
+        from samplex_cuda.index import ClassIndex
+
+        return ClassIndex(self, kind, **options)
 
     def linear(self) -> nn.Linear:
         """An `nn.Linear` that shares `weight` and `bias`, for export; it knows no `scale` and no `absolute`.

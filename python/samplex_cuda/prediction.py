@@ -20,7 +20,7 @@ from torch import Tensor
 
 from samplex_cuda.ops.predict import MOST_K, predict_lse, predict_topk
 
-__all__ = ["Prior", "exact_log_prob", "exact_lse", "exact_nll", "exact_scores", "exact_topk"]
+__all__ = ["Prior", "exact_log_prob", "exact_lse", "exact_nll", "exact_scores", "exact_topk", "rerank"]
 
 Prior: TypeAlias = Callable[[slice], Tensor]
 
@@ -491,4 +491,81 @@ def exact_topk(
                 ids = torch.cat([ids, columns + c.first], 1).gather(1, order)[:, :k]
                 best = values[:, :k]
             out_logits[rows], out_ids[rows] = best, ids
+    return out_logits, out_ids
+
+
+@torch.no_grad()
+def rerank(
+    h: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    absolute: bool = False,
+    added: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k candidates of the largest exact logits of each row.
+
+    Args:
+        h: [B, d].
+        weight: [C, d].
+        ids: int64 [B, n], the candidates of each row, no class twice; -1 for none.
+        k: how many, 1 to n.
+        bias: [C].
+        scale: inverse temperature.
+        absolute: the logit is the absolute value.
+        added: [B, n], added to the logits.
+
+    Returns:
+        (logits [B, k] fp32 or fp64, ids [B, k] int64), largest first, equal logits in ascending id order; -inf and -1
+        where a row has fewer candidates.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.prediction import rerank
+        >>> weight = torch.tensor([[1.0], [3.0], [2.0], [3.0]])
+        >>> rerank(torch.ones(1, 1), weight, torch.tensor([[3, 0, -1, 1]]), 3)
+        (tensor([[3., 3., 1.]]), tensor([[1, 3, 0]]))
+    """
+    _check("rerank", h, weight, bias, None)
+    batch, count = h.shape[0], ids.shape[-1]
+    if ids.dtype != torch.int64 or ids.shape != (batch, count):
+        raise ValueError(f"rerank: ids must be [{batch}, n] int64, got {_describe(ids)}")
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= count:
+        raise ValueError(f"rerank: k must be an int in [1, {count}], got {k!r}")
+    if bool(((ids < -1) | (ids >= weight.shape[0])).any()):
+        got = int(ids[(ids < -1) | (ids >= weight.shape[0])][0])
+        raise IndexError(f"rerank: ids must be -1 or in [0, {weight.shape[0]}), got {got}")
+    wide = _wide(h, weight)
+    out_logits = torch.empty(batch, k, dtype=wide, device=h.device)
+    out_ids = torch.empty(batch, k, dtype=torch.int64, device=h.device)
+    size = max(1, _ROW_ELEMENTS // max(1, count * weight.shape[1]))
+    with torch.autocast(h.device.type, enabled=False):
+        for begin in range(0, batch, size):
+            rows = slice(begin, min(begin + size, batch))
+            # By id first: a stable order by logit then keeps ties ascending. Those that are none stand in front.
+            if added is None:
+                some = ids[rows].sort(dim=1).values
+            else:
+                some, order = ids[rows].sort(dim=1)
+            known = some.clamp(min=0)
+            gathered = weight.index_select(0, known.flatten()).to(wide).view(*known.shape, weight.shape[1])
+            logits = torch.bmm(gathered, h[rows].to(wide).unsqueeze(2)).squeeze(2)
+            if bias is not None:
+                logits += bias[known].to(wide)
+            if scale != 1.0:
+                logits *= scale
+            if absolute:
+                logits.abs_()
+            if added is not None:
+                logits += added[rows].gather(1, order).to(wide)
+            # Below every logit, also one of -inf.
+            logits, order = torch.where(some < 0, -torch.inf, logits).sort(dim=1, descending=True, stable=True)
+            found = some.gather(1, order)
+            if bool((some[:, 0] < 0).any()):
+                last = (found < 0).sort(dim=1, stable=True).indices
+                logits, found = logits.gather(1, last), found.gather(1, last)
+            out_logits[rows], out_ids[rows] = logits[:, :k], found[:, :k]
     return out_logits, out_ids

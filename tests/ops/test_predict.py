@@ -193,7 +193,7 @@ def test_more_than_the_op_holds_goes_another_way():
     torch.testing.assert_close(logits, wanted[0][:, : ops.MOST_K + 1])
 
 
-# ------------------------------------------------------------------------------------------------ empty, opcheck, errors
+# ------------------------------------------------------------------------------------------------ empty, bits, errors
 def test_nothing_to_do(backend):
     for batch, count in ((0, 5), (3, 0)):
         arguments = to(backend.device, *make(batch, count))

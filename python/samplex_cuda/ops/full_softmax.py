@@ -23,7 +23,7 @@ __all__ = ["full_softmax"]
 def _shares(
     target: Tensor, class_weight: Tensor | None, label_smoothing: float, num_classes: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: what its targets weigh [B, P], what every class weighs [B], and the sum of both over all classes [B].
+    """Of each row: what its targets weigh [B, P], what any class weighs [B], and the sum of both over all classes [B].
 
     With them the loss is `sum * lse - sum of target share * logit - class share * sum of class_weight * logit`.
     """

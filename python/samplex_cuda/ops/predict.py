@@ -1,7 +1,7 @@
 """Passes over a chunk of exact logits: `samplex::predict_lse`, `predict_grad`, `predict_topk`.
 
-Each takes the products `dots` [B, n] of a batch with the class rows [first, first + n), and works in place on state that
-the caller keeps from chunk to chunk, so that no [B, C] is ever made. The logit of a product is
+Each takes the products `dots` [B, n] of a batch with the class rows [first, first + n), and works in place on state
+that the caller keeps from chunk to chunk, so that no [B, C] is ever made. The logit of a product is
 `s = scale * (dot + bias)`, or its absolute value. `samplex_cuda.prediction` holds the loops.
 """
 
@@ -72,8 +72,8 @@ def predict_grad(
 ) -> None:
     """Turns the products of a chunk into the gradient with respect to them.
 
-    The loss of a row is `coef * lse - sum of target_coef * target logits - smooth * sum of class_weight * logits`. A row
-    whose `coef` and `smooth` are 0 gets zeros whatever it holds.
+    The loss of a row is `coef * lse - sum of target_coef * target logits - smooth * sum of class_weight * logits`. A
+    row whose `coef` and `smooth` are 0 gets zeros whatever it holds.
 
     Args:
         dots: [B, n] float32 or float64, overwritten.
