@@ -51,4 +51,16 @@ void launch_predict_topk(const PredictTopkParams& params) {
   for_rows(params.chunk, [&](int64_t begin, int64_t end) { SX_PREDICT_ROWS(predict_topk_rows) });
 }
 
+void launch_predict_dots(const PredictDotsParams& params) {
+  parallel_for_shared(params.batch, 1 + (1 << 14) / (params.num_ids * params.dim + 1), [&](int64_t begin, int64_t end) {
+#ifdef SAMPLEX_X86_SIMD
+    const SimdLevel level = params.dtype == DType::kFloat64 ? SimdLevel::kScalar : simd_level();
+    if (level == SimdLevel::kAvx512) return predict_dots_rows_avx512(params, begin, end);
+    if (level == SimdLevel::kAvx2) return predict_dots_rows_avx2(params, begin, end);
+#endif
+    dispatch_dtype("predict_dots", params.dtype,
+                   [&](auto tag) { predict_dots_rows<typename decltype(tag)::type>(params, begin, end); });
+  });
+}
+
 }  // namespace samplex::cpu

@@ -15,4 +15,13 @@ void predict_topk_rows_avx2(const PredictTopkParams& params, int64_t begin, int6
   predict_topk_rows<float>(params, begin, end);
 }
 
+void predict_dots_rows_avx2(const PredictDotsParams& params, int64_t begin, int64_t end) {
+  if (params.dtype == DType::kFloat16)
+    predict_dots_rows<Half>(params, begin, end);
+  else if (params.dtype == DType::kBFloat16)
+    predict_dots_rows<BFloat16>(params, begin, end);
+  else
+    predict_dots_rows<float>(params, begin, end);
+}
+
 }  // namespace samplex::cpu

@@ -1,7 +1,9 @@
 // The passes over rows [begin, end) of a chunk: the body shared by the scalar and the SIMD translation units.
 #pragma once
 
-#include "common/vec.h"
+#include <cstdlib>
+
+#include "common/rows.h"
 #include "loss/predict_math.h"
 
 namespace samplex {
@@ -162,7 +164,7 @@ void predict_grad_rows(const PredictGradParams& p, int64_t begin, int64_t end) {
     // Slopes of the targets from the products, before those are gone.
     A slopes[8];
     const bool few = p.num_targets <= 8;
-    A* kept = few ? slopes : new A[size_t(p.num_targets)];
+    A* const kept = few ? slopes : static_cast<A*>(std::malloc(size_t(p.num_targets) * sizeof(A)));
     for (int64_t t = first; t < last; ++t) {
       const int64_t column = p.target[t] - chunk.first;
       kept[t - first] = column >= 0 && column < chunk.count ? map.slope(dots[column], column) : A(0);
@@ -183,7 +185,7 @@ void predict_grad_rows(const PredictGradParams& p, int64_t begin, int64_t end) {
         dots[column] -= target_coef[t] * kept[t - first];
       }
     }
-    if (!few) delete[] kept;
+    if (!few) std::free(kept);
   }
 }
 
@@ -240,6 +242,35 @@ void predict_topk_rows(const PredictTopkParams& p, int64_t begin, int64_t end) {
 #endif
     offer(c, chunk.count);
   }
+}
+
+// Class rows are scored four at a time, with those behind them under way.
+template <typename T>
+void predict_dots_rows(const PredictDotsParams& p, int64_t begin, int64_t end) {
+  using A = acc_t<T>;
+  const RowPrefetch ahead = row_prefetch<T>(p.dim);
+  const int64_t last = p.batch * p.num_ids;
+  A* const h = static_cast<A*>(std::aligned_alloc(64, (size_t(p.dim) * sizeof(A) + 64) / 64 * 64));
+  const auto known = [&](int64_t at) { return uint64_t(p.ids[at]) < uint64_t(p.num_classes); };
+  const auto row_of = [&](int64_t at) { return static_cast<const T*>(p.weight) + (known(at) ? p.ids[at] : 0) * p.dim; };
+  for (int64_t b = begin; b < end; ++b) {
+    const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
+    for (int64_t c = 0; c < p.dim; ++c) h[c] = to_acc(hidden[c]);
+    for (int64_t first = 0; first < p.num_ids; first += 4) {
+      const int64_t n = p.num_ids - first < 4 ? p.num_ids - first : 4, at = b * p.num_ids + first;
+      const T* rows[4];
+      A values[4];
+      for (int64_t j = 0; j < 4; ++j) {
+        rows[j] = row_of(at + (j < n ? j : n - 1));
+        if (at + j + ahead.rows < last) prefetch_row(row_of(at + j + ahead.rows), ahead);
+      }
+      Rows<T>::dot4(h, rows, p.dim, values);
+      for (int64_t j = 0; j < n; ++j) {
+        static_cast<A*>(p.dots)[at + j] = known(at + j) ? values[j] : negative_infinity<A>();
+      }
+    }
+  }
+  std::free(h);
 }
 
 }  // namespace SX_ISA_NS

@@ -23,4 +23,13 @@ void launch_predict_topk(const PredictTopkParams& p, void* stream) {
     SX_LAUNCH("predict_topk", predict_topk_kernel<float>, unsigned(p.chunk.batch), kPredictThreads, 0, stream, p);
 }
 
+void launch_predict_dots(const PredictDotsParams& p, void* stream) {
+  const int64_t blocks = (p.batch * p.num_ids + kPredictWarps - 1) / kPredictWarps;
+  dispatch_dtype("predict_dots", p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    SX_LAUNCH("predict_dots", predict_dots_kernel<T>, unsigned(blocks < 65535 ? blocks : 65535), kPredictThreads, 0,
+              stream, p);
+  });
+}
+
 }  // namespace samplex::SX_BACKEND_NS

@@ -4,6 +4,7 @@
 //   predict_grad_kernel   columns one by one, in place
 //   predict_topk_kernel   columns above the limit are collected in shared memory and sorted with those held when there
 //                         is no room for another step
+//   predict_dots_kernel   a warp has a candidate at a time
 #pragma once
 
 #include "common/warp.cuh"
@@ -177,6 +178,22 @@ __global__ void __launch_bounds__(kPredictThreads) predict_topk_kernel(PredictTo
   for (int i = threadIdx.x; i < held; i += kPredictThreads) {
     static_cast<A*>(p.values)[b * p.k + i] = values[i];
     p.ids[b * p.k + i] = ids[i];
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kPredictThreads) predict_dots_kernel(PredictDotsParams p) {
+  using A = acc_t<T>;
+  const int64_t count = p.batch * p.num_ids, stride = int64_t(gridDim.x) * kPredictWarps;
+  for (int64_t at = int64_t(blockIdx.x) * kPredictWarps + warp_id(); at < count; at += stride) {
+    const int64_t id = p.ids[at];
+    const bool known = uint64_t(id) < uint64_t(p.num_classes);
+    const T* h = static_cast<const T*>(p.hidden) + at / p.num_ids * p.dim;
+    const T* w = static_cast<const T*>(p.weight) + (known ? id : 0) * p.dim;
+    A dot = 0;
+    for (int64_t c = lane_id(); c < p.dim; c += kWarpSize) dot += to_acc(h[c]) * to_acc(w[c]);
+    dot = group_sum<kWarpSize>(dot);
+    if (lane_id() == 0) static_cast<A*>(p.dots)[at] = known ? dot : negative_infinity<A>();
   }
 }
 

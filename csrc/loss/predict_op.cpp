@@ -102,10 +102,34 @@ void predict_topk(Tensor dots, MaybeTensor bias, int64_t first, double scale, bo
   SX_RUN(op, dots, launch_predict_topk, p);
 }
 
+Tensor predict_dots(Tensor hidden, Tensor weight, Tensor ids) {
+  constexpr const char* op = "predict_dots";
+  begin_op();
+  PredictDotsParams p{};
+  p.dtype = dtype_tag(op, "weight", weight);
+  check_tensor(op, "weight", weight, {-1, -1}, "[C, d]", weight.scalar_type(), weight);
+  check_tensor(op, "hidden", hidden, {-1, weight.size(1)}, "[B, d]", weight.scalar_type(), weight);
+  check_tensor(op, "ids", ids, {hidden.size(0), -1}, "[B, n]", ScalarType::Long, weight);
+  p.batch = ids.size(0);
+  p.num_ids = ids.size(1);
+  p.dim = weight.size(1);
+  p.num_classes = weight.size(0);
+  Tensor dots = empty(weight, {p.batch, p.num_ids}, acc_type(weight.scalar_type()));
+  if (p.batch == 0 || p.num_ids == 0) return dots;
+  p.hidden = in_any(hidden);
+  p.weight = in_any(weight);
+  p.ids = in<int64_t>(ids);
+  p.dots = out_any(dots);
+  SX_RUN(op, weight, launch_predict_dots, p);
+  return dots;
+}
+
 }  // namespace
 }  // namespace samplex::glue
 
 STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
+  m.def("predict_dots(Tensor hidden, Tensor weight, Tensor ids) -> Tensor",
+        {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "predict_lse(Tensor dots, Tensor? bias, Tensor target, Tensor? class_weight, int first, float scale, "
       "bool absolute, Tensor(a!) lse, Tensor(b!) positive, Tensor(c!)? total) -> ()",
@@ -120,11 +144,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {
+  m.impl("predict_dots", TORCH_BOX(&samplex::glue::predict_dots));
   m.impl("predict_lse", TORCH_BOX(&samplex::glue::predict_lse));
   m.impl("predict_grad", TORCH_BOX(&samplex::glue::predict_grad));
   m.impl("predict_topk", TORCH_BOX(&samplex::glue::predict_topk));
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) {
+  m.impl("predict_dots", TORCH_BOX(&samplex::glue::predict_dots));
   m.impl("predict_lse", TORCH_BOX(&samplex::glue::predict_lse));
   m.impl("predict_grad", TORCH_BOX(&samplex::glue::predict_grad));
   m.impl("predict_topk", TORCH_BOX(&samplex::glue::predict_topk));

@@ -8,10 +8,13 @@
 //   of
 //                class_weight * s
 //   predict_topk the k largest of what is held and the chunk: descending, equal ones by id, a nan counts as the largest
+//
+//   predict_dots h . w of given classes of each row, for candidates
 #pragma once
 
 #include <cstdint>
 
+#include "common/dtype.h"
 #include "common/launchers.h"
 
 namespace samplex {
@@ -57,12 +60,24 @@ struct PredictTopkParams {
   int64_t k;
 };
 
+struct PredictDotsParams {
+  const void* hidden;  // [B, d]
+  const void* weight;  // [C, d]
+  const int64_t* ids;  // [B, n]; outside [0, C): none
+  void* dots;          // A [B, n] out; -inf for none
+  int64_t batch, num_ids, dim, num_classes;
+  DType dtype;
+};
+
+SX_DECLARE_LAUNCHER(launch_predict_dots, PredictDotsParams)
 SX_DECLARE_LAUNCHER(launch_predict_lse, PredictLseParams)
 SX_DECLARE_LAUNCHER(launch_predict_grad, PredictGradParams)
 SX_DECLARE_LAUNCHER(launch_predict_topk, PredictTopkParams)
 
 namespace cpu {
-// Rows [begin, end), float; ISA bodies.
+// Rows [begin, end), float accumulation; ISA bodies.
+void predict_dots_rows_avx2(const PredictDotsParams& params, int64_t begin, int64_t end);
+void predict_dots_rows_avx512(const PredictDotsParams& params, int64_t begin, int64_t end);
 void predict_lse_rows_avx2(const PredictLseParams& params, int64_t begin, int64_t end);
 void predict_lse_rows_avx512(const PredictLseParams& params, int64_t begin, int64_t end);
 void predict_grad_rows_avx2(const PredictGradParams& params, int64_t begin, int64_t end);

@@ -105,7 +105,7 @@ class ClassIndex:
             ids = torch.empty(0, count, dtype=torch.int64, device=h.device)
         else:
             ids = torch.from_numpy(self._index.search(query.float().cpu().contiguous().numpy(), count)[1]).to(h.device)
-        return head.topk(rows.reshape(*lead, -1), k, candidates=ids.reshape(*lead, count))
+        return head.topk(h.detach(), k, candidates=ids.reshape(*lead, count))
 
     def recall(self, h: Tensor, k: int) -> float:
         """Share of the exact top k that `topk` finds, over the rows of h [*, d]."""

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from samplex_cuda.ops.predict import MOST_K, predict_lse, predict_topk
+from samplex_cuda.ops.predict import MOST_K, predict_dots, predict_lse, predict_topk
 
 __all__ = ["Prior", "exact_log_prob", "exact_lse", "exact_nll", "exact_scores", "exact_topk", "rerank"]
 
@@ -539,33 +539,24 @@ def rerank(
         got = int(ids[(ids < -1) | (ids >= weight.shape[0])][0])
         raise IndexError(f"rerank: ids must be -1 or in [0, {weight.shape[0]}), got {got}")
     wide = _wide(h, weight)
-    out_logits = torch.empty(batch, k, dtype=wide, device=h.device)
-    out_ids = torch.empty(batch, k, dtype=torch.int64, device=h.device)
-    size = max(1, _ROW_ELEMENTS // max(1, count * weight.shape[1]))
+    # By id first: a stable order by logit then keeps ties ascending. Those that are none stand in front.
+    some, order = ids.sort(dim=1)
     with torch.autocast(h.device.type, enabled=False):
-        for begin in range(0, batch, size):
-            rows = slice(begin, min(begin + size, batch))
-            # By id first: a stable order by logit then keeps ties ascending. Those that are none stand in front.
-            if added is None:
-                some = ids[rows].sort(dim=1).values
-            else:
-                some, order = ids[rows].sort(dim=1)
-            known = some.clamp(min=0)
-            gathered = weight.index_select(0, known.flatten()).to(wide).view(*known.shape, weight.shape[1])
-            logits = torch.bmm(gathered, h[rows].to(wide).unsqueeze(2)).squeeze(2)
-            if bias is not None:
-                logits += bias[known].to(wide)
-            if scale != 1.0:
-                logits *= scale
-            if absolute:
-                logits.abs_()
-            if added is not None:
-                logits += added[rows].gather(1, order).to(wide)
-            # Below every logit, also one of -inf.
-            logits, order = torch.where(some < 0, -torch.inf, logits).sort(dim=1, descending=True, stable=True)
-            found = some.gather(1, order)
-            if bool((some[:, 0] < 0).any()):
-                last = (found < 0).sort(dim=1, stable=True).indices
-                logits, found = logits.gather(1, last), found.gather(1, last)
-            out_logits[rows], out_ids[rows] = logits[:, :k], found[:, :k]
-    return out_logits, out_ids
+        if h.dtype == weight.dtype:
+            logits = predict_dots(h.contiguous(), weight.contiguous(), some)
+        else:  # a query of another type, e.g. float64 against rows of float32
+            logits = torch.bmm(weight[some.clamp(min=0)].to(wide), h.to(wide).unsqueeze(2)).squeeze(2)
+        if bias is not None:
+            logits += bias[some.clamp(min=0)]
+        if scale != 1.0:
+            logits *= scale
+        if absolute:
+            logits.abs_()
+        if added is not None:
+            logits += added.gather(1, order)
+    logits, order = torch.where(some < 0, -torch.inf, logits).sort(dim=1, descending=True, stable=True)
+    found = some.gather(1, order)
+    if bool((some < 0).any()):  # behind every candidate, also one whose logit is -inf
+        last = (found < 0).to(torch.int8).sort(dim=1, stable=True).indices
+        logits, found = logits.gather(1, last), found.gather(1, last)
+    return logits[:, :k].contiguous(), found[:, :k].contiguous()

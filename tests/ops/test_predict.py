@@ -193,6 +193,32 @@ def test_more_than_the_op_holds_goes_another_way():
     torch.testing.assert_close(logits, wanted[0][:, : ops.MOST_K + 1])
 
 
+# ------------------------------------------------------------------------------------------------ candidates
+def check_dots(device, dtype=torch.float32, batch=3, count=7, dim=33, classes=20):
+    h, weight = torch.randn(batch, dim).to(dtype), torch.randn(classes, dim).to(dtype)
+    ids = torch.randint(-1, classes + 1, (batch, count))
+    got = ops.predict_dots(*to(device, h, weight, ids)).cpu()
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(
+        got.double(), reference.predict_dots(h.double(), weight.double(), ids), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_dots(backend, dtype):
+    check_dots(backend.device, dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 4, 16), (2, 13, 129), (0, 3, 4), (3, 0, 4)])
+def test_dots_of_any_shape(backend, shape):
+    check_dots(backend.device, torch.float32, *shape)
+
+
+def test_dots_on_every_simd_level(simd_level):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        check_dots(torch.device("cpu"), dtype, 6, 30, 70)
+
+
 # ------------------------------------------------------------------------------------------------ empty, bits, errors
 def test_nothing_to_do(backend):
     for batch, count in ((0, 5), (3, 0)):
@@ -211,6 +237,9 @@ def test_opcheck():
     arguments = make()
     torch.library.opcheck(LSE, (*arguments, lse, torch.zeros(3, 2), lse.clone()))
     torch.library.opcheck(GRAD, (*arguments, lse, rows, torch.randn(3, 2), rows.clone()))
+    torch.library.opcheck(
+        torch.ops.samplex.predict_dots.default, (torch.randn(3, 5), torch.randn(9, 5), torch.randint(9, (3, 2)))
+    )
     torch.library.opcheck(TOPK, (*arguments[:2], 0, 1.0, False, torch.zeros(3, 4), torch.zeros(3, 4).long()))
 
 

@@ -1,6 +1,6 @@
-"""Passes over a chunk of exact logits: `samplex::predict_lse`, `predict_grad`, `predict_topk`.
+"""Exact logits: `samplex::predict_lse`, `predict_grad`, `predict_topk` pass over a chunk; `predict_dots` is for a few.
 
-Each takes the products `dots` [B, n] of a batch with the class rows [first, first + n), and works in place on state
+A pass takes the products `dots` [B, n] of a batch with the class rows [first, first + n), and works in place on state
 that the caller keeps from chunk to chunk, so that no [B, C] is ever made. The logit of a product is
 `s = scale * (dot + bias)`, or its absolute value. `samplex_cuda.prediction` holds the loops.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from samplex_cuda import _library  # noqa: F401  registers the ops
 
-__all__ = ["MOST_K", "predict_grad", "predict_lse", "predict_topk"]
+__all__ = ["MOST_K", "predict_dots", "predict_grad", "predict_lse", "predict_topk"]
 
 MOST_K = 256  # of predict_topk
 
@@ -126,6 +126,31 @@ def predict_topk(
         (tensor([[3., 3.]]), tensor([[1, 3]]))
     """
     torch.ops.samplex.predict_topk(dots, bias, first, scale, absolute, values, ids)
+
+
+def predict_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """Products of each row with the class rows of its own candidates; each is read once, nothing is gathered.
+
+    Args:
+        hidden: [B, d] like weight.
+        weight: [C, d] float32, float64, float16 or bfloat16.
+        ids: int64 [B, n]; outside [0, C): none.
+
+    Returns:
+        [B, n] float32 (float64 for float64); -inf for none.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.ops.predict import predict_dots
+        >>> predict_dots(torch.ones(1, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1, -1, 0]]))
+        tensor([[7., -inf, 3.]])
+    """
+    return torch.ops.samplex.predict_dots(hidden, weight, ids)
+
+
+@torch.library.register_fake("samplex::predict_dots")
+def _(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return weight.new_empty(ids.shape, dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32)
 
 
 # They only write into what they are given.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["predict_grad", "predict_lse", "predict_topk"]
+__all__ = ["predict_dots", "predict_grad", "predict_lse", "predict_topk"]
 
 
 def _logits(dots: Tensor, bias: Tensor | None, scale: float, absolute: bool) -> Tensor:
@@ -98,3 +98,17 @@ def predict_topk(
     # What is held comes first and has the lower ids, so a stable order keeps ties ascending.
     merged, order = torch.cat([values[:, :held], s], 1).sort(dim=1, descending=True, stable=True)
     return merged[:, :k], torch.cat([ids[:, :held], new], 1).gather(1, order)[:, :k]
+
+
+def predict_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """Products [B, n] of each row with its candidates, -inf for ids outside [0, C).
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.reference.predict import predict_dots
+        >>> predict_dots(torch.ones(1, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1, -1, 0]]))
+        tensor([[7., -inf, 3.]])
+    """
+    known = (ids >= 0) & (ids < weight.shape[0])
+    rows = weight[torch.where(known, ids, 0)]
+    return torch.where(known, torch.einsum("bd,bnd->bn", hidden, rows), -torch.inf)
