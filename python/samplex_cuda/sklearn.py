@@ -75,6 +75,9 @@ class SampledSoftmaxClassifier(ClassifierMixin, BaseEstimator):
         (True, (2, 3))
     """
 
+    classes_: np.ndarray
+    head_: SampledClassifier
+
     _parameter_constraints: dict[str, list[Any]] = {  # noqa: RUF012  scikit-learn reads it from the class
         "sampler": [StrOptions({"uniform", "frequency", "tree", "full"})],
         "num_samples": [Interval(Integral, 1, None, closed="left")],
