@@ -62,6 +62,41 @@ def test_nan_stays_in_its_row():
     assert logits[2].eq(-torch.inf).all()
 
 
+def test_balanced_data_find_rare_classes():
+    # 300 classes around well separated means, most of them seen once or twice.
+    g = torch.Generator().manual_seed(0)
+    means = torch.randn(300, 8, generator=g)
+    p = 1.0 / torch.arange(1.0, 301.0)
+    y = torch.cat([torch.arange(300), torch.multinomial(p, 1500, replacement=True, generator=g)])
+    x = means[y] + 0.3 * torch.randn(len(y), 8, generator=g)
+    bx, by = sx.tree.balance(x, y, 300, per_class=4)
+    assert torch.equal(torch.bincount(by), torch.full((300,), 4))
+    seen_once = (torch.bincount(y) == 1).nonzero()[0]
+    rows = bx[by == seen_once]
+    assert torch.equal(rows[0], x[y == seen_once][0])
+    spread = (bx - means[by]).square().mean().sqrt()
+    assert 0.25 < spread < 0.45
+    rest = torch.randint(300, (2000,), generator=g)
+    queries = means[rest] + 0.3 * torch.randn(2000, 8, generator=g)
+    found = []
+    for data in ((x, y), (bx, by)):
+        tree = sx.samplers.Tree.fit(*data, num_classes=300, dim=8, reg=1e-3, progress=False)
+        found.append(float((tree.topk(queries, 8, beam=8)[1] == rest.unsqueeze(1)).any(1).float().mean()))
+    assert found[1] > found[0] + 0.02
+
+
+def test_errors_of_balance():
+    x, y = torch.randn(3, 2), torch.tensor([0, 1, 5])
+    with pytest.raises(IndexError, match=re.escape("balance: y must be in [0, 5), got 5")):
+        sx.tree.balance(x, y, 5)
+    with pytest.raises(ValueError, match=re.escape("balance: y must be [3] int64, got [2] int64")):
+        sx.tree.balance(x, y[:2], 6)
+    with pytest.raises(ValueError, match="balance: per_class must be an int of at least 1, got 0"):
+        sx.tree.balance(x, y, 6, per_class=0)
+    with pytest.raises(ValueError, match="balance: x must be"):
+        sx.tree.balance(y, y, 6)
+
+
 # ------------------------------------------------------------------------------------------------ own candidates
 def test_own_candidates():
     head = make()

@@ -32,7 +32,8 @@ SX_DEVICE inline void predict_push(OnlineSoftmax<A>& s, A x) {
 
 template <typename A>
 __global__ void __launch_bounds__(kPredictThreads) predict_lse_kernel(PredictLseParams p) {
-  __shared__ double maxima[kPredictWarps], sums[kPredictWarps];
+  __shared__ A maxima[kPredictWarps];
+  __shared__ double sums[kPredictWarps];
   const PredictChunk& chunk = p.chunk;
   const PredictMap<A> map(chunk);
   const A* class_weight = static_cast<const A*>(p.class_weight);
@@ -45,20 +46,9 @@ __global__ void __launch_bounds__(kPredictThreads) predict_lse_kernel(PredictLse
     predict_push(own, s);
     if (p.total != nullptr) total += double((class_weight == nullptr ? A(1) : class_weight[c]) * s);
   }
-  OnlineSoftmax<double> row = {double(own.max), double(own.sum)};
-  for (int step = kWarpSize / 2; step > 0; step /= 2) {
-    row = online_merge(row, OnlineSoftmax<double>{shuffle_xor(row.max, step), shuffle_xor(row.sum, step)});
-  }
-  if (lane_id() == 0) {
-    maxima[warp_id()] = row.max;
-    sums[warp_id()] = row.sum;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int w = 1; w < kPredictWarps; ++w) row = online_merge(row, OnlineSoftmax<double>{maxima[w], sums[w]});
-    p.lse[b] = predict_merge_lse(p.lse[b], row.max, row.sum);
-  }
-  __syncthreads();
+  const A most = block_max<kPredictWarps>(own.max, maxima);
+  const double sum = block_sum<kPredictWarps>(double(own.sum * shifted_exp(own.max, most)), sums);
+  if (threadIdx.x == 0) p.lse[b] = predict_merge_lse(p.lse[b], double(most), sum);
   if (p.total != nullptr) {
     total = block_sum<kPredictWarps>(total, sums);
     if (threadIdx.x == 0) p.total[b] += total;
