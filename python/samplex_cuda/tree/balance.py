@@ -13,8 +13,8 @@ def balance(x: Tensor, y: Tensor, num_classes: int, *, per_class: int = 4, seed:
 
     A tree fitted to data as they come spends its depth on the frequent classes and splits the rare ones by one or two
     noisy examples. As noise distribution that is right. To find candidates (`head.topk(..., candidates="tree")`) it
-    is not: the head ranks them anyway, and a rare class must be found, too. Made examples are the mean of the class plus
-    Gaussian noise of the spread that classes have on average, estimated from the data.
+    is not: the head ranks them anyway, and a rare class must be found, too. Made examples are the mean of the class
+    plus Gaussian noise of the spread that classes have on average, estimated from the data.
 
     Args:
         x: [N, K] floating point, dense.
