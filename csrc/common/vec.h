@@ -45,6 +45,8 @@ struct Vec {
   friend bool any_above(Vec x, float limit) {  // |x| > limit somewhere
     return _mm512_cmp_ps_mask(_mm512_abs_ps(x.v), _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
   }
+  // A bit for each lane with x > limit, or a nan in either.
+  friend unsigned above(Vec x, Vec limit) { return _mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLE_UQ); }
   // From sin and cos of r to those of r + n pi / 2, for integral n.
   friend void turn(Vec n, Vec& sin, Vec& cos) {
     const __m512i q = _mm512_cvtps_epi32(n.v), one = _mm512_set1_epi32(1);
@@ -102,6 +104,9 @@ struct Vec {
   friend bool any_above(Vec x, float limit) {
     const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v);
     return _mm256_movemask_ps(_mm256_cmp_ps(size, _mm256_set1_ps(limit), _CMP_GT_OQ)) != 0;
+  }
+  friend unsigned above(Vec x, Vec limit) {
+    return unsigned(_mm256_movemask_ps(_mm256_cmp_ps(x.v, limit.v, _CMP_NLE_UQ)));
   }
   friend void turn(Vec n, Vec& sin, Vec& cos) {
     const __m256i q = _mm256_cvtps_epi32(n.v), one = _mm256_set1_epi32(1);

@@ -20,17 +20,21 @@ from samplex_cuda.prediction import (
     exact_nll,
     exact_scores,
     exact_topk,
+    mean_weight,
+    rerank,
     valid_targets,
 )
+from samplex_cuda.samplers.tree import Tree
 from samplex_cuda.tables import empty_table
 
 if TYPE_CHECKING:
+    from samplex_cuda.index import ClassIndex
     from samplex_cuda.optim import RowOptimizer
     from samplex_cuda.rng import Key
 
 __all__ = ["SampledClassifier", "Staleness"]
 
-_LOSSES = ("sampled_softmax", "negative_sampling", "nce", "one_vs_each", "augment_reduce")
+_LOSSES = ("sampled_softmax", "negative_sampling", "nce", "one_vs_each", "augment_reduce", "full_softmax")
 _NOISE_LOSSES = ("negative_sampling", "nce")  # every draw counts, hits too
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -76,10 +80,10 @@ class SampledClassifier(nn.Module):
     Args:
         in_features: d, the width of `h`.
         num_classes: C.
-        sampler: where negatives come from, for the same C.
-        num_samples: draws per row, or per batch with `shared=True`.
-        loss: "sampled_softmax", "negative_sampling", "nce", "one_vs_each" or "augment_reduce"; docs/losses.md compares
-            them.
+        sampler: where negatives come from, for the same C. May be left out with "full_softmax".
+        num_samples: draws per row, or per batch with `shared=True`. Not used by "full_softmax".
+        loss: "sampled_softmax", "negative_sampling", "nce", "one_vs_each", "augment_reduce", or "full_softmax": exact,
+            O(C) a row, with dense gradients. docs/losses.md compares them.
         bias: whether there is a bias per class.
         shared: draw once for the whole batch. Targets among the draws are then masked, where per-row draws exclude
             them beforehand; both leave the expected normaliser right. (Negative sampling and NCE do neither.)
@@ -128,8 +132,8 @@ class SampledClassifier(nn.Module):
         self,
         in_features: int,
         num_classes: int,
-        sampler: nn.Module,
-        num_samples: int,
+        sampler: nn.Module | None = None,
+        num_samples: int | None = None,
         loss: str = "sampled_softmax",
         bias: bool = True,
         *,
@@ -149,22 +153,26 @@ class SampledClassifier(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("in_features", in_features), ("num_classes", num_classes), ("num_samples", num_samples)):
+        sizes = [("in_features", in_features), ("num_classes", num_classes), ("num_samples", num_samples)]
+        if loss == "full_softmax":
+            sizes.pop()  # it draws nothing; a sampler may be there all the same, e.g. a tree for `topk`
+            num_samples = 0
+        for name, value in sizes:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"SampledClassifier: {name} must be an int of at least 1, got {value!r}")
         if loss not in _LOSSES:
             raise ValueError(f"SampledClassifier: loss must be one of {', '.join(_LOSSES)}, got {loss!r}")
         if reduction not in _REDUCTIONS:
             raise ValueError(f"SampledClassifier: reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
-        if not isinstance(sampler, nn.Module) or not hasattr(sampler, "sample"):
+        without = sampler is None and loss == "full_softmax"
+        if not without and (not isinstance(sampler, nn.Module) or not hasattr(sampler, "sample")):
             raise TypeError(f"SampledClassifier: sampler must be a sampler of samplex_cuda.samplers, got {sampler!r}")
-        if getattr(sampler, "num_classes", num_classes) != num_classes:
-            raise ValueError(
-                f"SampledClassifier: sampler must have num_classes = {num_classes}, got {sampler.num_classes}"
-            )
+        of_sampler: Any = getattr(sampler, "num_classes", num_classes)
+        if of_sampler != num_classes:
+            raise ValueError(f"SampledClassifier: sampler must have num_classes = {num_classes}, got {of_sampler}")
         if sampler_update == "auto":
             # Scores of negative sampling are relative to the law they were learned against: that sampler must rest.
-            follows = getattr(sampler, "follows_rows", False) and loss != "negative_sampling"
+            follows = getattr(sampler, "follows_rows", False) and loss not in ("negative_sampling", "full_softmax")
             sampler_update = "step" if follows else None
         counts = isinstance(sampler_update, int) and not isinstance(sampler_update, bool) and sampler_update >= 1
         if not (counts or sampler_update in ("step", "epoch", None)):
@@ -185,7 +193,7 @@ class SampledClassifier(nn.Module):
             raise ValueError(f"SampledClassifier: label_smoothing must be in [0, 1], got {label_smoothing!r}")
         if not 0.0 <= reg < math.inf:
             raise ValueError(f"SampledClassifier: reg must be finite and at least 0, got {reg!r}")
-        if loss != "sampled_softmax":
+        if loss not in ("sampled_softmax", "full_softmax"):
             for name, given in (("absolute", absolute), ("label_smoothing", label_smoothing)):
                 if given:
                     raise ValueError(f"SampledClassifier: {name} must be off with loss={loss!r}, got {given!r}")
@@ -212,7 +220,7 @@ class SampledClassifier(nn.Module):
 
         self.in_features = in_features
         self.num_classes = num_classes
-        self.num_samples = num_samples
+        self.num_samples = num_samples or 0
         self.loss = loss
         self.shared = shared
         self.scale = float(scale)
@@ -311,11 +319,13 @@ class SampledClassifier(nn.Module):
         if self.training:
             # The reduction is left to the op unless rows are weighted here.
             reduction = "none" if sample_weight is not None else self.reduction
-            # A fused optimizer works inside eager autograd: a compiled caller leaves its graph here.
-            run = (
-                _eager_loss if self._fusion is not None and torch.compiler.is_compiling() else type(self)._sampled_loss
-            )
-            loss = run(self, rows, target, valid, features, index, context, positives, key, reduction)
+            if self.loss == "full_softmax":
+                loss = self._full_loss(rows, target, reduction)
+            else:
+                # A fused optimizer works inside eager autograd: a compiled caller leaves its graph here.
+                eager = self._fusion is not None and torch.compiler.is_compiling()
+                run = _eager_loss if eager else type(self)._sampled_loss
+                loss = run(self, rows, target, valid, features, index, context, positives, key, reduction)
             if sample_weight is None:
                 return loss.reshape(lead) if reduction == "none" else loss
             row_weight = self._row_weight(target, valid)
@@ -342,6 +352,20 @@ class SampledClassifier(nn.Module):
             return loss.sum()
         total = row_weight.sum().to(loss.dtype)
         return loss.sum() / torch.where(total == 0, 1.0, total)
+
+    def _full_loss(self, h: Tensor, target: Tensor, reduction: str) -> Tensor:
+        return functional.full_softmax(
+            h,
+            self.weight,
+            target,
+            self.bias,
+            scale=self.scale,
+            reduction=reduction,
+            absolute=self.absolute,
+            label_smoothing=self.label_smoothing,
+            class_weight=self.class_weight,
+            ignore_index=self.ignore_index,
+        )
 
     def _sampled_loss(
         self,
@@ -548,10 +572,7 @@ class SampledClassifier(nn.Module):
 
     def _row_weight(self, target: Tensor, valid: Tensor) -> Tensor:
         """What a row counts in a mean, [B]: the mean class weight of its targets; 0 for an ignored row."""
-        if self.class_weight is None:
-            return (valid if valid.dim() == 1 else valid.any(1)).to(torch.float32)
-        weight = torch.where(valid, self.class_weight[target.clamp(0, self.num_classes - 1)], 0.0)
-        return weight if valid.dim() == 1 else weight.sum(1) / valid.sum(1).clamp(min=1)
+        return mean_weight(target, valid, self.class_weight)
 
     @staticmethod
     def _seen(h: Tensor, features: Tensor | None) -> Tensor:
@@ -662,19 +683,34 @@ class SampledClassifier(nn.Module):
         return self.topk(h, 1, features=features, chunk_size=chunk_size)[1].squeeze(-1)
 
     def topk(
-        self, h: Tensor, k: int, *, features: Tensor | None = None, chunk_size: int | None = None
+        self,
+        h: Tensor,
+        k: int,
+        *,
+        features: Tensor | None = None,
+        candidates: str | Tensor | None = None,
+        beam: int | None = None,
+        tree: nn.Module | None = None,
+        chunk_size: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The k most probable classes of each row, exactly, without an [*, C].
+        """The k most probable classes of each row: exactly, without an [*, C], or among candidates.
+
+        With `candidates="tree"` a beam search of a fitted tree names `beam` classes a row in O(beam log C), and their
+        exact logits decide: the answer is exact wherever the search found the right classes. See docs/prediction.md.
 
         Args:
             h: [*, d].
-            k: how many, 1 to C.
-            features: [*, f], what the sampler looks at where that is not `h`; used with negative sampling.
+            k: how many, 1 to C; with candidates, up to as many as there are.
+            features: [*, f], what the sampler (or the tree) looks at where that is not `h`.
+            candidates: None, all classes; "tree"; or int64 [*, n], classes of one's own choice for each row, no class
+                twice, -1 for none.
+            beam: nodes that the search keeps at each level, k to 512, and so candidates a row; 64 or 4 k by default.
+            tree: the `Tree` that is searched; by default the head's sampler, if that is one.
             chunk_size: classes per chunk; chosen from the shapes when not given.
 
         Returns:
             (logits [*, k], ids int64 [*, k]), largest first, equal logits in ascending id order. The logits are those
-            of `scores`.
+            of `scores`. With candidates, -inf and -1 where a row has fewer than k.
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -688,6 +724,11 @@ class SampledClassifier(nn.Module):
             raise ValueError(f"SampledClassifier.topk: k must be an int in [1, {self.num_classes}], got {k!r}")
         self._check_features("topk", features, lead)
         rows = h.reshape(-1, self.in_features)
+        if candidates is not None:
+            logits, ids = self._topk_among(rows, k, features, candidates, beam, tree)
+            return logits.reshape(*lead, k), ids.reshape(*lead, k)
+        if beam is not None or tree is not None:
+            raise ValueError("SampledClassifier.topk: candidates must be 'tree' where beam or tree is given, got None")
         logits, ids = exact_topk(
             rows,
             self.weight,
@@ -699,6 +740,61 @@ class SampledClassifier(nn.Module):
             chunk_size=chunk_size,
         )
         return logits.reshape(*lead, k), ids.reshape(*lead, k)
+
+    @torch.no_grad()
+    def _topk_among(
+        self, h: Tensor, k: int, features: Tensor | None, candidates: str | Tensor, beam: int | None, tree: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`topk` among candidates, for h [B, d]."""
+        where = "SampledClassifier.topk"
+        seen = self._seen(h, features)
+        sampler: Any = self.sampler
+        added = None
+        if isinstance(candidates, Tensor):
+            ids = candidates.reshape(h.shape[0], candidates.shape[-1]) if candidates.dim() else candidates
+            if ids.dim() != 2 or ids.dtype != torch.int64 or not k <= ids.shape[1]:
+                raise ValueError(
+                    f"{where}: candidates must be [*, n] int64 with n >= k = {k}, got {_describe(candidates)}"
+                )
+        elif candidates == "tree":
+            tree = sampler if tree is None else tree
+            if not isinstance(tree, Tree):
+                raise TypeError(f"{where}: tree must be a samplers.Tree, as the sampler is none, got {tree!r}")
+            if tree.num_classes != self.num_classes:
+                raise ValueError(f"{where}: tree must have num_classes = {self.num_classes}, got {tree.num_classes}")
+            most = min(512, self.num_classes)
+            beam = min(most, max(64, 4 * k)) if beam is None else beam
+            if isinstance(beam, bool) or not isinstance(beam, int) or not k <= beam <= 512:
+                raise ValueError(f"{where}: beam must be an int in [k, 512] = [{k}, 512], got {beam!r}")
+            log_p, ids = tree.topk(seen, min(beam, most), beam=beam)
+            if tree is sampler:
+                added = log_p
+        else:
+            raise ValueError(f"{where}: candidates must be None, 'tree' or int64 ids, got {candidates!r}")
+        if self._prior(h, features) is None:
+            added = None
+        elif added is None:
+            added = sampler.log_prob(seen, ids.clamp(min=0))
+        return rerank(h, self.weight, ids, k, self.bias, scale=self.scale, absolute=self.absolute, added=added)
+
+    def index(self, kind: str = "flat", **options: Any) -> ClassIndex:
+        """An approximate nearest-neighbour index over the class rows (FAISS), for `index.topk(h, k)`.
+
+        The index holds a copy of the rows as they are now. Needs the extra `faiss`.
+
+        Args:
+            kind: "flat" (exhaustive), "ivf" or "hnsw"; or any string that `faiss.index_factory` takes.
+            options: passed on to `samplex_cuda.index.ClassIndex`.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10)
+            >>> index = head.index()  # doctest: +SKIP
+            >>> logits, ids = index.topk(torch.randn(3, 4), 5)  # doctest: +SKIP
+        """
+        from samplex_cuda.index import ClassIndex
+
+        return ClassIndex(self, kind, **options)
 
     def linear(self) -> nn.Linear:
         """An `nn.Linear` that shares `weight` and `bias`, for export; it knows no `scale` and no `absolute`.
@@ -738,7 +834,7 @@ class SampledClassifier(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A checkpoint of nn.Linear has no `sampler.` entry at all: load it strictly all the same, and keep the sampler.
         without = not any(name.startswith(f"{prefix}sampler.") for name in state_dict)
-        if without:
+        if without and self.sampler is not None:
             state_dict.update(self.sampler.state_dict(prefix=f"{prefix}sampler."))
             if self.log_eta is not None:
                 state_dict.setdefault(f"{prefix}log_eta", self.log_eta)

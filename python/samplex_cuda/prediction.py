@@ -13,17 +13,22 @@ holds at most 2^25 elements (one row, where C is larger).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Prior", "exact_log_prob", "exact_lse", "exact_nll", "exact_scores", "exact_topk"]
+from samplex_cuda.ops.predict import MOST_K, predict_dots, predict_lse, predict_topk
+
+__all__ = ["Prior", "exact_log_prob", "exact_lse", "exact_nll", "exact_scores", "exact_topk", "rerank"]
 
 Prior: TypeAlias = Callable[[slice], Tensor]
 
-# A block of logits holds at most this many elements (16 MB in fp32), and so does an up-cast chunk of weight rows.
-_BLOCK_ELEMENTS = 1 << 22
+# A chunk of logits holds at most this many elements (2 MB in fp32): it stays in the cache between the product and the
+# pass over it.
+_BLOCK_ELEMENTS = 1 << 19
+# An up-cast chunk of weight rows holds at most this many.
+_ROW_ELEMENTS = 1 << 20
 # Beyond this many rows a GEMM gains nothing from more of them.
 _BLOCK_ROWS = 1024
 # A block of rows of a prior holds at most this many elements: it is [rows, C] at once.
@@ -57,7 +62,7 @@ def _wide(h: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
 
 
-def _row_blocks(h: Tensor, weight: Tensor, prior: Prior | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+def row_blocks(h: Tensor, weight: Tensor, prior: Prior | None = None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Blocks of rows of `h`, up-cast to the dtype the logits are computed in, and their prior."""
     wide = _wide(h, weight)
     size = _BLOCK_ROWS if prior is None else max(1, min(_BLOCK_ROWS, _PRIOR_ELEMENTS // weight.shape[0]))
@@ -66,40 +71,80 @@ def _row_blocks(h: Tensor, weight: Tensor, prior: Prior | None) -> Iterator[tupl
         yield rows, h[rows].to(wide), None if prior is None else prior(rows)
 
 
-def _logit_chunks(
+class Chunk(NamedTuple):
+    """Products of a block of rows with the classes [first, first + n), and how they become logits."""
+
+    first: int
+    dots: Tensor  # [rows, n], the caller's to overwrite
+    bias: Tensor | None  # [n]
+    scale: float
+    absolute: bool
+    rows: Tensor  # [n, d], the class rows in the dtype of dots
+
+    def logits(self) -> Tensor:
+        """The logits in place of the products."""
+        if self.bias is not None:
+            self.dots.add_(self.bias)
+        if self.scale != 1.0:
+            self.dots.mul_(self.scale)
+        return self.dots.abs_() if self.absolute else self.dots
+
+
+def logit_chunks(
     h: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     scale: float,
     absolute: bool,
-    prior: Tensor | None,
-    chunk_size: int | None,
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields (first class, logits [rows, chunk]) for one block of rows; the logits are the caller's to overwrite."""
+    prior: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> Iterator[Chunk]:
+    """The chunks of one block of rows, in ascending order of classes. All use one buffer: a chunk lives until the next.
+
+    Args:
+        h: [rows, d] in the dtype the logits are computed in.
+        weight: [C, d].
+        bias: [C].
+        scale: inverse temperature.
+        absolute: the logit is the absolute value.
+        prior: [rows, C], added to the logits.
+        chunk_size: classes per chunk; chosen from the shapes when not given.
+    """
     num_classes, dim = weight.shape
+    cast = weight.dtype != h.dtype
     if chunk_size is None:
-        chunk_size = max(256, min(_BLOCK_ELEMENTS // max(h.shape[0], 1), _BLOCK_ELEMENTS // max(dim, 1)))
+        chunk_size = max(256, _BLOCK_ELEMENTS // max(h.shape[0], 1))
+        if cast:
+            chunk_size = min(chunk_size, max(256, _ROW_ELEMENTS // max(dim, 1)))
+    chunk_size = min(chunk_size, num_classes)
+    dots = torch.empty(h.shape[0] * chunk_size, dtype=h.dtype, device=h.device)
+    rows = torch.empty(chunk_size if cast else 0, dim, dtype=h.dtype, device=h.device)
     for begin in range(0, num_classes, chunk_size):
-        end = min(begin + chunk_size, num_classes)
-        logits = h @ weight[begin:end].to(h.dtype).t()
-        if bias is not None:
-            logits += bias[begin:end].to(h.dtype)
-        if scale != 1.0:
-            logits *= scale
-        if absolute:
-            logits.abs_()
+        count = min(chunk_size, num_classes - begin)
+        part = weight[begin : begin + count]
+        if cast:
+            part = rows[:count].copy_(part)
+        # Not `@`: under autocast that would answer in half precision, and in new memory.
+        out = torch.mm(h, part.t(), out=dots[: h.shape[0] * count].view(h.shape[0], count))
+        added = None if bias is None else bias[begin : begin + count].to(h.dtype).contiguous()
+        chunk = Chunk(begin, out, added, scale, absolute, part)
         if prior is not None:
-            logits += prior[:, begin:end].to(h.dtype)
-        yield begin, logits
-
-
-def _merge_lse(running: Tensor, logits: Tensor) -> Tensor:
-    # In fp64, so that thousands of chunks add no rounding of their own.
-    return torch.logaddexp(running, logits.logsumexp(1).double())
+            chunk.logits().add_(prior[:, begin : begin + count])
+            chunk = Chunk(begin, out, None, 1.0, False, part)
+        yield chunk
 
 
 def _no_mass(h: Tensor) -> Tensor:
+    # In fp64, so that thousands of chunks add no rounding of their own.
     return torch.full((h.shape[0],), -torch.inf, dtype=torch.float64, device=h.device)
+
+
+def _no_target(h: Tensor) -> Tensor:
+    return torch.empty(h.shape[0], 0, dtype=torch.int64, device=h.device)
+
+
+def _no_logit(h: Tensor) -> Tensor:
+    return torch.empty(h.shape[0], 0, dtype=h.dtype, device=h.device)
 
 
 @torch.no_grad()
@@ -138,10 +183,10 @@ def exact_lse(
     wide = _wide(h, weight)
     out = torch.empty(h.shape[0], dtype=wide, device=h.device)
     with torch.autocast(h.device.type, enabled=False):
-        for rows, block, added in _row_blocks(h, weight, prior):
-            lse = _no_mass(block)
-            for _, logits in _logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
-                lse = _merge_lse(lse, logits)
+        for rows, block, added in row_blocks(h, weight, prior):
+            lse, none = _no_mass(block), _no_target(block)
+            for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
+                predict_lse(c.dots, c.bias, none, None, c.first, c.scale, c.absolute, lse, _no_logit(block))
             out[rows] = lse.to(wide)
     return out
 
@@ -150,6 +195,75 @@ def valid_targets(target: Tensor, ignore_index: int) -> Tensor:
     """Which entries of target [B] or [B, P] are classes: not `ignore_index`, and with several a row not -100 either."""
     valid = target != ignore_index
     return valid & (target != -100) if target.dim() == 2 and target.shape[1] > 1 else valid
+
+
+def mean_weight(target: Tensor, valid: Tensor, class_weight: Tensor | None) -> Tensor:
+    """What a row counts in a mean, [B]: the mean class weight of its targets [B] or [B, P]; 0 for an ignored row."""
+    if class_weight is None:
+        return (valid if valid.dim() == 1 else valid.any(1)).to(torch.float32)
+    weight = torch.where(valid, class_weight[target.clamp(0, class_weight.shape[0] - 1)], 0.0)
+    return weight if valid.dim() == 1 else weight.sum(1) / valid.sum(1).clamp(min=1)
+
+
+def flat_targets(op: str, target: Tensor, ignore_index: int, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Targets [B, P] with -1 in place of what is ignored, and which are not; an id out of range is an IndexError."""
+    valid = valid_targets(target, ignore_index)
+    outside = valid & ((target < 0) | (target >= num_classes))
+    if bool(outside.any()):
+        got = int(target[outside][0])
+        raise IndexError(f"{op}: target must be in [0, {num_classes}) or {ignore_index}, got {got}")
+    target = torch.where(valid, target, -1)
+    return (target, valid) if target.dim() == 2 else (target.unsqueeze(1), valid.unsqueeze(1))
+
+
+@torch.no_grad()
+def softmax_sums(
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    absolute: bool = False,
+    *,
+    class_weight: Tensor | None = None,
+    with_total: bool = False,
+    prior: Prior | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a loss needs of the full softmax: the evaluator and `functional.full_softmax` both stand on it.
+
+    Args:
+        h: [B, d].
+        weight: [C, d].
+        target: int64 [B, P], -1 for none.
+        bias: [C].
+        scale: inverse temperature.
+        absolute: the logit is the absolute value.
+        class_weight: [C], for the total.
+        with_total: whether the total is asked for.
+        prior: added to the logits; see the module.
+        chunk_size: classes per chunk; chosen from the shapes when not given.
+
+    Returns:
+        lse [B] fp64; target logits [B, P] in fp32 or fp64, from the same product as lse, so that an NLL is not below
+        zero by rounding; and the sum of class_weight * logit over all classes [B] fp64, or None.
+    """
+    wide = _wide(h, weight)
+    lse = _no_mass(h)
+    positive = torch.zeros(target.shape, dtype=wide, device=h.device)
+    total = torch.zeros_like(lse) if with_total else None
+    target = target.contiguous()
+    if class_weight is not None:
+        class_weight = class_weight.to(wide)
+    with torch.autocast(h.device.type, enabled=False):
+        for rows, block, added in row_blocks(h, weight, prior):
+            part = None if total is None else total[rows]
+            for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
+                cw = None if class_weight is None or total is None else class_weight[c.first : c.first + len(c.rows)]
+                predict_lse(
+                    c.dots, c.bias, target[rows], cw, c.first, c.scale, c.absolute, lse[rows], positive[rows], part
+                )
+    return lse, positive, total
 
 
 @torch.no_grad()
@@ -195,29 +309,12 @@ def exact_nll(
     if target.dtype != torch.int64 or target.dim() not in (1, 2) or target.shape[0] != h.shape[0]:
         b = h.shape[0]
         raise ValueError(f"exact_nll: target must be [{b}] or [{b}, P] int64, got {_describe(target)}")
-    target = target.unsqueeze(1) if target.dim() == 1 else target
-    valid = valid_targets(target, ignore_index)
-    outside = valid & ((target < 0) | (target >= weight.shape[0]))
-    if bool(outside.any()):
-        got = int(target[outside][0])
-        raise IndexError(f"exact_nll: target must be in [0, {weight.shape[0]}) or {ignore_index}, got {got}")
-    wide = _wide(h, weight)
-    out = torch.empty(h.shape[0], dtype=wide, device=h.device)
-    with torch.autocast(h.device.type, enabled=False):
-        for rows, block, added in _row_blocks(h, weight, prior):
-            lse = _no_mass(block)
-            positive = torch.zeros(target[rows].shape, dtype=wide, device=h.device)
-            for begin, logits in _logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
-                lse = _merge_lse(lse, logits)
-                # Taken from the same product as the normaliser, so that the NLL is not below zero by rounding.
-                local = target[rows] - begin
-                here = valid[rows] & (local >= 0) & (local < logits.shape[1])
-                positive = torch.where(here, logits.gather(1, local.clamp(0, logits.shape[1] - 1)), positive)
-            terms = torch.where(valid[rows], lse.unsqueeze(1) - positive, 0.0)
-            if class_weight is not None:
-                terms *= class_weight[target[rows].clamp(0, weight.shape[0] - 1)]
-            out[rows] = (terms.sum(1) / valid[rows].sum(1).clamp(min=1)).to(wide)
-    return out
+    target, valid = flat_targets("exact_nll", target, ignore_index, weight.shape[0])
+    lse, positive, _ = softmax_sums(h, weight, target, bias, scale, absolute, prior=prior, chunk_size=chunk_size)
+    terms = torch.where(valid, lse.unsqueeze(1) - positive, 0.0)
+    if class_weight is not None:
+        terms *= class_weight[target.clamp(min=0)]
+    return (terms.sum(1) / valid.sum(1).clamp(min=1)).to(positive.dtype)
 
 
 def _all_classes(
@@ -235,12 +332,13 @@ def _all_classes(
     wide = _wide(h, weight)
     out = torch.empty(h.shape[0], weight.shape[0], dtype=wide, device=h.device)
     with torch.autocast(h.device.type, enabled=False):
-        for rows, block, added in _row_blocks(h, weight, prior):
-            lse = _no_mass(block)
-            for begin, logits in _logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
-                out[rows, begin : begin + logits.shape[1]] = logits
+        for rows, block, added in row_blocks(h, weight, prior):
+            lse, none = _no_mass(block), _no_target(block)
+            for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
+                logits = c.logits()
+                out[rows, c.first : c.first + logits.shape[1]] = logits
                 if normalised:
-                    lse = _merge_lse(lse, logits)
+                    predict_lse(logits, None, none, None, c.first, 1.0, False, lse, _no_logit(block))
             if normalised:
                 out[rows] -= lse.to(wide).unsqueeze(1)
     return out
@@ -378,14 +476,87 @@ def exact_topk(
     out_logits = torch.empty(h.shape[0], k, dtype=wide, device=h.device)
     out_ids = torch.empty(h.shape[0], k, dtype=torch.int64, device=h.device)
     with torch.autocast(h.device.type, enabled=False):
-        for rows, block, added in _row_blocks(h, weight, prior):
+        for rows, block, added in row_blocks(h, weight, prior):
+            if k <= MOST_K:
+                for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
+                    predict_topk(c.dots, c.bias, c.first, c.scale, c.absolute, out_logits[rows], out_ids[rows])
+                continue
             best = torch.empty(block.shape[0], 0, dtype=wide, device=h.device)
             ids = torch.empty(block.shape[0], 0, dtype=torch.int64, device=h.device)
-            for begin, logits in _logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
+            for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
+                logits = c.logits()
                 values, columns = _stable_topk(logits, min(k, logits.shape[1]))
                 # What is held comes first and has the lower ids, so a stable order keeps ties ascending.
                 values, order = torch.cat([best, values], 1).sort(dim=1, descending=True, stable=True)
-                ids = torch.cat([ids, columns + begin], 1).gather(1, order)[:, :k]
+                ids = torch.cat([ids, columns + c.first], 1).gather(1, order)[:, :k]
                 best = values[:, :k]
             out_logits[rows], out_ids[rows] = best, ids
     return out_logits, out_ids
+
+
+@torch.no_grad()
+def rerank(
+    h: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    absolute: bool = False,
+    added: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k candidates of the largest exact logits of each row.
+
+    Args:
+        h: [B, d].
+        weight: [C, d].
+        ids: int64 [B, n], the candidates of each row, no class twice; -1 for none.
+        k: how many, 1 to n.
+        bias: [C].
+        scale: inverse temperature.
+        absolute: the logit is the absolute value.
+        added: [B, n], added to the logits.
+
+    Returns:
+        (logits [B, k] fp32 or fp64, ids [B, k] int64), largest first, equal logits in ascending id order; -inf and -1
+        where a row has fewer candidates.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.prediction import rerank
+        >>> weight = torch.tensor([[1.0], [3.0], [2.0], [3.0]])
+        >>> rerank(torch.ones(1, 1), weight, torch.tensor([[3, 0, -1, 1]]), 3)
+        (tensor([[3., 3., 1.]]), tensor([[1, 3, 0]]))
+    """
+    _check("rerank", h, weight, bias, None)
+    batch, count = h.shape[0], ids.shape[-1]
+    if ids.dtype != torch.int64 or ids.shape != (batch, count):
+        raise ValueError(f"rerank: ids must be [{batch}, n] int64, got {_describe(ids)}")
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= count:
+        raise ValueError(f"rerank: k must be an int in [1, {count}], got {k!r}")
+    if bool(((ids < -1) | (ids >= weight.shape[0])).any()):
+        got = int(ids[(ids < -1) | (ids >= weight.shape[0])][0])
+        raise IndexError(f"rerank: ids must be -1 or in [0, {weight.shape[0]}), got {got}")
+    wide = _wide(h, weight)
+    # By id first: a stable order by logit then keeps ties ascending. Those that are none stand in front.
+    some, order = ids.sort(dim=1)
+    with torch.autocast(h.device.type, enabled=False):
+        if h.dtype == weight.dtype:
+            logits = predict_dots(h.contiguous(), weight.contiguous(), some)
+        else:  # a query of another type, e.g. float64 against rows of float32
+            logits = torch.bmm(weight[some.clamp(min=0)].to(wide), h.to(wide).unsqueeze(2)).squeeze(2)
+        if bias is not None:
+            logits += bias[some.clamp(min=0)]
+        if scale != 1.0:
+            logits *= scale
+        if absolute:
+            logits.abs_()
+        if added is not None:
+            logits += added.gather(1, order)
+    logits, order = torch.where(some < 0, -torch.inf, logits).sort(dim=1, descending=True, stable=True)
+    found = some.gather(1, order)
+    if bool((some < 0).any()):  # behind every candidate, also one whose logit is -inf
+        last = (found < 0).to(torch.int8).sort(dim=1, stable=True).indices
+        logits, found = logits.gather(1, last), found.gather(1, last)
+    return logits[:, :k].contiguous(), found[:, :k].contiguous()

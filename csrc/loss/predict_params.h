@@ -1,0 +1,89 @@
+// Params of the passes over a chunk of exact logits: what a full softmax, its gradient and a top-k need of classes
+// [first, first + count), once the products h . w of the chunk are there (from a GEMM). No pass needs all classes at
+// once, so no [B, C] ever exists.
+//
+//   logit        s = scale * (dot + bias), |s| with `absolute`
+//   predict_lse  lse = log(exp(lse) + sum exp s); target logits that lie in the chunk; sums of class_weight * s
+//   predict_grad dot := d loss / d dot, where loss_b = coef_b lse_b - sum over targets of target_coef s - smooth_b sum
+//   of
+//                class_weight * s
+//   predict_topk the k largest of what is held and the chunk: descending, equal ones by id, a nan counts as the largest
+//
+//   predict_dots h . w of given classes of each row, for candidates
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/launchers.h"
+
+namespace samplex {
+
+// Entries that predict_topk keeps of a row.
+constexpr int64_t kPredictMostK = 256;
+
+struct PredictChunk {
+  void* dots;        // A [B, count]
+  const void* bias;  // A [count], or nullptr
+  int64_t batch, count;
+  int64_t first;  // class of the first column
+  double scale;
+  bool absolute;
+  bool is_double;  // A is double, else float
+};
+
+struct PredictLseParams {
+  PredictChunk chunk;
+  const int64_t* target;     // [B, P]; outside [0, C): no target
+  const void* class_weight;  // A [count], or nullptr for 1
+  double* lse;               // [B] in and out; -inf before the first chunk
+  void* positive;            // A [B, P]: written where the target lies in the chunk
+  double* total;             // [B] in and out: sum of class_weight * s; nullptr: not asked for
+  int64_t num_targets;
+};
+
+struct PredictGradParams {
+  PredictChunk chunk;
+  const int64_t* target;     // [B, P]
+  const void* class_weight;  // A [count], or nullptr for 1
+  const double* lse;         // [B], over all classes
+  const void* coef;          // A [B]
+  const void* target_coef;   // A [B, P]
+  const void* smooth;        // A [B], or nullptr for 0
+  int64_t num_targets;
+};
+
+struct PredictTopkParams {
+  PredictChunk chunk;
+  void* values;  // A [B, k] in and out; the first min(k, first) are held
+  int64_t* ids;  // [B, k] in and out
+  int64_t k;
+};
+
+struct PredictDotsParams {
+  const void* hidden;  // [B, d]
+  const void* weight;  // [C, d]
+  const int64_t* ids;  // [B, n]; outside [0, C): none
+  void* dots;          // A [B, n] out; -inf for none
+  int64_t batch, num_ids, dim, num_classes;
+  DType dtype;
+};
+
+SX_DECLARE_LAUNCHER(launch_predict_dots, PredictDotsParams)
+SX_DECLARE_LAUNCHER(launch_predict_lse, PredictLseParams)
+SX_DECLARE_LAUNCHER(launch_predict_grad, PredictGradParams)
+SX_DECLARE_LAUNCHER(launch_predict_topk, PredictTopkParams)
+
+namespace cpu {
+// Rows [begin, end), float accumulation; ISA bodies.
+void predict_dots_rows_avx2(const PredictDotsParams& params, int64_t begin, int64_t end);
+void predict_dots_rows_avx512(const PredictDotsParams& params, int64_t begin, int64_t end);
+void predict_lse_rows_avx2(const PredictLseParams& params, int64_t begin, int64_t end);
+void predict_lse_rows_avx512(const PredictLseParams& params, int64_t begin, int64_t end);
+void predict_grad_rows_avx2(const PredictGradParams& params, int64_t begin, int64_t end);
+void predict_grad_rows_avx512(const PredictGradParams& params, int64_t begin, int64_t end);
+void predict_topk_rows_avx2(const PredictTopkParams& params, int64_t begin, int64_t end);
+void predict_topk_rows_avx512(const PredictTopkParams& params, int64_t begin, int64_t end);
+}  // namespace cpu
+
+}  // namespace samplex

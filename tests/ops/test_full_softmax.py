@@ -1,0 +1,241 @@
+"""`functional.full_softmax` against `F.cross_entropy` on all classes, forward and backward."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import samplex_cuda as sx
+from samplex_cuda import prediction
+from samplex_cuda.functional import full_softmax
+from samplex_cuda.testing import assert_close
+
+C, D, B = 53, 9, 6
+
+
+def make(batch=B, classes=C, dim=D, dtype=torch.float64, bias=True):
+    h = torch.randn(batch, dim).to(dtype).requires_grad_()
+    weight = torch.randn(classes, dim).to(dtype).requires_grad_()
+    b = torch.randn(classes).to(dtype).requires_grad_() if bias else None
+    return h, weight, torch.randint(classes, (batch,)), b
+
+
+def gradients(loss, *leaves):
+    return torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])
+
+
+def compare(mine, theirs, *leaves, **tolerances):
+    torch.testing.assert_close(mine, theirs, **tolerances)
+    for got, wanted in zip(gradients(mine, *leaves), gradients(theirs, *leaves), strict=True):
+        torch.testing.assert_close(got, wanted, **tolerances)
+
+
+# ------------------------------------------------------------------------------------------------ F.cross_entropy
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_is_cross_entropy(backend, reduction, smoothing, weighted):
+    h, weight, y, bias = (t.detach().to(backend.device) for t in make())
+    h, weight, bias = (t.requires_grad_() for t in (h, weight, bias))
+    y[2] = -100
+    class_weight = torch.rand(C, dtype=torch.float64, device=backend.device) if weighted else None
+    mine = full_softmax(
+        h,
+        weight,
+        y,
+        bias,
+        scale=1.7,
+        reduction=reduction,
+        label_smoothing=smoothing,
+        class_weight=class_weight,
+        chunk_size=20,
+    )
+    logits = 1.7 * F.linear(h, weight, bias)
+    theirs = F.cross_entropy(logits, y, weight=class_weight, reduction=reduction, label_smoothing=smoothing)
+    compare(mine, theirs, h, weight, bias)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 52, 53, 54, None])
+def test_every_chunk_size(chunk_size):
+    h, weight, y, _ = make(bias=False)
+    compare(full_softmax(h, weight, y, chunk_size=chunk_size), F.cross_entropy(h @ weight.t(), y), h, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_narrow_types_sum_in_float32(backend, dtype):
+    h, weight, y, bias = make(dtype=dtype)
+    leaves = [t.detach().to(backend.device).requires_grad_() for t in (h, weight, bias)]
+    mine = full_softmax(leaves[0], leaves[1], y.to(backend.device), leaves[2], chunk_size=20)
+    assert mine.dtype == torch.float32
+    exact = [t.detach().double().requires_grad_() for t in (h, weight, bias)]
+    theirs = F.cross_entropy(F.linear(*exact), y)
+    single = [t.detach().float().requires_grad_() for t in (h, weight, bias)]
+    torchs = F.cross_entropy(F.linear(*single), y)
+    assert_close("loss", mine.detach().cpu(), theirs.detach(), torchs.detach(), magnitude=30.0)
+    for name, got, wanted, by_torch in zip(
+        ("h", "weight", "bias"),
+        gradients(mine, *leaves),
+        gradients(theirs, *exact),
+        gradients(torchs, *single),
+        strict=True,
+    ):
+        assert got.dtype == dtype
+        assert_close(name, got.cpu(), wanted, by_torch.to(dtype), ulps=16)
+
+
+def test_blocks_of_rows_join(monkeypatch):
+    monkeypatch.setattr(prediction, "_BLOCK_ROWS", 4)
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.bfloat16, 2e-2)):
+        h, weight, y, bias = make(batch=11, dtype=dtype)
+        mine = full_softmax(h, weight, y, bias)
+        exact = [t.detach().double().requires_grad_() for t in (h, weight, bias)]
+        wanted = gradients(F.cross_entropy(F.linear(*exact), y), *exact)
+        for got, theirs in zip(gradients(mine, h, weight, bias), wanted, strict=True):
+            torch.testing.assert_close(got.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_several_targets_absolute_and_class_weights():
+    h, weight, _, bias = make(batch=4)
+    y = torch.tensor([[3, 5, -100], [8, -100, -100], [-100, -100, -100], [7, 7, 1]])
+    cw = torch.rand(C, dtype=torch.float64)
+    mine = full_softmax(h, weight, y, bias, absolute=True, scale=-1.5, class_weight=cw, reduction="none", chunk_size=6)
+    log_p = (-1.5 * F.linear(h, weight, bias)).abs().log_softmax(1)
+    rows = [
+        -(cw[3] * log_p[0, 3] + cw[5] * log_p[0, 5]) / 2,
+        -cw[8] * log_p[1, 8],
+        0.0 * log_p[2, 0],
+        -(2 * cw[7] * log_p[3, 7] + cw[1] * log_p[3, 1]) / 3,
+    ]
+    theirs = torch.stack(rows)
+    torch.testing.assert_close(mine, theirs)
+    compare(mine.sum(), theirs.sum(), h, weight, bias)
+    mean = full_softmax(h, weight, y, bias, absolute=True, scale=-1.5, class_weight=cw)
+    total = (cw[3] + cw[5]) / 2 + cw[8] + (2 * cw[7] + cw[1]) / 3
+    torch.testing.assert_close(mean, theirs.sum() / total)
+
+
+def test_gradcheck():
+    h, weight, y, bias = make(batch=3, classes=7, dim=2)
+    y[1] = -100
+    cw = torch.rand(7, dtype=torch.float64)
+
+    def loss(h, weight, bias):
+        return full_softmax(
+            h, weight, y, bias, scale=0.7, label_smoothing=0.1, class_weight=cw, reduction="none", chunk_size=3
+        )
+
+    assert torch.autograd.gradcheck(loss, (h, weight, bias))
+
+
+def test_only_what_is_asked_for():
+    h, weight, y, bias = make()
+    whole = gradients(full_softmax(h, weight, y, bias), h, weight, bias)
+    for i in range(3):
+        leaves = [t.detach().requires_grad_(j == i) for j, t in enumerate((h, weight, bias))]
+        (got,) = gradients(full_softmax(leaves[0], leaves[1], y, leaves[2]), leaves[i])
+        assert torch.equal(got, whole[i])
+
+
+# ------------------------------------------------------------------------------------------------ corners
+def test_corners():
+    h, weight, y, bias = make()
+    empty = full_softmax(h[:0], weight, y[:0], bias)
+    ignored = full_softmax(h, weight, torch.full((B,), -100), bias)
+    one = full_softmax(h, weight[:1], torch.zeros_like(y), bias[:1])
+    for loss in (empty, ignored, one):
+        assert loss.item() == 0.0
+        for grad in gradients(loss, h, weight, bias):
+            assert torch.equal(grad, torch.zeros_like(grad))
+    assert full_softmax(h[:0], weight, y[:0], reduction="none").shape == (0,)
+
+
+def test_nan_stays_in_its_row():
+    h, weight, y, _ = make(bias=False)
+    with torch.no_grad():
+        h[2, 3] = torch.nan
+    loss = full_softmax(h, weight, y, reduction="none")
+    assert loss.isnan().nonzero().flatten().tolist() == [2]
+    (grad,) = torch.autograd.grad(loss.sum(), h)
+    assert grad.isnan().any(1).nonzero().flatten().tolist() == [2]
+    # Of a row that does not count, not even that.
+    y[2] = -100
+    for grad in gradients(full_softmax(h, weight, y), h, weight):
+        assert grad.isfinite().all()
+
+
+def test_confident_rows_are_not_below_zero():
+    h, weight = 40 * torch.randn(50, D), torch.randn(C, D)
+    y = (h @ weight.t()).argmax(1)
+    loss = full_softmax(h, weight, y, reduction="none", chunk_size=10)
+    assert (loss >= 0).all()
+    wanted = F.cross_entropy(h.double() @ weight.double().t(), y, reduction="none")
+    torch.testing.assert_close(loss.double(), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_leading_dimensions_and_autocast():
+    weight = torch.randn(C, D, dtype=torch.bfloat16)
+    h, y = torch.randn(2, 3, D), torch.randint(C, (2, 3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = full_softmax(h, weight, y, reduction="none")
+    assert loss.shape == (2, 3)
+    wanted = F.cross_entropy((h.bfloat16().double() @ weight.double().t()).flatten(0, 1), y.flatten(), reduction="none")
+    torch.testing.assert_close(loss.double().flatten(), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_is_the_evaluator():
+    h, weight, y, bias = make(dtype=torch.float32)
+    assert torch.equal(full_softmax(h, weight, y, bias, reduction="none"), prediction.exact_nll(h, weight, y, bias))
+
+
+def test_opcheck_and_compile():
+    h, weight, y, bias = make(dtype=torch.float32)
+    rest = (y.unsqueeze(1), bias, None, 1.0, 0.1, -100, False, 20)
+    torch.library.opcheck(torch.ops.samplex.full_softmax.default, (h, weight, *rest))
+    compiled = torch.compile(lambda h, w: full_softmax(h * 2, w, y), backend="aot_eager", fullgraph=True)
+    compare(compiled(h, weight), full_softmax(h * 2, weight, y), h, weight)
+
+
+def test_double_backward_is_an_error():
+    h, weight, y, _ = make()
+    with pytest.raises(RuntimeError, match="full_softmax: double backward"):
+        torch.autograd.grad(full_softmax(h, weight, y), h, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"target": torch.full((B,), C)}, IndexError, f"full_softmax: target must be in [0, {C}) or -100, got {C}"),
+        ({"target": torch.zeros(B)}, TypeError, "full_softmax: target must be int64"),
+        ({"h": torch.zeros(B, D + 1)}, ValueError, f"full_softmax: h must be [*, {D}]"),
+        ({"weight": torch.zeros(0, D)}, ValueError, "full_softmax: weight must have at least one class"),
+        ({"bias": torch.zeros(C + 1)}, ValueError, f"full_softmax: bias must be [{C}]"),
+        ({"reduction": "max"}, ValueError, "full_softmax: reduction must be one of none, mean, sum, got 'max'"),
+        ({"label_smoothing": 1.5}, ValueError, "full_softmax: label_smoothing must be in [0, 1], got 1.5"),
+        ({"chunk_size": 0}, ValueError, "full_softmax: chunk_size must be an int of at least 1, got 0"),
+    ],
+)
+def test_errors(change, error, message):
+    arguments = {"h": torch.zeros(B, D), "weight": torch.zeros(C, D), "target": torch.zeros(B, dtype=torch.int64)}
+    with pytest.raises(error, match=re.escape(message)):
+        full_softmax(**{**arguments, **change})
+
+
+# ------------------------------------------------------------------------------------------------ the head
+def test_head_trains_on_the_full_softmax():
+    head = sx.SampledClassifier(D, C, loss="full_softmax", label_smoothing=0.1, scale=1.3, class_weight=torch.rand(C))
+    h, y = torch.randn(B, D), torch.randint(C, (B,))
+    loss = head(h, y)
+    wanted = F.cross_entropy(1.3 * head.linear()(h), y, weight=head.class_weight, label_smoothing=0.1)
+    compare(loss, wanted, head.weight, head.bias)
+    weights = torch.rand(B)
+    rows = F.cross_entropy(1.3 * head.linear()(h), y, weight=head.class_weight, label_smoothing=0.1, reduction="none")
+    total = (head.class_weight[y] * weights).sum()
+    torch.testing.assert_close(head(h, y, sample_weight=weights), (rows * weights).sum() / total)
+    linear = torch.nn.Linear(D, C)
+    head.load_state_dict(linear.state_dict())
+    assert sorted(head.state_dict()) == ["bias", "weight"]
+    with pytest.raises(TypeError, match="sampler must be a sampler"):
+        sx.SampledClassifier(D, C, num_samples=3)

@@ -1,0 +1,295 @@
+"""Passes over a chunk of exact logits, against plain torch, on every backend and SIMD level."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from samplex_cuda import prediction
+from samplex_cuda.ops import predict as ops
+from samplex_cuda.reference import predict as reference
+
+INF, NAN = float("inf"), float("nan")
+LSE = torch.ops.samplex.predict_lse.default
+GRAD = torch.ops.samplex.predict_grad.default
+TOPK = torch.ops.samplex.predict_topk.default
+
+
+def make(batch=3, count=37, targets=2, first=10, dtype=torch.float32, bias=True, weighted=True):
+    """Arguments of predict_lse up to `absolute`; targets lie before, in and behind the chunk, or are none."""
+    target = torch.randint(-1, first + 2 * count, (batch, targets))
+    if batch and targets:
+        target[0, 0] = first + count - 1
+    return (
+        3 * torch.randn(batch, count, dtype=dtype),
+        torch.randn(count, dtype=dtype) if bias else None,
+        target,
+        torch.rand(count, dtype=dtype) if weighted else None,
+        first,
+        1.3,
+        False,
+    )
+
+
+def to(device, *values):
+    return tuple(v.to(device) if isinstance(v, torch.Tensor) else v for v in values)
+
+
+def wide(*values):
+    return tuple(v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in values)
+
+
+def check_lse(device, arguments, lse=None):
+    dots, target = arguments[0], arguments[2]
+    lse = torch.randn(dots.shape[0], dtype=torch.float64) if lse is None else lse
+    positive = torch.full(target.shape, 7.0, dtype=dots.dtype)
+    total = torch.randn(dots.shape[0], dtype=torch.float64)
+    wanted = reference.predict_lse(*wide(*arguments, lse, positive, total))
+    got = to(device, lse.clone(), positive, total)
+    ops.predict_lse(*to(device, *arguments), *got)
+    tolerance = 1e-12 if dots.dtype == torch.float64 else 3e-6
+    for name, mine, theirs in zip(("lse", "positive", "total"), got, wanted, strict=True):
+        size = theirs[theirs.isfinite()].abs().max() if theirs.isfinite().any() else 1.0
+        torch.testing.assert_close(
+            mine.cpu().double(), theirs, rtol=0, atol=float(tolerance * (1 + size)), equal_nan=True, msg=name
+        )
+
+
+def check_grad(device, arguments, smooth=True):
+    dots, target = arguments[0], arguments[2]
+    batch, dtype = dots.shape[0], dots.dtype
+    s = reference._logits(dots.double(), arguments[1], *arguments[5:])
+    lse = s.logsumexp(1) + 0.3
+    coef, target_coef = torch.randn(batch, dtype=dtype), torch.randn(target.shape, dtype=dtype)
+    if batch:
+        coef[-1] = 0.0
+    rest = (lse, coef, target_coef, torch.rand(batch, dtype=dtype) if smooth else None)
+    wanted = reference.predict_grad(*wide(*arguments, *rest))
+    mine = to(device, *arguments, *rest)
+    ops.predict_grad(*mine)
+    tolerance = 1e-12 if dtype == torch.float64 else 4e-6
+    torch.testing.assert_close(mine[0].cpu().double(), wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def check_topk(device, dots, bias=None, chunks=(5,), k=4, scale=1.0, absolute=False):
+    """All classes in chunks, to the very bits."""
+    batch, classes = dots.shape
+    values = torch.full((batch, k), NAN, dtype=dots.dtype)
+    mine = to(device, values.clone(), torch.full((batch, k), -7))
+    first, step = 0, 0
+    while first < classes:
+        count = min(chunks[step % len(chunks)], classes - first)
+        part = slice(first, first + count)
+        ops.predict_topk(
+            dots[:, part].contiguous().to(device),
+            None if bias is None else bias[part].to(device),
+            first,
+            scale,
+            absolute,
+            *mine,
+        )
+        first, step = first + count, step + 1
+    wanted = reference.predict_topk(dots, bias, 0, scale, absolute, values, torch.empty(batch, k, dtype=torch.int64))
+    held = min(k, classes)
+    assert torch.equal(mine[1][:, :held].cpu(), wanted[1])
+    torch.testing.assert_close(mine[0][:, :held].cpu(), wanted[0], rtol=0, atol=0, equal_nan=True)
+
+
+# ------------------------------------------------------------------------------------------------ against the reference
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 15, 64, 131])
+def test_lse_and_gradient(backend, count, dtype, absolute):
+    arguments = (*make(count=count, dtype=dtype)[:-1], absolute)
+    check_lse(backend.device, arguments)
+    check_grad(backend.device, arguments)
+
+
+@pytest.mark.parametrize("options", [{"bias": False, "weighted": False}, {"targets": 0}, {"targets": 11}])
+def test_optional_arguments(backend, options):
+    check_lse(backend.device, make(**options))
+    check_grad(backend.device, make(**options), smooth=False)
+
+
+def test_long_rows(backend):
+    # Several segments a row on the CPU, several steps a block on the GPU.
+    check_lse(backend.device, make(batch=2, count=900 if backend.emulated else 10000))
+
+
+@pytest.mark.parametrize("count", [1, 17, 40, 133])
+def test_simd_levels(simd_level, count):
+    cpu = torch.device("cpu")
+    for absolute in (False, True):
+        check_lse(cpu, (*make(count=count)[:-1], absolute))
+        check_grad(cpu, (*make(count=count)[:-1], absolute))
+    for k in (1, 4, 60):
+        check_topk(cpu, torch.randint(-9, 9, (3, 300)).float(), chunks=(count,), k=k)
+
+
+def test_special_values_in_lse(backend):
+    dots = torch.randn(6, 40)
+    dots[0] = -INF
+    dots[1, 3] = -INF
+    dots[2, [5, 39]] = INF
+    dots[3, 39] = NAN
+    dots[4, 0], dots[4, 39] = INF, NAN
+    start = torch.tensor([-INF, -INF, 0.0, 0.0, 0.0, NAN], dtype=torch.float64)
+    check_lse(backend.device, (dots, None, *make(6, 40)[2:]), start)
+    check_lse(backend.device, (dots, None, *make(6, 40)[2:]), torch.full((6,), -INF, dtype=torch.float64))
+
+
+def test_a_nan_stays_in_its_row_and_an_ignored_row_has_none(backend):
+    dots = torch.randn(3, 20)
+    dots[:2, 7] = NAN
+    lse = dots.double().logsumexp(1)
+    coef = torch.tensor([1.0, 0.0, 1.0])
+    rest = (None, torch.full((3, 1), -1), None, 0, 1.0, False, lse, coef, torch.zeros(3, 1))
+    mine = to(backend.device, dots.clone(), *rest)
+    ops.predict_grad(*mine)
+    got = mine[0].cpu()
+    assert got[0].isnan().all()
+    assert torch.equal(got[1], torch.zeros(20))
+    torch.testing.assert_close(got[2], dots[2].softmax(0))
+
+
+# ------------------------------------------------------------------------------------------------ top-k
+@pytest.mark.parametrize("k", [1, 7, 64, 256])
+@pytest.mark.parametrize("chunks", [(1000,), (3, 50, 7), (256,)])
+def test_topk_with_ties(backend, k, chunks):
+    # Whole numbers: many ties, within chunks and over their borders.
+    dots = torch.randint(-20, 20, (3, 400)).float()
+    check_topk(backend.device, dots, torch.randint(-3, 4, (400,)).float(), chunks, k)
+
+
+def test_topk_of_rising_and_falling_rows(backend):
+    up = torch.arange(600.0)
+    check_topk(backend.device, torch.stack([up, -up, up % 7]), chunks=(599,), k=10)
+
+
+def test_topk_special_values(backend):
+    dots = torch.randn(7, 30)
+    dots[0] = -INF
+    dots[1] = NAN
+    dots[2, [4, 20]] = NAN
+    dots[3, [4, 20]] = INF
+    dots[4, 3:] = -INF
+    dots[5] = torch.where(torch.arange(30) % 2 == 0, 0.0, -0.0)
+    for k in (1, 3, 30):
+        check_topk(backend.device, dots, chunks=(11,), k=k)
+        check_topk(backend.device, dots.double(), chunks=(30,), k=k, scale=-2.0, absolute=True)
+
+
+def test_fewer_classes_than_k(backend):
+    check_topk(backend.device, torch.randn(2, 5), chunks=(2,), k=9)
+
+
+def test_more_than_the_op_holds_goes_another_way():
+    h, weight = torch.randn(4, 3), torch.randn(700, 3)
+    logits, ids = prediction.exact_topk(h, weight, ops.MOST_K + 1, chunk_size=333)
+    wanted = (h @ weight.t()).sort(dim=1, descending=True, stable=True)
+    assert torch.equal(ids, wanted[1][:, : ops.MOST_K + 1])
+    torch.testing.assert_close(logits, wanted[0][:, : ops.MOST_K + 1])
+
+
+# ------------------------------------------------------------------------------------------------ candidates
+def check_dots(device, dtype=torch.float32, batch=3, count=7, dim=33, classes=20):
+    h, weight = torch.randn(batch, dim).to(dtype), torch.randn(classes, dim).to(dtype)
+    ids = torch.randint(-1, classes + 1, (batch, count))
+    got = ops.predict_dots(*to(device, h, weight, ids)).cpu()
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(
+        got.double(), reference.predict_dots(h.double(), weight.double(), ids), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_dots(backend, dtype):
+    check_dots(backend.device, dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 4, 16), (2, 13, 129), (0, 3, 4), (3, 0, 4)])
+def test_dots_of_any_shape(backend, shape):
+    check_dots(backend.device, torch.float32, *shape)
+
+
+def test_dots_on_every_simd_level(simd_level):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        check_dots(torch.device("cpu"), dtype, 6, 30, 70)
+
+
+# ------------------------------------------------------------------------------------------------ empty, bits, errors
+def test_nothing_to_do(backend):
+    for batch, count in ((0, 5), (3, 0)):
+        arguments = to(backend.device, *make(batch, count))
+        lse = torch.zeros(batch, dtype=torch.float64, device=backend.device)
+        positive = torch.ones(batch, 2, device=backend.device)
+        ops.predict_lse(*arguments, lse, positive, None)
+        assert torch.equal(lse, torch.zeros_like(lse))
+        ids = torch.zeros(batch, 2, dtype=torch.int64, device=backend.device)
+        ops.predict_topk(*arguments[:2], 10, 1.0, False, positive, ids)
+        assert torch.equal(positive, torch.ones_like(positive))
+
+
+def test_opcheck():
+    rows, lse = torch.randn(3), torch.zeros(3, dtype=torch.float64)
+    arguments = make()
+    torch.library.opcheck(LSE, (*arguments, lse, torch.zeros(3, 2), lse.clone()))
+    torch.library.opcheck(GRAD, (*arguments, lse, rows, torch.randn(3, 2), rows.clone()))
+    torch.library.opcheck(
+        torch.ops.samplex.predict_dots.default, (torch.randn(3, 5), torch.randn(9, 5), torch.randint(9, (3, 2)))
+    )
+    torch.library.opcheck(TOPK, (*arguments[:2], 0, 1.0, False, torch.zeros(3, 4), torch.zeros(3, 4).long()))
+
+
+def test_the_same_bits_in_two_runs_and_for_every_thread_count():
+    arguments, results = make(batch=9, count=5000), []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 2, 3):
+            torch.set_num_threads(threads)
+            lse, positive = torch.zeros(9, dtype=torch.float64), torch.zeros(9, 2)
+            ops.predict_lse(*arguments, lse, positive)
+            results.append(lse)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda d, i: TOPK(d.half(), None, 0, 1.0, False, d, i),
+            "predict_topk: dots must be [B, n] float32 or float64, got [2, 3] float16",
+        ),
+        (
+            lambda d, i: TOPK(d, d[0, :2].clone(), 0, 1.0, False, d, i),
+            "predict_topk: bias must be [n] = [3] float32 contiguous on cpu, got [2]",
+        ),
+        (
+            lambda d, i: TOPK(d, None, -1, 1.0, False, d, i),
+            "predict_topk: first must be at least 0, got -1",
+        ),
+        (
+            lambda d, i: TOPK(d, None, 0, 1.0, False, torch.zeros(2, 257), i),
+            "predict_topk: values must be [B, k] with k in [1, 256], got [2, 257]",
+        ),
+        (
+            lambda d, i: TOPK(d, None, 0, 1.0, False, d.clone(), i.int()),
+            "predict_topk: ids must be [B, k] = [2, 3] int64 contiguous on cpu, got [2, 3] int32",
+        ),
+        (
+            lambda d, i: LSE(d, None, i, None, 0, 1.0, False, d[:, 0].clone(), d, None),
+            "predict_lse: lse must be [B] = [2] float64 contiguous on cpu, got [2] float32",
+        ),
+        (
+            lambda d, i: GRAD(d, None, i[:1], None, 0, 1.0, False, d[:, 0].double(), d[:, 0], d, None),
+            "predict_grad: target must be [B, P] = [2, *] int64 contiguous on cpu, got [1, 3] int64",
+        ),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        call(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64))
