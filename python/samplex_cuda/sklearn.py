@@ -25,6 +25,7 @@ except ImportError as error:
     ) from error
 
 from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.optim import RowAdagrad
 from samplex_cuda.rng import Key
 from samplex_cuda.samplers import Tree, Uniform, Unigram
 
@@ -32,7 +33,6 @@ __all__ = ["SampledSoftmaxClassifier"]
 
 # Rows that are made dense at a time.
 _PREDICT_ROWS = 1024
-_EPS = 1e-10
 
 
 class SampledSoftmaxClassifier(ClassifierMixin, BaseEstimator):
@@ -215,7 +215,7 @@ class SampledSoftmaxClassifier(ClassifierMixin, BaseEstimator):
             )
         for parameter in self.head_.parameters():
             torch.nn.init.zeros_(parameter)  # the problem is convex
-        self._sums = [torch.zeros_like(parameter) for parameter in self.head_.parameters()]
+        self._optimizer = RowAdagrad(self.head_.parameters(), lr=self.learning_rate)
         self._seed, self._steps = seed, 0
 
     def _epoch(self, X: Any, target: np.ndarray, weights: np.ndarray | None) -> None:
@@ -223,6 +223,7 @@ class SampledSoftmaxClassifier(ClassifierMixin, BaseEstimator):
         generator = torch.Generator().manual_seed(self._seed + self._steps)
         order = torch.randperm(X.shape[0], generator=generator).numpy()
         head = self.head_.train()
+        self._optimizer.param_groups[0].update(lr=float(self.learning_rate), weight_decay=float(self.alpha))
         for begin in range(0, len(order), self.batch_size):
             some = np.sort(order[begin : begin + self.batch_size])
             rows = _dense(X[some]).to(torch.float32)
@@ -230,8 +231,8 @@ class SampledSoftmaxClassifier(ClassifierMixin, BaseEstimator):
             weight = None if weights is None else torch.from_numpy(weights[some])
             loss = head(rows, labels, sample_weight=weight, key=Key(self._seed, self._steps))
             loss.backward()
-            for parameter, total in zip(head.parameters(), self._sums, strict=True):
-                _adagrad(parameter, total, self.learning_rate, self.alpha)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
             self._steps += 1
         head.eval()
 
@@ -294,23 +295,3 @@ class SampledSoftmaxClassifier(ClassifierMixin, BaseEstimator):
 def _dense(rows: Any) -> Tensor:
     """A part of X as a tensor of its own."""
     return torch.from_numpy(np.array(rows.toarray() if hasattr(rows, "toarray") else rows))
-
-
-@torch.no_grad()
-def _adagrad(parameter: Tensor, total: Tensor, lr: float, weight_decay: float) -> None:
-    """One step of Adagrad on the rows that the gradient touches. To be swapped for `optim.RowAdagrad`: only here."""
-    grad = parameter.grad
-    assert grad is not None
-    if grad.is_sparse:
-        grad = grad.coalesce()
-        ids, rows = grad.indices()[0], grad.values()
-        if weight_decay:
-            rows = rows + weight_decay * parameter[ids]
-        total.index_add_(0, ids, rows * rows)
-        parameter.index_add_(0, ids, rows / (total[ids].sqrt() + _EPS), alpha=-lr)
-    else:
-        if weight_decay:
-            grad = grad + weight_decay * parameter
-        total.addcmul_(grad, grad)
-        parameter.addcdiv_(grad, total.sqrt() + _EPS, value=-lr)
-    parameter.grad = None
