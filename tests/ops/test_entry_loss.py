@@ -50,8 +50,8 @@ def test_values_and_gradients_match_the_reference(backend, row):
 @pytest.mark.parametrize("targets", [1, 3])
 def test_everything_at_once(backend, loss, shared, targets):
     case = make_case(
-        7, 40, 24, loss=loss, classes=15, shared=shared, bias="weight", scale=0.7, reg=0.2, class_weight=True, ignore="padding",
-        targets=targets,
+        7, 40, 24, loss=loss, classes=15, shared=shared, bias="weight", scale=0.7, reg=0.2, class_weight=True,
+        ignore="padding", targets=targets,
     )  # fmt: skip
     check_case(case, backend, sparse=shared)
 
