@@ -205,6 +205,21 @@ def test_eta_is_part_of_the_state():
     assert "log_eta" not in head_of("nce").state_dict()
 
 
+def test_a_compiled_step_moves_eta_as_an_eager_one():
+    torch._dynamo.reset()
+    heads = [head_of("augment_reduce"), head_of("augment_reduce")]
+    heads[1].load_state_dict(heads[0].state_dict())
+    compiled = torch.compile(heads[1], fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (5, 9):
+        h, y = batch(rows=rows)
+        key, index = sx.Key(3, rows).reserve(), torch.randperm(N)[:rows]
+        losses = [step(h, y, index=index, key=key) for step in (heads[0], compiled)]
+        losses[1].backward()
+        torch.testing.assert_close(*losses)
+        torch.testing.assert_close(heads[1].log_eta, heads[0].log_eta)
+    assert (heads[0].log_eta != math.log(C)).any()
+
+
 # ------------------------------------------------------------------------------------------------ bad input
 @pytest.mark.parametrize(
     ("loss", "options", "text"),

@@ -93,7 +93,7 @@ template <typename A>
 struct EntryLossEntry {
   int64_t id;
   A bias, log_q;
-  A share;  // of its term; not set where kGeneral is false, and for a relative loss
+  A share;  // of its term; in kNoise only
 };
 
 template <EntryMode kMode, typename A>
