@@ -43,6 +43,7 @@ SOURCES = {
     "tree": (ROOT / "csrc" / "sampler" / "tree_cuda.cu", ["-fmad=false"]),
     "rff": (ROOT / "csrc" / "features" / "rff_cuda.cu", []),
     "kernel_tree": (ROOT / "csrc" / "sampler" / "kernel_tree_cuda.cu", ["-fmad=false"]),
+    "optim": (ROOT / "csrc" / "update" / "optim_cuda.cu", []),
 }
 BATCH, M, CLASSES = 32, 64, 20_000
 LIMITS = {128: 6.0, 512: 4.0}  # thread instructions per gathered element
@@ -165,6 +166,8 @@ def child(ptxrun_dir: str, ptx: str, case: str) -> None:
     torch.manual_seed(0)
     if case == "kernel_tree":
         result = run_kernel_tree(launches)
+    elif case == "optim":
+        result = run_optim(launches)
     elif case in RFF_CASES:
         result = run_rff(case, launches)
     else:
@@ -289,6 +292,38 @@ def run_kernel_tree(launches: list[dict[str, Any]]) -> dict[str, Any]:
     for mode, got in result.items():
         if not got["error"] <= 2e-4:
             raise SystemExit(f"profile_cuda: refcheck: kernel tree, {mode}: off by {got['error']:.1e}")
+    return result
+
+
+def run_optim(launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Adagrad on given rows, and on the entries of a loss, each of a row of its own. The fewest sectors go with each."""
+    from samplex_cuda.ops.optim import RULE_KINDS, row_update_
+    from samplex_cuda.reference.optim import row_adagrad
+
+    dim, n = 128, BATCH * (M + 1)
+    ids = torch.randperm(CLASSES)[:n]
+    h, coef = torch.randn(BATCH, dim), torch.randn(BATCH, M + 1)
+    weight, total = torch.randn(CLASSES, dim), torch.rand(CLASSES, dim)
+    rows = (coef.unsqueeze(2) * h.unsqueeze(1)).reshape(n, dim)
+    exact, sums = weight.double(), total.double()
+    row_adagrad(exact, sums, ids, rows.double(), lr=0.1)
+    rule = [float(RULE_KINDS["adagrad"]), 0.0, 0.1, 0.0, 1.0, 1e-10, 0.0, 0.0, 0.0]
+    by_row = ids.view(BATCH, M + 1)
+    parts = [t.contiguous() for t in (by_row[:, :1], coef[:, :1], h, by_row[:, 1:], coef[:, 1:], h)]
+    result = {}
+    for mode in ("rows", "entries"):
+        launches.clear()
+        w, s = weight.clone(), total.clone()
+        if mode == "rows":
+            torch.ops.samplex.row_adagrad_(w, s, ids, rows, None, None, 0.1, 1e-10, 0.0)
+        else:
+            row_update_(w, s, None, None, None, None, *parts, None, None, rule, rule)
+        error = max(relative(w, exact), relative(s, sums))
+        # Weight, sum and gradient (or h) of every row, and its id; of an entry also its place and its coefficient.
+        fewest = n * (3 * dim / 8 + (8 if mode == "rows" else 20) / 32)
+        result[mode] = {"launches": list(launches), "error": error, "fewest": fewest}
+        if not error <= 1e-5:
+            raise SystemExit(f"profile_cuda: refcheck: row update, {mode}: off by {error:.1e}")
     return result
 
 
@@ -418,7 +453,42 @@ def main() -> int:
         if options.lines:
             print_hot(launch, BATCH * M)
         add_kernel_tree_rows(report, mode, launch, got["fewest"], got["error"])
+    ptx = build_ptx(options.work, "optim")
+    for mode, got in profile(ptxrun_dir, site, ptx, hook, "optim").items():
+        mine = [launch for launch in got["launches"] if f"optim_{mode}" in launch["kernel"]]
+        if not mine:
+            raise SystemExit(f"profile_cuda: no launch was seen (row update, {mode}); is cudart shared in this build?")
+        print(f"    {mine[0]['kernel']} <<<{mine[0]['grid']}, {mine[0]['block']}, {mine[0]['smem']}>>>")
+        if options.lines:
+            print_hot(mine[0], BATCH * (M + 1) * 128)
+        add_optim_rows(report, mode, mine[0], got["fewest"], got["error"])
     return report.finish(fail=not options.no_fail)
+
+
+def add_optim_rows(report: Report, mode: str, got: dict[str, Any], fewest: float, error: float) -> None:
+    config = {
+        "C": CLASSES,
+        "d": 128,
+        "n": BATCH * (M + 1),
+        **{k: v for k, v in got.items() if k not in ("hot", "opcodes")},
+    }
+    lanes = 100 * got["thread_instructions"] / (32 * got["warp_instructions"])
+    for key, what, value, unit, sense, target in (
+        ("sectors", "sectors loaded / fewest possible", got["sectors"] / fewest, "ratio", "<=", 1.2),
+        ("lanes", "active lanes", lanes, "%", ">=", 90.0),
+    ):
+        report.add(
+            Row(
+                f"optim_{mode}_{key}",
+                f"Adagrad update of {'given rows' if mode == 'rows' else 'summed entries'}, d = 128: {what}",
+                value,
+                unit,
+                f"weight and sums vs fp64: {error:.1e}",
+                sense=sense,
+                target=target,
+                config=config,
+            )
+        )
 
 
 def add_kernel_tree_rows(report: Report, mode: str, got: dict[str, Any], fewest: float, error: float) -> None:
