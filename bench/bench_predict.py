@@ -113,7 +113,7 @@ class Candidates:
         count = torch.bincount(y, minlength=classes).float()
         mean = torch.zeros(classes, DIM).index_add_(0, y, x) / (count + NOISE**2).unsqueeze(1)
         precision = DIM / NOISE**2
-        few = balance(x, y, classes, per_class=4)
+        few = balance(x, y, classes)
         self.tree = sx.samplers.Tree.fit(*few, num_classes=classes, dim=TREE_DIM, reg=1e-3).to(device)
         self.head = sx.SampledClassifier(DIM, classes, loss="full_softmax", device=device).eval()
         with torch.no_grad():
