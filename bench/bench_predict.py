@@ -42,7 +42,7 @@ DIM = 128
 # The candidates: features as in bench_tree.py.
 WIDTH = 512
 NOISE = 0.6
-BEAM = 128
+BEAM = 64
 TREE_DIM = 32
 
 
