@@ -39,6 +39,8 @@ from samplex_cuda.prediction import exact_topk
 from samplex_cuda.tree import balance
 
 DIM = 128
+# The candidates: features as in bench_tree.py.
+WIDTH = 512
 NOISE = 0.6
 BEAM = 64
 TREE_DIM = 32
@@ -106,16 +108,16 @@ class Candidates:
     """The built-in data, a head from it in closed form, and a tree fitted to it."""
 
     def __init__(self, classes: int, examples: int, device: torch.device) -> None:
-        data = HierarchicalZipf(classes, DIM, examples, seed=1, num_valid=8192, noise=NOISE)
+        data = HierarchicalZipf(classes, WIDTH, examples, seed=1, num_valid=8192, noise=NOISE)
         x, y = data.split("train")
         self.x, self.y = (t.to(device) for t in data.split("valid"))
         # Linear discriminants: class means, drawn to 0 where there are few examples, and log-frequencies.
         count = torch.bincount(y, minlength=classes).float()
-        mean = torch.zeros(classes, DIM).index_add_(0, y, x) / (count + NOISE**2).unsqueeze(1)
-        precision = DIM / NOISE**2
-        few = balance(x, y, classes, per_class=4)
+        mean = torch.zeros(classes, WIDTH).index_add_(0, y, x) / (count + NOISE**2).unsqueeze(1)
+        precision = WIDTH / NOISE**2
+        few = balance(x, y, classes)
         self.tree = sx.samplers.Tree.fit(*few, num_classes=classes, dim=TREE_DIM, reg=1e-3).to(device)
-        self.head = sx.SampledClassifier(DIM, classes, loss="full_softmax", device=device).eval()
+        self.head = sx.SampledClassifier(WIDTH, classes, loss="full_softmax", device=device).eval()
         with torch.no_grad():
             self.head.weight.copy_(precision * mean)
             prior = torch.where(count > 0, count.clamp(min=1).log(), -100.0)
@@ -249,8 +251,8 @@ def main() -> int:
         classes, examples = (20_000, 100_000) if options.quick else (200_000, 1_000_000)
         problem = Candidates(classes, examples, device)
         ours, exact, checked = problem.precision()
-        config = {"C": classes, "d": DIM, "B": 256, "examples": examples, "beam": BEAM, "tree_dim": TREE_DIM}
-        where = f"C = {classes:,}, d = {DIM}, beam {BEAM}"
+        config = {"C": classes, "d": WIDTH, "B": 256, "examples": examples, "beam": BEAM, "tree_dim": TREE_DIM}
+        where = f"C = {classes:,}, d = {WIDTH}, beam {BEAM}"
         sides = [
             Side("ours", functools.partial(problem.ours, 256)),
             Side("exact", functools.partial(problem.exact, 256)),

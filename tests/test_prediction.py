@@ -69,8 +69,8 @@ def test_balanced_data_find_rare_classes():
     p = 1.0 / torch.arange(1.0, 301.0)
     y = torch.cat([torch.arange(300), torch.multinomial(p, 1500, replacement=True, generator=g)])
     x = means[y] + 0.3 * torch.randn(len(y), 8, generator=g)
-    bx, by = sx.tree.balance(x, y, 300, per_class=4)
-    assert torch.equal(torch.bincount(by), torch.full((300,), 4))
+    bx, by = sx.tree.balance(x, y, 300, least=4, most=50)
+    assert torch.equal(torch.bincount(by), torch.bincount(y).clamp(4, 50))
     seen_once = (torch.bincount(y) == 1).nonzero()[0]
     rows = bx[by == seen_once]
     assert torch.equal(rows[0], x[y == seen_once][0])
@@ -91,8 +91,8 @@ def test_errors_of_balance():
         sx.tree.balance(x, y, 5)
     with pytest.raises(ValueError, match=re.escape("balance: y must be [3] int64, got [2] int64")):
         sx.tree.balance(x, y[:2], 6)
-    with pytest.raises(ValueError, match="balance: per_class must be an int of at least 1, got 0"):
-        sx.tree.balance(x, y, 6, per_class=0)
+    with pytest.raises(ValueError, match="1 <= least <= most, got 5 and 4"):
+        sx.tree.balance(x, y, 6, least=5, most=4)
     with pytest.raises(ValueError, match="balance: x must be"):
         sx.tree.balance(y, y, 6)
 

@@ -8,37 +8,40 @@ from torch import Tensor
 __all__ = ["balance"]
 
 
-def balance(x: Tensor, y: Tensor, num_classes: int, *, per_class: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """The first `per_class` examples of each class; where there are fewer, more are made around the mean of the class.
+def balance(
+    x: Tensor, y: Tensor, num_classes: int, *, least: int = 4, most: int = 200, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The first `most` examples of each class; where there are fewer than `least`, more are made around the class mean.
 
     A tree fitted to data as they come spends its depth on the frequent classes and splits the rare ones by one or two
-    noisy examples. As noise distribution that is right. To find candidates (`head.topk(..., candidates="tree")`) it
-    is not: the head ranks them anyway, and a rare class must be found, too. Made examples are the mean of the class
-    plus Gaussian noise of the spread that classes have on average, estimated from the data.
+    noisy examples. As noise distribution that is right. To find candidates (`head.topk(..., candidates="tree")`) the
+    rare classes must be found, too: the head ranks them anyway. Made examples are the mean of the class plus Gaussian
+    noise of the spread that classes have on average, estimated from the data.
 
     Args:
         x: [N, K] floating point, dense.
         y: int64 [N] in [0, num_classes).
         num_classes: C. Classes without an example stay without.
-        per_class: examples of each class in the result.
+        least: examples of a class in the result, at least.
+        most: and at most.
         seed: of the noise.
 
     Returns:
-        x [n, K] float32 and y [n], n = per_class times the number of classes that occur.
+        x [n, K] float32 and y [n], ascending.
 
     Example:
         >>> import torch
         >>> from samplex_cuda.tree import balance
-        >>> x, y = balance(torch.randn(6, 3), torch.tensor([0, 0, 0, 2, 0, 0]), 4, per_class=2)
+        >>> x, y = balance(torch.randn(6, 3), torch.tensor([0, 0, 0, 2, 0, 0]), 4, least=2, most=3)
         >>> x.shape, y.tolist()
-        (torch.Size([4, 3]), [0, 0, 2, 2])
+        (torch.Size([5, 3]), [0, 0, 0, 2, 2])
     """
     if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"balance: x must be [N, K] floating point, got {_got(x)}")
     if not isinstance(y, Tensor) or y.dtype != torch.int64 or y.shape != x.shape[:1]:
         raise ValueError(f"balance: y must be [{x.shape[0]}] int64, got {_got(y)}")
-    if isinstance(per_class, bool) or not isinstance(per_class, int) or per_class < 1:
-        raise ValueError(f"balance: per_class must be an int of at least 1, got {per_class!r}")
+    if isinstance(least, bool) or isinstance(most, bool) or not 1 <= least <= most:
+        raise ValueError(f"balance: least and most must be ints, 1 <= least <= most, got {least!r} and {most!r}")
     if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < num_classes:
         got = int(y.min()) if int(y.min()) < 0 else int(y.max())
         raise IndexError(f"balance: y must be in [0, {num_classes}), got {got}")
@@ -46,7 +49,7 @@ def balance(x: Tensor, y: Tensor, num_classes: int, *, per_class: int = 4, seed:
     count = torch.bincount(y, minlength=num_classes)
     begin = count.cumsum(0) - count
     rank = torch.arange(len(y), device=y.device) - begin[y[order]]
-    kept = order[rank < per_class]
+    kept = order[rank < most]
     total = torch.zeros(num_classes, x.shape[1], dtype=torch.float32, device=x.device).index_add_(0, y, x.float())
     mean = total / count.clamp(min=1).unsqueeze(1)
     # Within classes: sum |x - mean|^2 = sum |x|^2 - sum n |mean|^2, in fp64 as the two may be close.
@@ -54,7 +57,7 @@ def balance(x: Tensor, y: Tensor, num_classes: int, *, per_class: int = 4, seed:
     within = squares - float((count.double() * mean.double().square().sum(1)).sum())
     freedom = len(y) - int((count > 0).sum())
     spread = (max(within, 0.0) / (max(freedom, 1) * x.shape[1])) ** 0.5
-    missing = torch.where(count > 0, (per_class - count).clamp(min=0), 0)
+    missing = torch.where(count > 0, (least - count).clamp(min=0), 0)
     made = torch.repeat_interleave(torch.arange(num_classes, device=y.device), missing)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(len(made), x.shape[1], generator=generator).to(x.device)
