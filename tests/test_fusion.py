@@ -11,12 +11,14 @@ import torch
 import samplex_cuda as sx
 
 CLASSES, DIM, BATCH, DRAWS = 60, 12, 7, 9
-LOSSES = ["sampled_softmax", "negative_sampling"]
+LOSSES = ["sampled_softmax", "negative_sampling", "nce", "one_vs_each", "augment_reduce"]
 
 
 def make_head(seed=0, *, loss="sampled_softmax", sampler=None, **options) -> sx.SampledClassifier:
     torch.manual_seed(seed)
     sampler = sampler or sx.samplers.Uniform(CLASSES)
+    if loss == "augment_reduce":
+        options["num_examples"] = BATCH
     return sx.SampledClassifier(DIM, CLASSES, sampler, DRAWS, loss, **options)
 
 
@@ -77,7 +79,8 @@ def test_every_loss(loss, reduction):
         for step in range(2):
             h, y = batch(step)
             weight = torch.rand(BATCH, generator=torch.Generator().manual_seed(1))
-            head(h, y, key=sx.Key(step), sample_weight=weight).sum().backward()
+            index = torch.arange(BATCH) if loss == "augment_reduce" else None
+            head(h, y, index=index, key=sx.Key(step), sample_weight=weight).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         results.append([head.weight.detach(), h.grad])

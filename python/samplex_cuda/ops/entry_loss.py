@@ -117,7 +117,8 @@ class _Eager(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             loss, saved = _op(hidden, weight, *rest[:5], bias, *rest[5:])
         bias_dtype = None if bias is None else bias.dtype
-        ctx.plan = LossPlan(_NAMES[rest[8]], weight.shape, weight.dtype, bias_dtype, *rest[12:], *fusion_of(weight))
+        name, options = _NAMES[rest[8]], (*rest[12:], *fusion_of(weight))
+        ctx.plan = LossPlan(name, weight.shape, weight.dtype, bias_dtype, *options)
         ctx.saved = saved
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, rest[0], rest[1])
