@@ -36,6 +36,10 @@ class _Entries(NamedTuple):
     rows_b: Tensor
     bias_b: Tensor | None
 
+    def clone(self) -> _Entries:
+        parts: list[Any] = [None if t is None else t.clone() for t in self]
+        return _Entries(*parts)
+
 
 class Fusion:
     """What ties a head to the optimizer that updates it inside backward; made by `SampledClassifier.fuse_optimizer`.
@@ -110,7 +114,7 @@ class Fusion:
             hook.remove()
         for p in (self.weight, self.bias):
             if p is not None:
-                p._samplex_fusion = None  # type: ignore[union-attr]
+                p._samplex_fusion = None  # type: ignore[attr-defined]
         self._arrived, self._kept = [], []
 
     # -------------------------------------------------------------------------------------------- inside backward
@@ -197,9 +201,7 @@ class Fusion:
         if self.accumulate > 1:
             # Own copies: h and the ids belong to the caller again once backward is over.
             own = self._backwards < self.accumulate
-            self._kept += (
-                [_Entries(*(None if t is None else t.clone() for t in e)) for e in arrived] if own else arrived
-            )
+            self._kept += [e.clone() for e in arrived] if own else arrived
             if own:
                 return
             arrived, self._kept = self._kept, []
@@ -212,7 +214,8 @@ class Fusion:
         e = arrived[0] if len(arrived) == 1 else _joined(arrived)
         rule, states, key = self.optimizer._begin(self.weight)
         weight_states = [*states, None, None][:2]
-        bias, bias_rule, bias_states = None, rule, [None, None]
+        bias, bias_rule = None, rule
+        bias_states: list[Tensor | None] = [None, None]
         if self.bias is not None:
             bias = self.bias.detach()
             bias_rule, states, bias_key = self.optimizer._begin(self.bias)

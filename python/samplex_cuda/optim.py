@@ -207,7 +207,7 @@ class RowOptimizer(Optimizer):
 
     # -------------------------------------------------------------------------------------------- a step
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the rows of every parameter that has a gradient.
 
         Args:

@@ -106,8 +106,10 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rest: tuple[Any, ...]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             loss, saved = _op(hidden, weight, *rest[:4], bias, *rest[4:])
+        reduction, need_grad, sparse = rest[8:]
+        bias_dtype = None if bias is None else bias.dtype
         ctx.plan = LossPlan(
-            _NAME, weight.shape, weight.dtype, None if bias is None else bias.dtype, *rest[8:], *fusion_of(weight)
+            _NAME, weight.shape, weight.dtype, bias_dtype, reduction, need_grad, sparse, *fusion_of(weight)
         )
         ctx.saved = saved
         ctx.set_materialize_grads(False)
