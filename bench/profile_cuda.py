@@ -296,7 +296,7 @@ def run_kernel_tree(launches: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_optim(launches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Adagrad on given rows, and on the entries of a loss, each of a row of its own. The fewest sectors go with each."""
+    """Adagrad on given rows, and on a loss's entries, each of a row of its own. The fewest sectors go with each."""
     from samplex_cuda.ops.optim import RULE_KINDS, row_update_
     from samplex_cuda.reference.optim import row_adagrad
 

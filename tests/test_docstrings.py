@@ -29,6 +29,7 @@ def test_examples_run(name):
         "samplex_cuda.functional",
         "samplex_cuda.samplers",
         "samplex_cuda.heads",
+        "samplex_cuda.optim",
         "samplex_cuda.tree",
         "samplex_cuda.rff",
     ],
