@@ -192,7 +192,7 @@ def test_one_class_counts_its_hits(backend):
     assert not dense(weight.grad).any()
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("bad", [NAN, -INF])
 @pytest.mark.parametrize(
     ("loss", "where"),
     [
@@ -204,8 +204,6 @@ def test_one_class_counts_its_hits(backend):
 )
 @pytest.mark.parametrize(("samples", "dim"), [(1, 9), (8, 64), (40, 1030)])
 def test_a_bad_number_spoils_its_own_row_only(backend, loss, bad, where, samples, dim):
-    if where == "log_eta" and bad == INF:
-        return  # eta = inf: the loss is inf, the gradient 0
     case = make_case(4, samples, dim, loss=loss, classes=1000, reg=0.1)
     case.ids = torch.arange(4 * samples).reshape(4, samples)
     case.target = torch.arange(900, 904)
