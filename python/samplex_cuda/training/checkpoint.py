@@ -151,7 +151,7 @@ def write_file(path: str | Path, data: bytes | str) -> None:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -237,7 +237,7 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
                 raise CheckpointError(f"checkpoint: {path}: the place of {name!r} does not fit the file")
             tensor = torch.empty(shape, dtype=dtype)
             if nbytes:
-                view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+                view = tensor.reshape(-1).view(torch.uint8).numpy().data
                 while len(view):
                     got = file.readinto(view)
                     if not got:
@@ -350,7 +350,7 @@ def verify(directory: str | Path) -> None:
         ...         checkpoint.verify(path)
         ...     except checkpoint.CheckpointError as error:
         ...         print(str(error).split(": ")[-1])
-        meta.json is truncated or altered, 2 bytes where 13 were written
+        meta.json is truncated or altered, 2 bytes where 14 were written
     """
     directory = Path(directory)
     where = f"checkpoint: {directory}"
