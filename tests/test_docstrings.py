@@ -32,6 +32,7 @@ def test_examples_run(name):
         "samplex_cuda.optim",
         "samplex_cuda.tree",
         "samplex_cuda.rff",
+        "samplex_cuda.data",
     ],
 )
 def test_public_names_have_examples(name):
