@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import json
 import math
 import re
@@ -454,6 +455,9 @@ def _check_together(source: str, c: Config) -> None:
                 fail("head", name, f'off with loss = "{c.head.loss}"', getattr(c.head, name))
     if c.head.loss == "negative_sampling" and c.sampler.update != "auto":
         fail("sampler", "update", '"auto" with loss = "negative_sampling", whose sampler rests', c.sampler.update)
+    if c.head.loss == "negative_sampling" and "bigram" in names:
+        fail("head", "loss", "another with the sampler bigram, whose law prediction would need for every context",
+             c.head.loss)  # fmt: skip
     if c.optimizer.momentum and c.optimizer.name != "sgd":
         fail("optimizer", "momentum", f"0 with {c.optimizer.name}", c.optimizer.momentum)
     if c.optimizer.rowwise and c.optimizer.name != "adagrad":
@@ -464,7 +468,7 @@ def _check_together(source: str, c: Config) -> None:
 
 # ---------------------------------------------------------------------------------------------------- in and out
 def _tables() -> dict[str, Any]:
-    return {field.name: field.default_factory for field in dataclasses.fields(Config)}  # type: ignore[misc]
+    return {field.name: field.default_factory for field in dataclasses.fields(Config)}
 
 
 def _near(name: str, known: Iterable[str]) -> str:
@@ -570,15 +574,16 @@ def load(path: str | Path, settings: Iterable[str] = ()) -> Config:
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
-    try:
-        import tomllib as toml
-    except ImportError:
+    for name in ("tomllib", "tomli"):
         try:
-            import tomli as toml  # type: ignore[import-not-found,no-redef,unused-ignore]
+            toml = importlib.import_module(name)
+            break
         except ImportError:
-            raise ImportError(
-                "config.load: Python below 3.11 needs the package tomli to read TOML: pip install samplex-cuda[cli]"
-            ) from None
+            continue
+    else:
+        raise ImportError(
+            "config.load: Python below 3.11 needs the package tomli to read TOML: pip install samplex-cuda[cli]"
+        )
     try:
         return toml.loads(text)
     except toml.TOMLDecodeError as error:
