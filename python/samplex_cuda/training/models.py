@@ -692,7 +692,7 @@ def _tree(config: Config, dataset: Dataset, encoder: Encoder, fit: bool) -> samp
         width = dim
     if not fit:
         return _empty_tree(classes, width, dim)
-    if look == "hidden" and not isinstance(encoder, Linear):
+    if look == "hidden" and (isinstance(encoder, MLP) or not isinstance(encoder, Linear)):
         z, y = _hidden(config, dataset, encoder)
     else:
         get: Any = encoder.tree_map if look == "map" else getattr(encoder, "inputs", None)
