@@ -197,6 +197,7 @@ class Dataset:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self._known: dict[str, str] = {}  # checksums of arrays that a cache has
 
     def __len__(self) -> int:
         """Number of examples."""
@@ -257,7 +258,8 @@ class Dataset:
     def fingerprint(self) -> str:
         """A hex digest of what the data are: the same data give the same digest, on any machine.
 
-        Arrays above 256 MiB count by their shape and 256 pieces of 1 MiB; the others completely.
+        Arrays of a converted file count by their checksum. Of others, those above 256 MiB count by their shape and 256
+        pieces of 1 MiB, the rest completely.
 
         Example:
             >>> import torch
@@ -269,7 +271,9 @@ class Dataset:
         if self._fingerprint is None:
             digest = hashlib.sha256(f"{type(self).__name__}:{self.num_classes}:{self.num_features};".encode())
             for name, part in self._parts().items():
-                if isinstance(part, np.ndarray):
+                if name in self._known:
+                    digest.update(f"{name}:{self._known[name]};".encode())
+                elif isinstance(part, np.ndarray):
                     _hash_array(digest, name, part)
                 else:
                     digest.update(f"{name}={part};".encode())
