@@ -8,6 +8,7 @@ converted again, and the log says why.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -258,10 +259,8 @@ def _reason_to_convert(folder: Path, sources: list[Path], verify: str) -> tuple[
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"it cannot be read ({error})", None
     if changed:
-        try:
+        with contextlib.suppress(OSError):  # a cache that cannot be written to is checked again next time
             _replace_meta(folder, meta)
-        except OSError:
-            pass  # a cache that cannot be written to is checked again next time
     return None, meta
 
 

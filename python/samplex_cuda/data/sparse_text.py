@@ -11,6 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,8 @@ def fast_rows(block: bytes, first_index: int, num_features: int, num_labels: int
         num_features: feature ids end below this.
         num_labels: labels end below this.
     """
+    if b"\t" in block:
+        block = block.replace(b"\t", b" ")
     kind = _CLASS[np.frombuffer(block, dtype=np.uint8)]
     if (kind == 9).any():
         return None
@@ -266,9 +269,8 @@ def _convert_xc(conversion: Conversion) -> None:
         if header is None:
             line, _, block = block.partition(b"\n")
             header, first = _xc_header(where, path, line), first + 1
-        num_rows, num_features, num_labels = header
-        block, blanks = b"\n" * blanks + block, blanks
-        first -= blanks
+        _, num_features, num_labels = header
+        block, first = b"\n" * blanks + block, first - blanks
         body = block.rstrip(b"\n")
         blanks = len(block) - len(body) - bool(body)
         block = body + b"\n" if body else b""
@@ -278,7 +280,8 @@ def _convert_xc(conversion: Conversion) -> None:
         if rows is not None:
             out.append(rows)
         else:
-            out.append_lines(conversion, block, first, lambda line, f=num_features, c=num_labels: xc_line(line, f, c))
+            parse = partial(xc_line, num_features=num_features, num_labels=num_labels)
+            out.append_lines(conversion, block, first, parse)
     if header is None:
         raise ValueError(f"{where}: {path}: the file is empty")
     got = out.rows + len(conversion.bad.found)
