@@ -197,6 +197,7 @@ class Dataset:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self._known: dict[str, str] = {}  # checksums of arrays that a cache has
 
     def __len__(self) -> int:
         """Number of examples."""
@@ -257,7 +258,8 @@ class Dataset:
     def fingerprint(self) -> str:
         """A hex digest of what the data are: the same data give the same digest, on any machine.
 
-        Arrays above 256 MiB count by their shape and 256 pieces of 1 MiB; the others completely.
+        Arrays of a converted file count by their checksum. Of others, those above 256 MiB count by their shape and 256
+        pieces of 1 MiB, the rest completely.
 
         Example:
             >>> import torch
@@ -269,7 +271,9 @@ class Dataset:
         if self._fingerprint is None:
             digest = hashlib.sha256(f"{type(self).__name__}:{self.num_classes}:{self.num_features};".encode())
             for name, part in self._parts().items():
-                if isinstance(part, np.ndarray):
+                if name in self._known:
+                    digest.update(f"{name}:{self._known[name]};".encode())
+                elif isinstance(part, np.ndarray):
                     _hash_array(digest, name, part)
                 else:
                     digest.update(f"{name}={part};".encode())
@@ -396,6 +400,21 @@ class _Labels:
         return found
 
 
+def _labels_of(where: str, name: str, y: Any, rows: int, rule: str) -> _Labels:
+    """Targets of `rows` rows from a table [N] or [N, P], or a CSR pair."""
+    if isinstance(y, tuple):
+        indptr = _as_array(where, "label_indptr", y[0], (1,), "iu")
+        ids = _as_array(where, name, y[1], (1,), "iu")
+        if len(indptr) != rows + 1:
+            raise ValueError(f"{where}: label_indptr must be [{rows + 1}], got {_describe(indptr)}")
+        _check_indptr(where, "label_indptr", indptr, len(ids))
+        return _Labels(where, rule, indptr=indptr, ids=ids)
+    table = _as_array(where, name, y, (1, 2), "iu")
+    if len(table) != rows or (table.ndim == 2 and table.shape[1] == 0):
+        raise ValueError(f"{where}: {name} must be [{rows}] or [{rows}, P], got {_describe(table)}")
+    return _Labels(where, rule, table=table)
+
+
 def _classes(where: str, labels: _Labels, num_classes: int | None) -> int:
     if num_classes is not None:
         _check_int(where, "num_classes", num_classes, 1)
@@ -412,7 +431,7 @@ class Dense(Dataset):
 
     Args:
         x: [N, K], numpy (a memmap is read row by row) or torch, any real dtype.
-        y: integers [N], or [N, P] padded with -100.
+        y: integers [N], or [N, P] padded with -100; or a CSR pair (offsets [N + 1], ids).
         num_classes: C; by default the largest label + 1.
         label_rule: what to take of several labels. "all": all of them; "first": the first of the row; "smallest": the
             smallest id. The last two drop rows without a label.
@@ -433,11 +452,7 @@ class Dense(Dataset):
     def __init__(self, x: Any, y: Any, num_classes: int | None = None, *, label_rule: str = "all") -> None:
         super().__init__()
         self.x = _as_array("Dense", "x", x, (2,), "fiub")
-        table = _as_array("Dense", "y", y, (1, 2), "iu")
-        if len(table) != len(self.x) or (table.ndim == 2 and table.shape[1] == 0):
-            n = len(self.x)
-            raise ValueError(f"Dense: y must be [{n}] or [{n}, P] to fit x, got {_describe(table)}")
-        self._labels = _Labels("Dense", label_rule, table=table)
+        self._labels = _labels_of("Dense", "y", y, len(self.x), label_rule)
         self.multi_label = self._labels.several
         self.num_features = int(self.x.shape[1])
         self.num_classes = _classes("Dense", self._labels, num_classes)
@@ -470,8 +485,8 @@ class Sparse(Dataset):
         indptr: [N + 1], where the entries of each row begin.
         indices: [nnz], features.
         values: [nnz]; None: all 1.
-        label_indptr: [N + 1]; None: one label a row.
-        labels: class ids.
+        label_indptr: [N + 1], where the labels of each row begin; None: labels is a table.
+        labels: class ids; without label_indptr [N], or [N, P] padded with -100.
         num_features: width of a row.
         num_classes: C; None: the largest label + 1.
         label_rule: as in `Dense`.
@@ -504,23 +519,13 @@ class Sparse(Dataset):
         self.indptr = _as_array("Sparse", "indptr", indptr, (1,), "iu")
         self.indices = _as_array("Sparse", "indices", indices, (1,), "iu")
         self.values = None if values is None else _as_array("Sparse", "values", values, (1,), "fiub")
-        ids = _as_array("Sparse", "labels", labels, (1,), "iu")
         _check_indptr("Sparse", "indptr", self.indptr, len(self.indices))
         if self.values is not None and len(self.values) != len(self.indices):
             raise ValueError(
                 f"Sparse: values must be [{len(self.indices)}] to fit indices, got {_describe(self.values)}"
             )
-        rows = len(self.indptr) - 1
-        if label_indptr is None:
-            if len(ids) != rows:
-                raise ValueError(f"Sparse: labels must be [{rows}] to fit indptr, got {_describe(ids)}")
-            self._labels = _Labels("Sparse", label_rule, table=ids)
-        else:
-            where = _as_array("Sparse", "label_indptr", label_indptr, (1,), "iu")
-            if len(where) != rows + 1:
-                raise ValueError(f"Sparse: label_indptr must be [{rows + 1}] to fit indptr, got {_describe(where)}")
-            _check_indptr("Sparse", "label_indptr", where, len(ids))
-            self._labels = _Labels("Sparse", label_rule, indptr=where, ids=ids)
+        y = labels if label_indptr is None else (label_indptr, labels)
+        self._labels = _labels_of("Sparse", "labels", y, len(self.indptr) - 1, label_rule)
         self.multi_label = self._labels.several
         self.num_features = _check_int("Sparse", "num_features", num_features, 1)
         self.num_classes = _classes("Sparse", self._labels, num_classes)
@@ -709,6 +714,44 @@ class Interactions(Dataset):
         self._targets = _Labels(where, "all", indptr=ends, ids=ids)
         self._users = np.flatnonzero(np.diff(ends) > 0)
         self.multi_label = True
+
+    def with_targets(self, test: Interactions) -> Interactions:
+        """A data set for evaluation: what `test` has of each user is to be predicted from what is known here.
+
+        Args:
+            test: interactions of the same users with the same items; it may know fewer or more users.
+
+        Returns:
+            `Interactions` with `targets`: a row for each user who has some.
+
+        Example:
+            >>> import numpy as np, torch
+            >>> from samplex_cuda import data
+            >>> train = data.Interactions(np.array([0, 3, 5]), np.array([4, 2, 7, 1, 3]), num_items=8, history=2)
+            >>> test = data.Interactions(np.array([0, 0, 2]), np.array([6, 5]), num_items=8)
+            >>> batch = train.with_targets(test).batch(torch.tensor([0]))
+            >>> batch["user"].tolist(), batch["history"].tolist(), batch["y"].tolist()
+            ([1], [[1, 3]], [[6, 5]])
+        """
+        if test.num_classes > self.num_classes:
+            want = f"at most {self.num_classes}"
+            raise ValueError(f"Interactions.with_targets: test must have {want} items, got {test.num_classes}")
+        users = max(self.num_users, test.num_users)
+        known, asked = (
+            np.concatenate([a, np.full(users + 1 - len(a), a[-1])]) if len(a) <= users else a
+            for a in (np.asarray(self.indptr), np.asarray(test.indptr))
+        )
+        found = Interactions(
+            known,
+            self.items,
+            self.num_classes,
+            self.history,
+            min_history=self.min_history,
+            order=self.order,
+            targets=(asked, test.items),
+        )
+        found.notes = [*self.notes, *test.notes]
+        return found
 
     def _check_items(self, name: str, items: Array) -> None:
         for begin in range(0, len(items), 1 << 22):
