@@ -53,9 +53,10 @@ def default_candidates(
         ['Uniform', 'LogUniform', 'Unigram', 'Quadratic', 'RandomFourier']
     """
     classes = head.num_classes
-    out: dict[str, samplers.Sampler] = {"Uniform": samplers.Uniform(classes)}
     own = head.sampler
-    if own is not None and not isinstance(own, samplers.Uniform):
+    flat = own if isinstance(own, samplers.Uniform) else samplers.Uniform(classes)
+    out: dict[str, samplers.Sampler] = {"Uniform": flat}
+    if own is not None:
         out[type(own).__name__] = own
     if class_counts is not None:
         if not isinstance(class_counts, Tensor) or class_counts.shape != (classes,):
@@ -153,12 +154,16 @@ def diagnose(
         if exact is None:
             exact = rows.count * head.num_classes <= ENUMERATE_UP_TO and head.num_classes <= MAX_CLASSES
         gradient = None
+        broken: list[str] = []
         for number, (name, sampler) in enumerate(chosen.items()):
             say(f"{name}: law")
             look = _look(head, sampler, flat, seen)
             law, squares = _one(
                 head, name, sampler, rows, look, given, sizes, exact, fold_in(torch.tensor([seed, number]), number)
             )
+            if math.isnan(law.kl):
+                broken.append(f"{name}: its law is not a number on these rows; it was left out.")
+                continue
             if gradient is None or law.kind == "Uniform":  # estimated from draws, Uniform's is the steadiest
                 gradient = float((squares + rows.rest[: squares.shape[0]].square()).mean().sqrt())
             if timed:
@@ -170,7 +175,7 @@ def diagnose(
             say("full softmax: time")
             out.full_ms = _time_full(head, flat, target)
     out.recommendation = advice.recommend(out)
-    out.warnings = advice.warn(out)
+    out.warnings = broken + advice.warn(out)
     for text in dict.fromkeys(str(one.message) for one in caught):
         out.warnings.append(text)
     return out
@@ -298,9 +303,9 @@ def _one(
         kl=float(row_law.kl.mean()),
         tv=float(row_law.tv.mean()),
         ess_share=float((1.0 / row_law.second.clamp_min(1e-300)).mean()),
-        log_q_min=float(row_law.log_q_min.min()),
-        log_q_max=float(row_law.log_q_max.max()),
-        log_ratio_max=float(row_law.log_ratio.max()),
+        log_q_min=_finite(row_law.log_q_min.min()),
+        log_q_max=_finite(row_law.log_q_max.max()),
+        log_ratio_max=_finite(row_law.log_ratio.max()),
         missing=float(row_law.missing.mean()),
         follows=bool(sampler.follows_rows),
         stale_rows=stale_rows,
@@ -309,6 +314,11 @@ def _one(
     )
     law.points = [_point(row_law, draws, rows, m) for m in sizes]
     return law, row_law.squares
+
+
+def _finite(value: Tensor) -> float:
+    """0 where there is nothing to draw besides the target."""
+    return float(value) if math.isfinite(float(value)) else 0.0
 
 
 def _point(row_law: laws.RowLaw, draws: laws.Draws | None, rows: laws.Rows, m: int) -> Point:
