@@ -28,6 +28,7 @@ import functools
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,8 @@ def main() -> int:
     parser.add_argument("--plot-only", action="store_true", help="draw the plot from the stored results and stop")
     parser.add_argument("--row", help="measure this row in this process and print it as JSON")
     options = parser.parse_args()
+    # torch.optim.Adagrad builds its sparse updates so that torch warns once.
+    warnings.filterwarnings("ignore", message="Sparse invariant checks")
     if options.plot_only:
         return 0 if plot() else 1
     bench = Bench(options)

@@ -109,6 +109,8 @@ SX_HOST_DEVICE inline int64_t log_uniform_from_gaps(const StaticSampleParams& p,
 // The r-th class that is not excluded.
 SX_HOST_DEVICE inline int64_t uniform_skip(const StaticSampleParams& p, const StaticRow& row, int64_t r) {
   const int64_t count = row.end - row.begin;
+  // The target alone, nearly always. No branch: on a CPU every other draw would be guessed wrong.
+  if (count == 1) return r + int64_t(r >= p.exclude[row.begin]);
   if (p.num_classes - row.left == count) {
     // No duplicates: ids[i] - i never falls, so the number of excluded ids to step over is found by bisection.
     int64_t low = 0, high = count;

@@ -1,7 +1,8 @@
 // Row updates: the body shared by the scalar and the SIMD translation units.
 //
 // The loops are plain: every step is element by element, and the compiler makes vectors of it. The time is memory, so
-// weight and state rows are prefetched ahead.
+// weight and state rows are prefetched ahead. (Square roots and quotients by estimates and Newton steps were tried:
+// fewer cycles in the cache, but more instructions between two rows that are waited for, and a slower step.)
 #pragma once
 
 #include "common/rows.h"
@@ -11,33 +12,46 @@
 namespace samplex {
 inline namespace SX_ISA_NS {
 
-template <RowRuleKind Kind, typename A>
-inline void update_numbers(const RuleNumbers<A>& r, A* __restrict w, const A* __restrict g, A* __restrict s0,
-                           A* __restrict s1, int64_t d) {
+// The gradient of a row that one entry alone touches, coef * row: never stored.
+struct ScaledRow {
+  const float* row;
+  float coef;
+};
+
+template <typename A>
+inline A gradient_at(const A* g, int64_t c) {
+  return g[c];
+}
+inline float gradient_at(const ScaledRow& g, int64_t c) { return g.coef * g.row[c]; }
+
+// `g` is a row [d] or a ScaledRow.
+template <RowRuleKind Kind, typename A, typename G>
+inline void update_numbers(const RuleNumbers<A>& r, A* __restrict w, const G g, A* __restrict s0, A* __restrict s1,
+                           int64_t d) {
   for (int64_t c = 0; c < d; ++c) {
     A a = 0, b = 0;
     if constexpr (has_state0(Kind)) a = s0[c];
     if constexpr (has_state1(Kind)) b = s1[c];
-    w[c] = updated<Kind>(r, w[c], g[c], a, b);
+    w[c] = updated<Kind>(r, w[c], gradient_at(g, c), a, b);
     if constexpr (has_state0(Kind)) s0[c] = a;
     if constexpr (has_state1(Kind)) s1[c] = b;
   }
 }
 
 // sum over c of (g + weight_decay * w)^2, in a fixed order that vectors can take
-template <typename A>
-inline A sum_of_squares(const A* w, const A* g, A weight_decay, int64_t d) {
+template <typename A, typename G>
+inline A sum_of_squares(const A* w, const G g, A weight_decay, int64_t d) {
   constexpr int kLanes = 16;
   A lanes[kLanes] = {};
   int64_t c = 0;
   for (; c + kLanes <= d; c += kLanes) {
     for (int k = 0; k < kLanes; ++k) {
-      const A x = g[c + k] + weight_decay * w[c + k];
+      const A x = gradient_at(g, c + k) + weight_decay * w[c + k];
       lanes[k] += x * x;
     }
   }
   for (; c < d; ++c) {
-    const A x = g[c] + weight_decay * w[c];
+    const A x = gradient_at(g, c) + weight_decay * w[c];
     lanes[c % kLanes] += x * x;
   }
   A sum = 0;
@@ -59,9 +73,9 @@ inline void store_row(T* to, const acc_t<T>* from, int64_t d, const int64_t* key
   }
 }
 
-// Row `id` of the weight by its gradient g [d]; `wide` [d] is scratch for storage types that must be widened.
-template <RowRuleKind Kind, typename T, typename A = acc_t<T>>
-inline void update_row(const OptimParams& p, RuleNumbers<A> r, int64_t id, const A* g, A* wide) {
+// Row `id` of the weight by its gradient g; `wide` [d] is scratch for storage types that must be widened.
+template <RowRuleKind Kind, typename T, typename G, typename A = acc_t<T>>
+inline void update_row(const OptimParams& p, RuleNumbers<A> r, int64_t id, const G g, A* wide) {
   const int64_t d = p.dim;
   T* const row = static_cast<T*>(p.weight.values) + id * d;
   A* w = wide;
@@ -135,7 +149,8 @@ inline void update_range(const OptimParams& p, const cpu::RowReduceRange& range,
   for (int64_t i = 0; i < range.num_keys;) {
     const uint64_t id = id_at(i);
     A coef_sum = 0;
-    bool first = true;
+    bool first = true, alone = false;
+    ScaledRow scaled{};
     for (; i < range.num_keys && id_at(i) == id; ++i) {
       const int64_t next = i + how.rows;
       if (next < range.readable && id_at(next) != id_at(next - 1)) {
@@ -147,14 +162,21 @@ inline void update_range(const OptimParams& p, const cpu::RowReduceRange& range,
       const RowReduceSource& source = e.source[which];
       const int64_t at = entry < split ? entry : entry - split;
       const A coef = source.coef ? static_cast<const A*>(source.coef)[at] : A(1);
-      if (first)
+      alone =
+          first && sizeof(A) == 4 && source.dtype == DType::kFloat32 && (i + 1 == range.num_keys || id_at(i + 1) != id);
+      if (alone)  // most rows have one entry: nothing to collect
+        scaled = {static_cast<const float*>(source.rows) + row_of[which](at) * p.dim, float(coef)};
+      else if (first)
         add_entry<true>(buffer, source, row_of[which](at), coef, p.dim);
       else
         add_entry<false>(buffer, source, row_of[which](at), coef, p.dim);
       coef_sum += source.bias ? static_cast<const A*>(source.bias)[at] : coef;
       first = false;
     }
-    update_row<Kind, T>(p, r, int64_t(id), buffer, wide);
+    if constexpr (sizeof(A) == 4) {
+      if (alone) update_row<Kind, T>(p, r, int64_t(id), scaled, wide);
+    }
+    if (!alone) update_row<Kind, T>(p, r, int64_t(id), static_cast<const A*>(buffer), wide);
     if (p.bias.values != nullptr) update_bias<A>(p.bias, p.key, int64_t(id), coef_sum);
   }
 }

@@ -315,7 +315,6 @@ class SampledClassifier(nn.Module):
             self._check_index(index, lead)
         rows = h.reshape(-1, self.in_features)
         target = y.reshape(rows.shape[0], *y.shape[len(lead) :])
-        valid = valid_targets(target, self.ignore_index)
         if self.training:
             # The reduction is left to the op unless rows are weighted here.
             reduction = "none" if sample_weight is not None else self.reduction
@@ -325,10 +324,10 @@ class SampledClassifier(nn.Module):
                 # A fused optimizer works inside eager autograd: a compiled caller leaves its graph here.
                 eager = self._fusion is not None and torch.compiler.is_compiling()
                 run = _eager_loss if eager else type(self)._sampled_loss
-                loss = run(self, rows, target, valid, features, index, context, positives, key, reduction)
+                loss = run(self, rows, target, features, index, context, positives, key, reduction)
             if sample_weight is None:
                 return loss.reshape(lead) if reduction == "none" else loss
-            row_weight = self._row_weight(target, valid)
+            row_weight = self._row_weight(target)
         else:
             loss = exact_nll(
                 rows,
@@ -341,7 +340,7 @@ class SampledClassifier(nn.Module):
                 ignore_index=self.ignore_index,
                 prior=self._prior(rows, features),
             )
-            row_weight = self._row_weight(target, valid)
+            row_weight = self._row_weight(target)
         if sample_weight is not None:
             flat = sample_weight.reshape(-1).to(loss.dtype)
             loss = loss * flat
@@ -371,7 +370,6 @@ class SampledClassifier(nn.Module):
         self,
         h: Tensor,
         target: Tensor,
-        valid: Tensor,
         features: Tensor | None,
         index: Tensor | None,
         context: Any,
@@ -384,19 +382,19 @@ class SampledClassifier(nn.Module):
         with torch.no_grad():
             seen = self._seen(h, features)
             noise = self.loss in _NOISE_LOSSES
-            exclude = None if self.shared or noise else torch.where(valid, target, -1)
+            exclude = None if self.shared or noise else self._excluded(target)
             sampler: Any = self.sampler
             common = {"shared": self.shared, "key": key, "context": context}
             target_log_q = None
             if self.loss == "nce" or (noise and self.reg):
-                known = torch.where(valid, target, 0)
+                known = torch.where(self._valid(target), target, 0)
                 draw, target_log_q = sampler.sample_and_score(seen, self.num_samples, known, **common)
             else:
                 draw = sampler.sample(seen, self.num_samples, exclude=exclude, **common)
             if self.sampler_update is not None:
                 self._steps += 1
                 if self.sampler_update != "epoch":
-                    self._touched += [target[valid].detach(), draw.ids.reshape(-1)]
+                    self._touched += [target[self._valid(target)].detach(), draw.ids.reshape(-1)]
         options: dict[str, Any] = {
             "bias": self.bias,
             "scale": self.scale,
@@ -434,6 +432,14 @@ class SampledClassifier(nn.Module):
         )
         assert isinstance(loss, Tensor)  # a pair only with return_lse
         return loss
+
+    def _valid(self, target: Tensor) -> Tensor:
+        return valid_targets(target, self.ignore_index)
+
+    def _excluded(self, target: Tensor) -> Tensor:
+        """Targets with -1 in place of what is ignored."""
+        # One small op where two would do it; a negative target that is not ignored is an error of the loss.
+        return target.clamp_min(-1) if self.ignore_index < 0 else torch.where(self._valid(target), target, -1)
 
     def _augment_reduce(
         self,
@@ -570,9 +576,9 @@ class SampledClassifier(nn.Module):
             self._stale = True
         return super().train(mode)
 
-    def _row_weight(self, target: Tensor, valid: Tensor) -> Tensor:
+    def _row_weight(self, target: Tensor) -> Tensor:
         """What a row counts in a mean, [B]: the mean class weight of its targets; 0 for an ignored row."""
-        return mean_weight(target, valid, self.class_weight)
+        return mean_weight(target, self._valid(target), self.class_weight)
 
     @staticmethod
     def _seen(h: Tensor, features: Tensor | None) -> Tensor:
