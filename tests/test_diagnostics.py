@@ -442,6 +442,14 @@ def test_recommendation_holds_against_what_the_head_does():
     assert text.endswith("Uniform would take about m = 1,600 for it.")
 
 
+def test_recommendation_names_what_is_better_for_the_same_cost():
+    uniform = Law("Uniform", "Uniform", points=[point(16, 0.5, 2.0), point(64, 0.4, 4.0)])
+    tree = Law("Tree", "Tree", points=[point(16, 0.35, 3.0), point(64, 0.1, 4.5), point(256, 0.01, 9.0)])
+    text = advice.recommend(table(uniform, tree))
+    assert text.startswith("Tree with m = 16 gives the bias of Uniform with m = 64 (35 % of the gradient)")
+    assert "About as cheap as Uniform with m = 64, Tree with m = 64 (4.5 ms) has a bias of 10 %." in text
+
+
 def test_recommendation_without_times_counts_samples_and_leaves_oracles_out():
     uniform = Law("Uniform", "Uniform", points=[point(16, 0.5), point(64, 0.125)])
     oracle = Law("Softmax", "Softmax", points=[point(16, 0.0)])
