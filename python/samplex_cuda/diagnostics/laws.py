@@ -176,7 +176,8 @@ def enumerate_laws(
     candidates: list[tuple[Any, Tensor]], rows: Rows, context: Tensor | None, *, shared: bool
 ) -> list[RowLaw]:
     """`enumerate_law` of several samplers, each with what it looks at; logits are made once for all."""
-    found: list[list[list[Tensor]]] = [[] for _ in candidates]
+    # One place for all results: small tensors kept between the large ones would leave holes in the heap.
+    found = rows.lse.new_empty(len(candidates), len(dataclasses.fields(RowLaw)) - 1, rows.count)
     step = max(1, ELEMENTS // rows.num_classes)
     most = step * LOGITS
     for begin in range(0, rows.count, most):
@@ -185,10 +186,10 @@ def enumerate_laws(
         for first in range(begin, end, step):
             part = slice(first, min(first + step, end))
             some = logits[first - begin : part.stop - begin]
-            for (sampler, seen), columns in zip(candidates, found, strict=True):
+            for number, (sampler, seen) in enumerate(candidates):
                 log_q = _law_of(sampler, seen[part], None if context is None else context[part])
-                columns.append(_of_block(some, log_q, rows, part, shared))
-    return [RowLaw(True, *(torch.cat(column) for column in zip(*columns, strict=True))) for columns in found]
+                found[number, :, part] = torch.stack(_of_block(some, log_q, rows, part, shared))
+    return [RowLaw(True, *columns.unbind(0)) for columns in found]
 
 
 def _of_block(logits: Tensor, log_q: Tensor, rows: Rows, part: slice, shared: bool) -> list[Tensor]:
