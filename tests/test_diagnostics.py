@@ -169,6 +169,22 @@ def test_measured_bias_and_variance_against_enumeration(name, shared):
     assert laws.measure(draws, rows, law.squares, 40_000) is None
 
 
+def test_measured_bias_has_no_bias_itself():
+    """From two gradients of a row alone, in the mean over many equal rows: the noise of the mean is taken out."""
+    head, h, _ = make(spread=1.5)
+    many, y = h[:1].expand(8000, -1).contiguous(), torch.full((8000,), 2)
+    rows = laws.Rows(head, many, y)
+    draws = laws.Draws(head.sampler, rows, many, None, count=8000, each=4, shared=False, key=torch.tensor([5, 0]))
+    p = exact_logits(head, h)[0].softmax(0)
+    p[2] = 0
+    seen = laws.measure(draws, rows, p.square().sum().expand(8000), 2)
+    q = conditional(head.sampler, h[:1], y[:1], False)[0]
+    mean, variance, full = gradient_moments(exact_logits(head, h)[0], q, 2, 2)
+    for found, want in ((seen.bias_squared, float((mean - full).square().sum())), (seen.variance, variance)):
+        assert abs(float(found.mean()) - want) < 5 * float(found.std()) / math.sqrt(8000)
+    assert float(seen.bias_squared.std()) / math.sqrt(8000) < 0.1 * float(seen.bias_squared.mean())  # it can tell
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_estimates_from_draws_tend_to_the_law(shared):
     head, h, y = make(shared=shared)
@@ -440,6 +456,14 @@ def test_recommendation_holds_against_what_the_head_does():
     )
     assert "at a third of the time (3 against 9 ms a step)." in text
     assert text.endswith("Uniform would take about m = 1,600 for it.")
+
+
+def test_recommendation_names_what_is_better_for_the_same_cost():
+    uniform = Law("Uniform", "Uniform", points=[point(16, 0.5, 2.0), point(64, 0.4, 4.0)])
+    tree = Law("Tree", "Tree", points=[point(16, 0.35, 3.0), point(64, 0.1, 4.5), point(256, 0.01, 9.0)])
+    text = advice.recommend(table(uniform, tree))
+    assert text.startswith("Tree with m = 16 gives the bias of Uniform with m = 64 (35 % of the gradient)")
+    assert "About as cheap as Uniform with m = 64, Tree with m = 64 (4.5 ms) has a bias of 10 %." in text
 
 
 def test_recommendation_without_times_counts_samples_and_leaves_oracles_out():

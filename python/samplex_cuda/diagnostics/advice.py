@@ -12,6 +12,8 @@ NEGLIGIBLE = 0.01  # bias as a share of the gradient below which less is no gain
 LARGE = 0.2  # from here on it is worth a word
 STALE = 0.01  # |sampler's rows - head's| / |head's|
 WORSE = 1.05  # times the bias of Uniform
+SAME_COST = 1.2  # times the cost of the reference
+FAR_LESS = 0.7  # times its bias
 FEW_ROWS = 32
 _ORACLES = ("Softmax", "Quartic")  # O(C) a draw: never recommended without a time that says so
 _FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 7: "a seventh", 8: "an eighth"}
@@ -54,7 +56,8 @@ def recommend(found: Diagnosis) -> str:
     else:
         words.append(_compare(found, law, best, reference, timed))
         words += _uniform_equivalent(found, law, best)
-    chosen = best if not words or not words[-1].startswith("Keep") else reference[1]
+    words += _for_the_same(found, points, reference, best, timed)
+    chosen = reference[1] if any(word.startswith("Keep") for word in words) else best
     if found.relative(chosen.bias) > LARGE:
         lowest = min(points, key=lambda pair: pair[1].bias)
         words.append(
@@ -147,6 +150,20 @@ def _compare(found: Diagnosis, law: Law, best: Point, reference: tuple[Law, Poin
             f"{_ms(base.step_ms)} ms a step)."
         )
     return f"{text} with {_fraction(best.num_samples / base.num_samples)} the samples."
+
+
+def _for_the_same(
+    found: Diagnosis, points: list[tuple[Law, Point]], reference: tuple[Law, Point], best: Point, timed: bool
+) -> list[str]:
+    """What has far less bias and costs about what the reference does."""
+    limit = SAME_COST * _cost(reference[1], timed)[0]
+    near = [pair for pair in points if _cost(pair[1], timed)[0] <= limit and (timed or pair[0].kind not in _ORACLES)]
+    law, point = min(near, key=lambda pair: _upper(pair[1]))
+    gain = _upper(point) < FAR_LESS * best.bias and found.relative(best.bias) > NEGLIGIBLE
+    if point is best or not gain:
+        return []
+    cost = f" ({_ms(point.step_ms)} ms)" if timed else ""
+    return [f"About as cheap as {_name(*reference)}, {_name(law, point)}{cost} has a bias of {_percent(found, point)}."]
 
 
 def _uniform_equivalent(found: Diagnosis, law: Law, best: Point) -> list[str]:

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Measured", "RowLaw", "Rows", "enumerate_law", "estimate_law", "measure"]
+__all__ = ["Draws", "Measured", "RowLaw", "Rows", "enumerate_law", "enumerate_laws", "estimate_law", "measure"]
 
-# Numbers held at a time in float64: 16 MB each of the few tensors a pass works on.
-ELEMENTS = 1 << 21
+# Numbers held at a time in float64: 8 MB for each of the tensors a pass works on, some thirty.
+ELEMENTS = 1 << 20
+LOGITS = 8  # times as many logits at a time: making them reads the whole class table
 
 
 class Rows:
@@ -79,9 +80,13 @@ class Rows:
 
     def logits(self, rows: slice, begin: int = 0, end: int | None = None) -> Tensor:
         """Logits of classes [begin, end), [b, n] float64."""
-        head = self.head
+        head, h = self.head, self.h[rows].double()
         end = self.num_classes if end is None else min(end, self.num_classes)
-        out = self.h[rows].double() @ head.weight.detach()[begin:end].double().T
+        out = h.new_empty(h.shape[0], end - begin)
+        step = max(1, ELEMENTS // max(1, h.shape[1]))  # class rows in float64 at a time
+        for first in range(begin, end, step):
+            part = slice(first, min(first + step, end))
+            torch.matmul(h, head.weight.detach()[part].double().T, out=out[:, first - begin : part.stop - begin])
         if head.bias is not None:
             out += head.bias.detach()[begin:end].double()
         return self._finish(out, rows, torch.arange(begin, end, device=out.device))
@@ -163,20 +168,34 @@ def enumerate_law(sampler: Any, rows: Rows, seen: Tensor, context: Tensor | None
         >>> bool((law.tv < 1e-5).all()), bool((law.leading.sqrt() < 1e-5).all())
         (True, True)
     """
-    found: list[list[Tensor]] = []
+    return enumerate_laws([(sampler, seen)], rows, context, shared=shared)[0]
+
+
+@torch.no_grad()
+def enumerate_laws(
+    candidates: list[tuple[Any, Tensor]], rows: Rows, context: Tensor | None, *, shared: bool
+) -> list[RowLaw]:
+    """`enumerate_law` of several samplers, each with what it looks at; logits are made once for all."""
+    # One place for all results: small tensors kept between the large ones would leave holes in the heap.
+    found = rows.lse.new_empty(len(candidates), len(dataclasses.fields(RowLaw)) - 1, rows.count)
     step = max(1, ELEMENTS // rows.num_classes)
-    for begin in range(0, rows.count, step):
-        part = slice(begin, min(begin + step, rows.count))
-        log_q = _law_of(sampler, seen[part], None if context is None else context[part])
-        found.append(_of_block(log_q, rows, part, shared))
-    return RowLaw(True, *(torch.cat(column) for column in zip(*found, strict=True)))
+    most = step * LOGITS
+    for begin in range(0, rows.count, most):
+        end = min(begin + most, rows.count)
+        logits = rows.logits(slice(begin, end))
+        for first in range(begin, end, step):
+            part = slice(first, min(first + step, end))
+            some = logits[first - begin : part.stop - begin]
+            for number, (sampler, seen) in enumerate(candidates):
+                log_q = _law_of(sampler, seen[part], None if context is None else context[part])
+                found[number, :, part] = torch.stack(_of_block(some, log_q, rows, part, shared))
+    return [RowLaw(True, *columns.unbind(0)) for columns in found]
 
 
-def _of_block(log_q: Tensor, rows: Rows, part: slice, shared: bool) -> list[Tensor]:
+def _of_block(logits: Tensor, log_q: Tensor, rows: Rows, part: slice, shared: bool) -> list[Tensor]:
     target = rows.target[part, None]
-    log_pi = rows.logits(part) - rows.lse_others[part, None]
-    top = (log_pi + rows.lse_others[part, None]).scatter_(1, target, -math.inf)
-    log_pi = log_pi.scatter_(1, target, -math.inf)
+    top = logits.scatter(1, target, -math.inf)
+    log_pi = torch.where(top == -math.inf, top, top - rows.lse_others[part, None])
     target_q = log_q.gather(1, target)[:, 0].exp()
     log_q = log_q.scatter(1, target, -math.inf)
     log_left = log_q.logsumexp(1, keepdim=True)  # of what can be drawn besides the target

@@ -23,7 +23,7 @@ __all__ = ["default_candidates", "diagnose"]
 KERNELS_UP_TO = 200_000  # classes for which the default candidates include kernel samplers: they copy the table
 ENUMERATE_UP_TO = 1 << 26  # rows x classes
 MAX_CLASSES = 1 << 23  # one row of float64 numbers is 64 MB
-POOL = 1 << 20  # draws of a sampler that bias and variance are measured from
+POOL = 1 << 19  # draws of a sampler that bias and variance are measured from
 TRUSTED = 0.1  # relative variance of the normaliser up to which the leading term is taken
 _TIMED_NUMBERS = 1 << 26  # gathered weights of a timed step
 _TIMED_DRAWS = 1 << 12  # of an exact sampler
@@ -93,7 +93,7 @@ def diagnose(
     """How close each sampler is to the softmax of `head` on these rows, and what that means for its gradient.
 
     Nothing of the head changes: no parameter, no gradient, no sampler. All numbers but the times are functions of the
-    arguments. Memory: beyond what the samplers need, a few tensors of 2^21 numbers; [B, C] never exists.
+    arguments. Memory: beyond what the samplers need, some thirty tensors of 2^20 numbers; [B, C] never exists.
 
     Args:
         head: a `SampledClassifier`, trained or in training.
@@ -155,12 +155,16 @@ def diagnose(
             exact = rows.count * head.num_classes <= ENUMERATE_UP_TO and head.num_classes <= MAX_CLASSES
         gradient = None
         broken: list[str] = []
+        looks = [_look(head, sampler, flat, seen) for sampler in chosen.values()]
+        row_laws: list[laws.RowLaw | None] = [None] * len(looks)
+        if exact:
+            say("laws")
+            pairs = list(zip(chosen.values(), looks, strict=True))
+            row_laws = list(laws.enumerate_laws(pairs, rows, given, shared=bool(head.shared)))
         for number, (name, sampler) in enumerate(chosen.items()):
-            say(f"{name}: law")
-            look = _look(head, sampler, flat, seen)
-            law, squares = _one(
-                head, name, sampler, rows, look, given, sizes, exact, fold_in(torch.tensor([seed, number]), number)
-            )
+            say(f"{name}: bias and variance")
+            look, key = looks[number], fold_in(torch.tensor([seed, number]), number)
+            law, squares = _one(head, name, sampler, rows, look, given, sizes, row_laws[number], key)
             if math.isnan(law.kl):
                 broken.append(f"{name}: its law is not a number on these rows; it was left out.")
                 continue
@@ -275,7 +279,7 @@ def _one(
     look: Tensor,
     context: Tensor | None,
     sizes: list[int],
-    exact: bool,
+    row_law: laws.RowLaw | None,
     key: Tensor,
 ) -> tuple[Law, Tensor]:
     """Numbers of a sampler, and the sum of p^2 over the negatives of the rows looked at."""
@@ -283,7 +287,6 @@ def _one(
     if own and head.num_samples:
         sizes = sorted({*sizes, head.num_samples})
     shared = bool(head.shared)
-    row_law = laws.enumerate_law(sampler, rows, look, context, shared=shared) if exact else None
     draws = None
     if row_law is None or bool((row_law.v / sizes[0] > TRUSTED).any()):
         each = max(2 * sizes[-1], min(1 << 14, POOL // rows.count))

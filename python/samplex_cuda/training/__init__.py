@@ -3,6 +3,7 @@
 from samplex_cuda.training import checkpoint, config, models
 from samplex_cuda.training.checkpoint import CheckpointError
 from samplex_cuda.training.config import Config, ConfigError
+from samplex_cuda.training.data import open_data
 from samplex_cuda.training.models import build, optimizers
 from samplex_cuda.training.trainer import (
     NonFiniteLossError,
@@ -31,6 +32,7 @@ __all__ = [
     "evaluate",
     "load_model",
     "models",
+    "open_data",
     "optimizers",
     "plot_curves",
     "read_metrics",

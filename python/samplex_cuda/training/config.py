@@ -283,7 +283,10 @@ class Training:
     eval_every: int = _key(0, "steps between two evaluations; 0: after each epoch", least=0)
     eval_batch_size: int = _key(0, "examples of a batch in evaluation; 0: as `batch_size`", least=0)
     eval_rows: int = _key(0, "validation examples that are used; 0: all", least=0)
-    metrics: list[str] = _key(["nll", "accuracy"], "what is measured; see `samplex_cuda.metrics`")
+    metrics: list[str] = _key(
+        ["nll", "accuracy"], "nll, perplexity, accuracy, mrr, precision@k, recall@k, ndcg@k, psp@k"
+    )
+    exclude_history: bool = _key(False, "interactions: items that a user knows are no answers in evaluation")
     monitor: str = _key("nll", "the metric of early stopping and of `best`")
     monitor_mode: str = _key("auto", "auto: min for nll, perplexity and loss, else max", choices=("auto", "min", "max"))
     patience: int = _key(0, "evaluations without a better value after which training ends; 0: never", least=0)

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -32,6 +33,7 @@ from samplex_cuda.training import checkpoint, models
 from samplex_cuda.training import config as configs
 from samplex_cuda.training.checkpoint import CheckpointError
 from samplex_cuda.training.config import Config, ConfigError
+from samplex_cuda.training.data import open_data
 
 __all__ = [
     "NonFiniteLossError",
@@ -47,7 +49,6 @@ __all__ = [
 
 _DRAWS = 0x5A3D_0000_0000_0000  # keys of draws meet those of nothing else under the same seed
 _LOWER_IS_BETTER = ("nll", "perplexity", "loss")
-_NATIVE_METRICS = ("nll", "perplexity", "accuracy")
 
 
 class RunError(RuntimeError):
@@ -149,6 +150,8 @@ def evaluate(
     batch_size: int = 256,
     metrics: Iterable[str] = ("nll", "accuracy"),
     rows: int = 0,
+    exclude_history: bool = False,
+    propensities: Tensor | None = None,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
     """Exact metrics over a data set; encoder and head are left as they were, a carried state included.
@@ -158,8 +161,12 @@ def evaluate(
         head: the classifier.
         dataset: what to measure on, in its own order.
         batch_size: examples at a time; text has its own.
-        metrics: "nll" (exact, over all classes), "perplexity", "accuracy" (the best class is one of the targets).
-        rows: only so many first examples; 0: all.
+        metrics: "nll" (exact, over all classes), "perplexity", "accuracy" (the best class is one of the targets), and
+            those of `samplex_cuda.metrics`: "precision@5", "recall@20", "ndcg@10", "psp@3", "mrr" (over the largest k
+            that is asked for, or 10).
+        rows: only so many first examples, in whole batches; 0: all.
+        exclude_history: interactions: items that a user knows are no answers.
+        propensities: [C], for "psp@k".
         on_batch: called with (batches done, batches in all).
 
     Example:
@@ -167,36 +174,52 @@ def evaluate(
         >>> from samplex_cuda import data
         >>> from samplex_cuda.training import Config, build, evaluate
         >>> train = data.Dense(torch.randn(20, 6), torch.randint(0, 9, (20,)))
-        >>> sorted(evaluate(*build(Config(), train), train))
-        ['accuracy', 'nll']
+        >>> sorted(evaluate(*build(Config(), train), train, metrics=["nll", "recall@3"]))
+        ['nll', 'recall@3']
     """
+    from samplex_cuda.metrics import Evaluator, _topk_without
+
     names = list(metrics)
-    unknown = [name for name in names if name not in _NATIVE_METRICS]
-    if unknown:
-        raise ValueError(f"evaluate: metrics must be among {', '.join(_NATIVE_METRICS)}, got {unknown[0]!r}")
+    ks = sorted({min(k, head.num_classes) for k in _check_metrics("evaluate: metrics", names)} or {1})
+    if "mrr" in names and ks == [1]:
+        ks = [min(10, head.num_classes)]
+    ranked = any(name not in ("nll", "perplexity") for name in names)
+    evaluator = Evaluator(ks, propensities)
+    if exclude_history and dataset.kind != "interactions":
+        raise ValueError(f"evaluate: exclude_history must be off for {dataset.kind} data, got True")
     size = int(getattr(dataset, "columns", batch_size)) if dataset.ordered else batch_size
     batches = Batches(dataset, size, shuffle=False)
     count = len(batches) if not rows else min(len(batches), math.ceil(rows / size))
     device = head.weight.device
     training, carried, reduction = (encoder.training, head.training), encoder.carried(), head.reduction
-    total, hits, targets = 0.0, 0, 0
     try:
         encoder.eval()
         nn.Module.train(head, False)  # not head.eval(): going back would count as a new epoch for its sampler
-        head.reduction = "sum"
+        head.reduction = "none"
         encoder.carry({})
         for number in range(count):
-            batch = {name: t.to(device) for name, t in dataset.batch(batches.rows(number)).items()}
+            chosen = batches.rows(number)
+            batch = {name: t.to(device) for name, t in dataset.batch(chosen).items()}
             h, features = encoder.encode(batch)
-            h = h.to(head.weight.dtype)
             y = batch["y"]
-            valid = y >= 0 if y.dim() < h.dim() else (y >= 0).any(-1)
-            targets += int(valid.sum())
-            if "nll" in names or "perplexity" in names:
-                total += float(head(h, y, features=features))
-            if "accuracy" in names:
-                found = head.predict(h, features=features)
-                hits += int((found == y).sum() if y.dim() < h.dim() else (found.unsqueeze(-1) == y).any(-1).sum())
+            several = y.dim() == h.dim()
+            h = h.to(head.weight.dtype).reshape(-1, h.shape[-1])
+            y = y.reshape(-1, y.shape[-1]) if several else y.reshape(-1)
+            features = None if features is None else features.reshape(-1, features.shape[-1])
+            valid = (y >= 0).any(1) if several else y >= 0
+            if not exclude_history and not bool(valid.all()):  # the rest of a last window, rows without labels
+                h, y, features = h[valid], y[valid], None if features is None else features[valid]
+            if len(h):
+                loss = h.new_zeros(len(h))
+                if "nll" in names or "perplexity" in names:
+                    loss = head(h, y, features=features)
+                ids = torch.zeros(len(h), ks[-1], dtype=torch.int64, device=device)
+                if ranked and exclude_history:
+                    source: Any = dataset
+                    ids = _topk_without(head, h, features, ks[-1], *source.seen(chosen))
+                elif ranked:
+                    ids = head.topk(h, ks[-1], features=features)[1]
+                evaluator.update(ids, y, loss)
             if on_batch is not None:
                 on_batch(number + 1, count)
     finally:
@@ -204,13 +227,31 @@ def evaluate(
         nn.Module.train(head, training[1])
         head.reduction = reduction
         encoder.carry(carried)
-    nll = total / max(1, targets)
-    values = {
-        "nll": nll,
-        "perplexity": math.exp(nll) if nll < 700 else math.inf,
-        "accuracy": hits / max(1, targets),
-    }
-    return {name: values[name] for name in names}
+    found = evaluator.compute()
+    missing = [name for name in names if _bounded(name, head.num_classes) not in found]
+    if missing:
+        needs = "needs propensities" if missing[0].startswith("psp") else "needs an example with a target"
+        raise ValueError(f"evaluate: metrics: {missing[0]} {needs}")
+    return {name: found[_bounded(name, head.num_classes)] for name in names}
+
+
+def _bounded(name: str, num_classes: int) -> str:
+    """A metric at a k above C is that at C."""
+    kind, at, k = name.partition("@")
+    return f"{kind}@{min(int(k), num_classes)}" if at else name
+
+
+def _check_metrics(where: str, names: Iterable[str]) -> list[int]:
+    """The k's of metrics by name; ValueError for a name that is none."""
+    ks = []
+    for name in names:
+        match = re.fullmatch(r"(?:precision|recall|ndcg|psp|psp_raw)@([1-9]\d*)", name)
+        if match:
+            ks.append(int(match.group(1)))
+        elif name not in ("nll", "perplexity", "accuracy", "mrr"):
+            wanted = "nll, perplexity, accuracy, mrr, precision@k, recall@k, ndcg@k, psp@k or psp_raw@k"
+            raise ValueError(f"{where} must be {wanted}, got {name!r}")
+    return ks
 
 
 # ---------------------------------------------------------------------------------------------------- run folder
@@ -505,10 +546,17 @@ class Trainer:
         if t.monitor not in t.metrics and (t.patience or t.monitor != "nll"):
             raise ConfigError(f"config: [training] monitor must be one of metrics {t.metrics}, got {t.monitor!r}")
         self.config, self.run_dir, self.on_event = config, Path(run_dir), on_event
+        try:
+            _check_metrics("config: [training] metrics", t.metrics)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         if train is None:
-            from samplex_cuda.training.data import open_data
-
             train, valid = open_data(config)
+            # The run folder must be good from anywhere.
+            for name in ("path", "valid"):
+                path = getattr(config.data, name)
+                if path and Path(path).exists():
+                    setattr(config.data, name, str(Path(path).absolute()))
         if len(train) < 1:
             raise ValueError("trainer: train must have at least 1 example, got none")
         self.train, self.valid = train, valid
@@ -965,8 +1013,18 @@ class Trainer:
                 batch_size=t.eval_batch_size or self.batch_size,
                 metrics=t.metrics,
                 rows=t.eval_rows,
+                exclude_history=t.exclude_history,
+                propensities=self._propensities(),
                 on_batch=on_batch,
             )
+
+    def _propensities(self) -> Tensor | None:
+        """Of the training data, where a metric asks for them."""
+        if not any(name.startswith("psp") for name in self.config.training.metrics):
+            return None
+        from samplex_cuda.metrics import propensities
+
+        return propensities(self.train.class_counts(), len(self.train))
 
     def _evaluate(self) -> None:
         p, t = self.progress, self.config.training
