@@ -146,9 +146,9 @@ class Output:
             self.warnings.append(text)
             self.console.print(f"warning: {text}", markup=False, soft_wrap=True, style="yellow")
 
-    def table(self, rows: list[tuple[str, str]], title: str = "") -> None:
+    def table(self, rows: list[tuple[str, str]]) -> None:
         """Names and values, one a row."""
-        found = Table(title=title or None, title_justify="left", show_header=False)
+        found = Table(show_header=False)
         found.add_column()
         found.add_column(overflow="fold")
         for name, value in rows:

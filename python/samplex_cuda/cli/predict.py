@@ -106,7 +106,8 @@ def evaluate(
     about = path or f"{part} part of {config.data.path}"
     step = meta["progress"]["step"]
     title = f"{run_dir} at step {step:,} on {about} ({min(len(dataset), rows or len(dataset)):,} examples)"
-    out.table([(name, f"{value:.6g}") for name, value in found.items()], title=title)
+    out.say(title)
+    out.table([(name, f"{value:.6g}") for name, value in found.items()])
     payload = {"run_dir": str(run_dir), "step": step, "which": which, "data": about, "examples": len(dataset)}
     return {**payload, "metrics": found}, OK
 

@@ -153,7 +153,6 @@ def fit_tree(
 
 
 # ---------------------------------------------------------------------------------------------------- diagnose
-@torch.no_grad()
 def diagnose(
     out: Output,
     run_dir: Path,
@@ -210,6 +209,7 @@ def diagnose(
     return {"run_dir": str(run_dir), "step": meta["progress"]["step"], "files": files, **found.as_dict()}, OK
 
 
+@torch.no_grad()
 def _some_rows(
     encoder: Any, head: Any, dataset: Any, rows: int, seed: int
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -246,7 +246,7 @@ def _torch_sampled(h: Tensor, weight: Tensor, bias: Tensor, y: Tensor, ids: Tens
     """Sampled softmax as one writes it in torch: gather, multiply, cross-entropy."""
     classes = torch.cat([y[:, None], ids], 1)
     rows = F.embedding(classes, weight, sparse=True)
-    logits = torch.einsum("bd,bmd->bm", h, rows) + F.embedding(classes, bias[:, None], sparse=True)[..., 0]
+    logits = torch.einsum("bd,bmd->bm", h, rows) + F.embedding(classes, bias, sparse=True)[..., 0]
     shift = torch.cat([torch.zeros_like(log_q[:, :1]), log_q + math.log(ids.shape[1])], 1)
     return F.cross_entropy(logits - shift, torch.zeros_like(y))
 
@@ -275,7 +275,7 @@ def _bench_one(classes: int, dim: int, batch: int, draws: int, seconds: float) -
     head = sx.SampledClassifier(dim, classes, sampler, draws)
     with torch.no_grad():
         head.weight.copy_(start)
-    table, bias = start.clone().requires_grad_(), torch.zeros(classes, requires_grad=True)
+    table, bias = start.clone().requires_grad_(), torch.zeros(classes, 1, requires_grad=True)
     drawn = sampler.sample(h, draws, exclude=y, key=sx.Key(1))
     ours = sx.functional.sampled_softmax(h, head.weight, y, drawn.ids, drawn.log_q, head.bias)
     theirs = _torch_sampled(h, table, bias, y, drawn.ids, drawn.log_q)
@@ -334,11 +334,9 @@ def bench(
     for count in classes:
         with out.busy(f"{count:,} classes"):
             results.append(_bench_one(count, dim, batch, draws, seconds))
-    table = Table(
-        title=f"one training step: batch {batch}, d = {dim}, {draws} uniform draws, Adagrad, "
-        f"{torch.get_num_threads()} threads; median ms",
-        title_justify="left",
-    )
+    about = f"batch {batch}, d = {dim}, {draws} uniform draws, Adagrad, {torch.get_num_threads()} threads"
+    out.say(f"median ms of a training step: {about}")
+    table = Table()
     for name in ("classes", "samplex", "torch, sampled", "torch, full softmax", "faster than sampled", "than full"):
         table.add_column(name, justify="right")
     for r in results:

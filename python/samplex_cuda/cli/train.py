@@ -34,7 +34,7 @@ def _duration(seconds: float | None) -> str:
 def _number(value: Any) -> str:
     if not isinstance(value, int | float):
         return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 class Display:
@@ -140,7 +140,7 @@ class Display:
             completed=step,
             epoch=f"{event['epoch'] + 1}/{self.epochs}",
             loss=_number(self.loss),
-            rate="-" if rate is None else f"{rate:,.0f}",
+            rate=_number(rate),
             eta=_duration(None if rate is None else (self.steps - step) / rate),
             what=f"{self.name} {self._staleness(event['stale'])}",
         )
@@ -160,7 +160,7 @@ class Display:
         rate = event["steps_per_second"]
         self.out.say(
             f"step {event['step']:,}/{self.steps:,}  epoch {min(event['epoch'] + 1, self.epochs)}/{self.epochs}  "
-            f"loss {_number(event['loss'])}  {rate:,.0f} steps/s  ETA {_duration(event['eta'])}  sampler {stale}"
+            f"loss {_number(event['loss'])}  {_number(rate)} steps/s  ETA {_duration(event['eta'])}  sampler {stale}"
         )
 
     def _on_eval(self, event: dict[str, Any]) -> None:
