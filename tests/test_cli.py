@@ -216,11 +216,17 @@ def test_a_loss_that_is_not_finite_ends_with_3(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number):
     words = [sys.executable, "-m", "samplex_cuda.cli", "train", "--data", DATA, "--out", "a run", "--json",
-             "--set", "training.epochs=100000", "--set", "training.log_every=5", "--set", "training.plot=false"]  # fmt: skip
+             "--set", "training.epochs=99999", "--set", "training.log_every=5",
+             "--set", "training.plot=false"]  # fmt: skip
     path = os.pathsep.join([str(Path(sx.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
-    )  # fmt: skip
+        words,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     try:
         end = time.monotonic() + 240
         while not read_metrics(tmp_path / "a run"):
@@ -376,7 +382,8 @@ def test_a_language_model_goes_on_with_lines(tmp_path):
     run = tmp_path / "a"
     as_json("train", "--data", tmp_path / "train.tokens", "--model", "gru", "--loss", "full_softmax", "--out", run,
             "--set", "model.dim=12", "--set", "training.batch_size=4", "--set", "data.options.window=5",
-            "--set", "training.epochs=10", "--set", "optimizer.encoder_lr=0.05", "--set", "training.plot=false")  # fmt: skip
+            "--set", "training.epochs=10", "--set", "optimizer.encoder_lr=0.05",
+            "--set", "training.plot=false")  # fmt: skip
     _write(tmp_path / "begin.txt", "a b\n\na b c d\na\nzz a\n")
     found = as_json("predict", run, tmp_path / "begin.txt", "--out", tmp_path / "next.jsonl", "-k", 2)
     assert any("vocabulary" in warning for warning in found["warnings"])

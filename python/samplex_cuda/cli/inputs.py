@@ -173,7 +173,7 @@ def _dense(path: str, x: np.ndarray, about: Dataset) -> Inputs:
     if x.ndim != 2 or x.dtype.kind not in "fiub" or x.shape[1] != about.num_features:
         raise UserError(f"{path}: x must be [N, {about.num_features}] numbers, got {list(x.shape)} {x.dtype}")
     return _slices(
-        len(x), lambda begin, end: {"x": torch.from_numpy(np.ascontiguousarray(x[begin:end], dtype=np.float32))}
+        len(x), lambda begin, end: {"x": torch.from_numpy(np.array(x[begin:end], dtype=np.float32, order="C"))}
     )
 
 
