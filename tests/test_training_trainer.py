@@ -418,6 +418,26 @@ def test_files_from_the_configuration(tmp_path):
     assert Trainer.resume(tmp_path / "run").progress.step == result.step
 
 
+def test_interactions_from_files_without_what_is_known(tmp_path):
+    lines = [" ".join(str((user * 3 + k) % 30) for k in range(6)) for user in range(20)]
+    (tmp_path / "train.txt").write_text("".join(f"{user} {line}\n" for user, line in enumerate(lines)))
+    (tmp_path / "test.txt").write_text(
+        "".join(f"{user} {(user * 3 + 6) % 30} {(user * 3 + 7) % 30}\n" for user in range(20))
+    )
+    settings = [f"data.path={tmp_path / 'train.txt'}", f"data.valid={tmp_path / 'test.txt'}",
+                "data.format=interactions", "model.name=two_tower", "model.dim=8", "training.batch_size=16", "training.epochs=2",
+                "head.num_samples=3", "training.plot=false", 'training.metrics=["recall@20", "ndcg@5"]',
+                "training.monitor=recall@20"]  # fmt: skip
+    found = []
+    for known in ("true", "false"):
+        run = config.override(Config(), [*settings, f"training.exclude_history={known}"])
+        trainer = Trainer(run, run_dir=tmp_path / known)
+        assert trainer.valid.batch(torch.tensor([0]))["y"].tolist() == [[6, 7]]
+        found.append(trainer.fit().metrics)
+    # A test item is never a known one here, so leaving the known ones out can only help.
+    assert found[0]["recall@20"] > found[1]["recall@20"]
+
+
 def test_learning_curves_and_tensorboard(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboard")
