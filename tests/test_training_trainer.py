@@ -425,8 +425,9 @@ def test_interactions_from_files_without_what_is_known(tmp_path):
         "".join(f"{user} {(user * 3 + 6) % 30} {(user * 3 + 7) % 30}\n" for user in range(20))
     )
     settings = [f"data.path={tmp_path / 'train.txt'}", f"data.valid={tmp_path / 'test.txt'}",
-                "data.format=interactions", "model.name=two_tower", "model.dim=8", "training.batch_size=16", "training.epochs=2",
-                "head.num_samples=3", "training.plot=false", 'training.metrics=["recall@20", "ndcg@5"]',
+                "data.format=interactions", "model.name=two_tower", "model.dim=8", "training.batch_size=16",
+                "training.epochs=2", "head.num_samples=3", "training.plot=false",
+                'training.metrics=["recall@20", "ndcg@5"]',
                 "training.monitor=recall@20"]  # fmt: skip
     found = []
     for known in ("true", "false"):
