@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -155,3 +156,8 @@ def test_fused_is_chosen_where_it_can_be():
     for settings in (["head.loss=full_softmax"], ["model.name=lstm", "model.tied=true"], ["optimizer.fused=false"],
                      ["training.clip_head=true", "training.clip_norm=1"]):  # fmt: skip
         assert not config.override(Config(), settings).fused
+
+
+def test_the_page_lists_every_key():
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text()
+    assert config.describe() in page, "docs/training.md: write the tables of config.describe() anew"

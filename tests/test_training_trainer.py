@@ -82,7 +82,7 @@ def test_one_step_is_what_one_writes_by_hand(tmp_path):
 
 
 def test_draws_are_new_in_each_step_and_each_micro_batch(tmp_path):
-    run, train, _ = case("linear", "uniform", "training.accumulate=2", "training.steps=3")
+    run, train, _ = case("linear", "uniform", "training.accumulate=2", "training.steps=5")
     trainer = Trainer(run, train, None, tmp_path / "run")
     seen = []
     sample = trainer.head.sampler.sample
@@ -94,8 +94,8 @@ def test_draws_are_new_in_each_step_and_each_micro_batch(tmp_path):
 
     trainer.head.sampler.sample = spy
     trainer.fit()
-    assert len({key for key, _ in seen}) == len(seen) == 6
-    assert [key[1] for key, _ in seen] == [0, 0, 1, 1, 2, 2]
+    assert len({key for key, _ in seen}) == len(seen) == 10
+    assert [key[1] for key, _ in seen] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
 def test_accumulated_batches_are_one_large_batch(tmp_path):
@@ -261,6 +261,21 @@ def test_a_nan_is_skipped_by_choice(tmp_path, fused):
     assert read_metrics(tmp_path / "run")[-1]["skipped"] == skipped
 
 
+def test_nothing_of_a_skipped_step_stays(tmp_path):
+    outcome = []
+    for fused in ("true", "false"):
+        run, train, _ = case("linear", "uniform", "model.name=test_training_trainer:Explodes", "training.seed=3",
+                             f"optimizer.fused={fused}", "training.accumulate=2", "training.on_nan=skip")  # fmt: skip
+        trainer = Trainer(run, train, None, tmp_path / fused)
+        trainer.fit()
+        outcome.append(trainer)
+    # One of them was the second batch of its step: the first one had been through backward.
+    about = [json.loads(path.read_text()) for path in (tmp_path / "true" / "nan").glob("*.json")]
+    assert any(a["batch"] % 2 for a in about)
+    assert torch.allclose(outcome[0].head.weight, outcome[1].head.weight, atol=1e-5)
+    assert torch.allclose(outcome[0].encoder.module.layer.weight, outcome[1].encoder.module.layer.weight, atol=1e-5)
+
+
 def test_too_many_skips_end_it(tmp_path):
     run, train, _ = case("mlp", "uniform", "training.on_nan=skip", "training.max_skipped=3")
     trainer = Trainer(run, train, None, tmp_path / "run")
@@ -401,6 +416,27 @@ def test_files_from_the_configuration(tmp_path):
     assert (train.columns, train.window, valid.num_classes) == (4, 6, train.num_classes)
     result = Trainer(run, run_dir=tmp_path / "run").fit()
     assert Trainer.resume(tmp_path / "run").progress.step == result.step
+
+
+def test_interactions_from_files_without_what_is_known(tmp_path):
+    lines = [" ".join(str((user * 3 + k) % 30) for k in range(6)) for user in range(20)]
+    (tmp_path / "train.txt").write_text("".join(f"{user} {line}\n" for user, line in enumerate(lines)))
+    (tmp_path / "test.txt").write_text(
+        "".join(f"{user} {(user * 3 + 6) % 30} {(user * 3 + 7) % 30}\n" for user in range(20))
+    )
+    settings = [f"data.path={tmp_path / 'train.txt'}", f"data.valid={tmp_path / 'test.txt'}",
+                "data.format=interactions", "model.name=two_tower", "model.dim=8", "training.batch_size=16",
+                "training.epochs=2", "head.num_samples=3", "training.plot=false",
+                'training.metrics=["recall@20", "ndcg@5"]',
+                "training.monitor=recall@20"]  # fmt: skip
+    found = []
+    for known in ("true", "false"):
+        run = config.override(Config(), [*settings, f"training.exclude_history={known}"])
+        trainer = Trainer(run, run_dir=tmp_path / known)
+        assert trainer.valid.batch(torch.tensor([0]))["y"].tolist() == [[6, 7]]
+        found.append(trainer.fit().metrics)
+    # A test item is never a known one here, so leaving the known ones out can only help.
+    assert found[0]["recall@20"] > found[1]["recall@20"]
 
 
 def test_learning_curves_and_tensorboard(tmp_path):

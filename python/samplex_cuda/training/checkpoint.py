@@ -211,7 +211,12 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
         path: of the file. Nothing in it is executed; a header that does not fit the file is an error.
 
     Example:
-        See `write_tensors`.
+        >>> import tempfile, torch
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.write_tensors(f"{folder}/t.safetensors", {"x": torch.ones(1, dtype=torch.bfloat16)})
+        ...     checkpoint.read_tensors(f"{folder}/t.safetensors")["x"].dtype
+        torch.bfloat16
     """
     path = Path(path)
     with path.open("rb") as file:
@@ -393,7 +398,13 @@ def load(directory: str | Path, *, check: bool = True) -> tuple[dict[str, Tensor
         check: compare with the checksums first; False where `latest` has just done so.
 
     Example:
-        See `save`.
+        >>> import tempfile, torch
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = checkpoint.save(f"{folder}/checkpoint-00000001", {"w": torch.ones(2)}, {"step": 1})
+        ...     tensors, meta = checkpoint.load(path)
+        >>> meta["step"]
+        1
     """
     directory = Path(directory)
     if check:

@@ -598,12 +598,13 @@ def _chunks(dataset: Dataset, rows: Tensor) -> Iterator[dict[str, Tensor]]:
 def _fit_map(target: InputMap, dataset: Dataset, config: Config, whiten: bool) -> None:
     """Principal components of the training data, in passes over it."""
     width, dim = target.projection.shape
+    passes = 30 if dim <= 64 else 6  # many components settle late, and the last of them matter little
     rows = _some_rows(dataset, config.sampler.fit_rows, config.training.seed)
     if dataset.kind == "dense" and width <= _COVARIANCE_WIDTH:
         mean, projection = _streamed_pca(dataset, rows, dim, whiten)
     elif dataset.kind == "dense":
         x = torch.cat([batch["x"] for batch in _chunks(dataset, rows)])
-        mean, projection = fitting.fit_pca(x, dim, whiten=whiten, seed=config.training.seed)
+        mean, projection = fitting.fit_pca(x, dim, whiten=whiten, seed=config.training.seed, passes=passes)
     else:
         parts = [_csr(batch) for batch in _chunks(dataset, rows)]
         lengths = torch.cat([offsets.diff() for _, offsets, _ in parts])
@@ -615,7 +616,7 @@ def _fit_map(target: InputMap, dataset: Dataset, config: Config, whiten: bool) -
             shape=(len(lengths), width),
             dtype=np.dtype(np.float32),
         )
-        mean, projection = fitting.fit_pca(csr, dim, whiten=whiten, seed=config.training.seed)
+        mean, projection = fitting.fit_pca(csr, dim, whiten=whiten, seed=config.training.seed, passes=passes)
     target.mean.copy_(mean)
     target.projection.copy_(projection)
 
