@@ -298,6 +298,14 @@ def rows(run_dir):
     return x.numpy(), ids.numpy(), p.numpy()
 
 
+def _arrays(path):
+    found = np.load(path, allow_pickle=False)
+    ids, p = found["ids"], found["probabilities"]
+    if path.suffix == ".npz":
+        found.close()
+    return ids, p
+
+
 def _check(ids, p, rows):
     np.testing.assert_array_equal(ids, rows[1])
     np.testing.assert_allclose(p, rows[2], rtol=1e-4, atol=2e-7)
@@ -320,22 +328,19 @@ def test_predict_writes_ids_and_probabilities(run_dir, rows, tmp_path, suffix):
         assert table["row"] == list(range(25))
         _check(table["ids"], table["probabilities"], rows)
     else:
-        table = np.load(target, allow_pickle=False)
-        _check(table["ids"], table["probabilities"], rows)
+        _check(*_arrays(target), rows)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.npy", target.name]  # nothing half-written
 
 
 def test_predict_reads_files_without_labels(run_dir, rows, tmp_path):
     np.savez(tmp_path / "rows.npz", x=rows[0].astype(np.float64))
     samplex("predict", run_dir, tmp_path / "rows.npz", "--out", tmp_path / "a.npz", "-k", 4)
-    a = np.load(tmp_path / "a.npz")
-    _check(a["ids"], a["probabilities"], rows)
+    _check(*_arrays(tmp_path / "a.npz"), rows)
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pa.table({"x": list(rows[0])}), tmp_path / "rows.parquet")
     samplex("predict", run_dir, tmp_path / "rows.parquet", "--out", tmp_path / "b.npz", "-k", 4)
-    b = np.load(tmp_path / "b.npz")
-    _check(b["ids"], b["probabilities"], rows)
+    _check(*_arrays(tmp_path / "b.npz"), rows)
 
 
 def test_predict_says_what_does_not_fit(run_dir, tmp_path):
