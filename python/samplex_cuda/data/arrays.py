@@ -21,11 +21,13 @@ def _load(where: str, path: Path) -> np.ndarray:
     """An npy file, mapped."""
     if not path.is_file():
         raise FileNotFoundError(f"{where}: {path}: there is no such file")
+    with path.open("rb") as file:
+        shape, _, dtype = _header(where, path, "it", file)
+    if 0 in shape:  # an array without elements cannot be mapped
+        return np.empty(shape, dtype)
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        if "mmap" in str(error) and path.stat().st_size:  # an array without elements cannot be mapped
-            return np.load(path, allow_pickle=False)
         raise ValueError(f"{where}: {path}: it is no npy file that can be mapped ({error})") from error
 
 
@@ -138,6 +140,8 @@ def _header(where: str, path: Path, name: str, file: IO[bytes]) -> tuple[tuple[i
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(file)
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise ValueError(f"{where}: {path}: {name} is damaged ({error})") from error
     except ValueError as error:
         raise ValueError(f"{where}: {path}: {name} is no npy array ({error})") from error
     if dtype.hasobject:
@@ -194,7 +198,11 @@ def _unpack(conversion: Conversion, path: Path, name: str, out: str, kinds: str)
                     raise ValueError(f"{where}: {path}: {name} is cut: {left} of {shape[0]} rows are missing")
                 writer.append(np.frombuffer(raw, dtype=dtype).reshape((count, *shape[1:])))
                 left -= count
-            if file.read(1):  # reading to the end also checks the checksum of the zip file
+            try:
+                more = file.read(1)  # reading to the end also checks the checksum of the zip file
+            except (zipfile.BadZipFile, EOFError, OSError) as error:
+                raise ValueError(f"{where}: {path}: {name} is damaged ({error})") from error
+            if more:
                 raise ValueError(f"{where}: {path}: {name} is longer than its header says")
             return shape
 

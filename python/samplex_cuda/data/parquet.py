@@ -22,6 +22,7 @@ _LABELS = ("label", "labels", "y", "target")
 
 def _pyarrow() -> Any:
     try:
+        import pyarrow.compute
         import pyarrow.parquet
     except ImportError as error:
         raise ImportError("parquet_file needs pyarrow: pip install samplex-cuda[parquet]") from error
