@@ -397,7 +397,7 @@ def test_evaluation_is_exact_and_leaves_everything(tmp_path):
     nll, hits, count = 0.0, 0, 0
     for batch in data.Batches(train, train.columns):
         valid = batch["y"] >= 0
-        logits = head.linear()(encoder(batch))[valid]
+        logits = head.linear()(encoder(batch))[valid].detach()
         nll += float(nn.functional.cross_entropy(logits, batch["y"][valid], reduction="sum"))
         hits += int((logits.argmax(1) == batch["y"][valid]).sum())
         count += int(valid.sum())
