@@ -283,6 +283,7 @@ def test_evaluate_gives_the_metrics_of_training(run_dir):
     assert set(found["metrics"]) == {"nll", "accuracy", "precision@3", "mrr", "psp@2"}
     other = as_json("evaluate", run_dir, "--data", DATA + ",split=test", "--rows", "300")
     assert other["metrics"]["nll"] != found["metrics"]["nll"]
+    assert (found["examples"], other["examples"]) == (120, 512)  # whole batches
     assert "accuracy" in samplex("evaluate", run_dir, "--part", "train").stdout
     assert "must be" in as_json("evaluate", run_dir, "--metrics", "precision@0", code=1)["error"]
     assert "8 features" in as_json("evaluate", run_dir, "--data", "builtin:classes=200,dim=9", code=1)["error"]

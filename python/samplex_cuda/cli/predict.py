@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,25 +91,28 @@ def evaluate(
 
         train, _ = open_data(config)
         propensities = of_counts(train.class_counts(), len(train))
+    size = batch_size or config.training.eval_batch_size or config.training.batch_size
+    size = int(getattr(dataset, "columns", size)) if dataset.ordered else size  # text has its own
     exclude = config.training.exclude_history if exclude_history is None else exclude_history
     with _Bar(out, "evaluating") as bar:
         found = measure(
             encoder,
             head,
             dataset,
-            batch_size=batch_size or config.training.eval_batch_size or config.training.batch_size,
+            batch_size=size,
             metrics=names,
             rows=rows,
             exclude_history=exclude and dataset.kind == "interactions",
             propensities=propensities,
             on_batch=bar,
         )
+    count = len(dataset) if not rows else min(len(dataset), math.ceil(rows / size) * size)  # whole batches
     about = path or f"{part} part of {config.data.path}"
     step = meta["progress"]["step"]
-    title = f"{run_dir} at step {step:,} on {about} ({min(len(dataset), rows or len(dataset)):,} examples)"
+    title = f"{run_dir} at step {step:,} on {about} ({count:,} examples)"
     out.say(title)
     out.table([(name, f"{value:.6g}") for name, value in found.items()])
-    payload = {"run_dir": str(run_dir), "step": step, "which": which, "data": about, "examples": len(dataset)}
+    payload = {"run_dir": str(run_dir), "step": step, "which": which, "data": about, "examples": count}
     return {**payload, "metrics": found}, OK
 
 
