@@ -313,8 +313,9 @@ class SampledClassifier(nn.Module):
             )
         if self.loss == "augment_reduce" and self.training:
             self._check_index(index, lead)
-        rows = h.reshape(-1, self.in_features)
-        target = y.reshape(rows.shape[0], *y.shape[len(lead) :])
+        # A reshape to the same shape would be a view, and one more node for autograd to visit.
+        rows = h if h.dim() == 2 else h.reshape(-1, self.in_features)
+        target = y if len(lead) == 1 else y.reshape(rows.shape[0], *y.shape[len(lead) :])
         if self.training:
             # The reduction is left to the op unless rows are weighted here.
             reduction = "none" if sample_weight is not None else self.reduction
