@@ -26,6 +26,7 @@ def test_examples_run(name):
 @pytest.mark.parametrize(
     "name",
     [
+        "samplex_cuda.diagnostics",
         "samplex_cuda.functional",
         "samplex_cuda.samplers",
         "samplex_cuda.heads",

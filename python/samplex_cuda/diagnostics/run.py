@@ -1,0 +1,489 @@
+"""`diagnose`: candidate samplers on rows of a head."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplex_cuda import functional, samplers
+from samplex_cuda.diagnostics import advice, laws
+from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
+from samplex_cuda.prediction import _describe, valid_targets
+from samplex_cuda.rng import Key, fold_in
+
+__all__ = ["default_candidates", "diagnose"]
+
+KERNELS_UP_TO = 200_000  # classes for which the default candidates include kernel samplers: they copy the table
+ENUMERATE_UP_TO = 1 << 26  # rows x classes
+MAX_CLASSES = 1 << 23  # one row of float64 numbers is 64 MB
+POOL = 1 << 19  # draws of a sampler that bias and variance are measured from
+TRUSTED = 0.1  # relative variance of the normaliser up to which the leading term is taken
+_TIMED_NUMBERS = 1 << 26  # gathered weights of a timed step
+_TIMED_DRAWS = 1 << 12  # of an exact sampler
+_COPIED_BYTES = 1 << 28  # of a sampler whose update is timed on a copy
+Candidates = Mapping[str, samplers.Sampler] | Sequence[samplers.Sampler]
+
+
+@torch.no_grad()
+def default_candidates(
+    head: Any, class_counts: Tensor | None = None, *, seed: int = 0, num_features: int | None = None
+) -> dict[str, samplers.Sampler]:
+    """Samplers that can be built from a head alone: Uniform, its own, Unigram of the counts, two kernels.
+
+    `Quadratic` and `RandomFourier` (positive features, nu = scale) copy the class table; above 200,000 classes they are
+    left out. For an absolute softmax the latter makes no sense and is left out too.
+
+    Args:
+        head: a `SampledClassifier`.
+        class_counts: [C], how often each class is a target; classes of count 0 count as 1, so that all can be drawn.
+        seed: of the random features.
+        num_features: D of the random features; 4 d between 64 and 1024 by default.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> head = sx.SampledClassifier(8, 100, sx.samplers.LogUniform(100), num_samples=5)
+        >>> list(sx.diagnostics.default_candidates(head, torch.arange(100)))
+        ['Uniform', 'LogUniform', 'Unigram', 'Quadratic', 'RandomFourier']
+    """
+    classes = head.num_classes
+    own = head.sampler
+    flat = own if isinstance(own, samplers.Uniform) else samplers.Uniform(classes)
+    out: dict[str, samplers.Sampler] = {"Uniform": flat}
+    if own is not None:
+        out[type(own).__name__] = own
+    if class_counts is not None:
+        if not isinstance(class_counts, Tensor) or class_counts.shape != (classes,):
+            raise ValueError(f"default_candidates: class_counts must be [{classes}], got {_describe(class_counts)}")
+        out.setdefault("Unigram", samplers.Unigram(class_counts.double().clamp_min(1.0).cpu()).to(head.weight.device))
+    if classes > KERNELS_UP_TO or not bool(head.weight.isfinite().all()):
+        return out
+    weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
+    if "Quadratic" not in out and head.scale != 0:
+        out["Quadratic"] = samplers.Quadratic(weight, min(1e29, 100.0 * head.scale**2), bias)
+    if "RandomFourier" not in out and head.scale > 0 and not head.absolute:
+        count = num_features or min(1024, max(64, 4 * head.in_features))
+        out["RandomFourier"] = samplers.RandomFourier(
+            weight, num_features=count, nu=head.scale, kind="positive", bias=bias, key=Key(seed)
+        )
+    return out
+
+
+def diagnose(
+    head: Any,
+    h: Tensor,
+    *,
+    candidates: Candidates | None = None,
+    num_samples: Sequence[int] = (16, 64, 256, 1024),
+    features: Tensor | None = None,
+    y: Tensor | None = None,
+    seed: int = 0,
+    context: Tensor | None = None,
+    timed: bool = True,
+    class_counts: Tensor | None = None,
+    exact: bool | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Diagnosis:
+    """How close each sampler is to the softmax of `head` on these rows, and what that means for its gradient.
+
+    Nothing of the head changes: no parameter, no gradient, no sampler. All numbers but the times are functions of the
+    arguments. Memory: beyond what the samplers need, some thirty tensors of 2^20 numbers; [B, C] never exists.
+
+    Args:
+        head: a `SampledClassifier`, trained or in training.
+        h: [*, d], some hundreds of rows.
+        candidates: samplers by name, or a list of them; Uniform is added for comparison. By default
+            `default_candidates(head, class_counts)`.
+        num_samples: the m to try; `head.num_samples` is added where the head's own sampler is among the candidates.
+        features: [*, f], what the head's sampler and trees look at where that is not h.
+        y: int64 [*], or [*, P] padded with `head.ignore_index`, of which the first counts; rows without a target are
+            left out. Without y, targets are drawn from the head's own softmax.
+        seed: of the draws.
+        context: int64 [*], for samplers that need one.
+        timed: time a step of every sampler and m, and of the full softmax.
+        class_counts: [C], for a `Unigram` among the default candidates.
+        exact: look at every class of every row (True), or estimate from draws (False); by default the first up to
+            2^26 rows x classes.
+        on_progress: called with a line of text before each part.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> head = sx.SampledClassifier(8, 500, sx.samplers.Uniform(500), num_samples=16)
+        >>> found = sx.diagnostics.diagnose(head, torch.randn(64, 8), num_samples=(16, 64), timed=False)
+        >>> [law.name for law in found.laws]
+        ['Uniform', 'Quadratic', 'RandomFourier']
+        >>> uniform = found.laws[0]
+        >>> uniform.points[0].bias > uniform.points[1].bias
+        True
+    """
+    say = on_progress or (lambda text: None)
+    sizes = _check_sizes(num_samples)
+    flat, seen, given = _check_rows(head, h, features, context)
+    target, keep = _targets(head, h, flat, y, seed)
+    flat, target = flat[keep], target[keep]
+    seen = None if seen is None else seen[keep]
+    given = None if given is None else given[keep]
+    if flat.shape[0] == 0:
+        raise ValueError(f"diagnose: h must have at least one row with a target, got {_describe(h)}")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        chosen = _named(head, candidates, class_counts, seed)
+        for name, sampler in chosen.items():
+            if sampler._needs_context and given is None:
+                raise ValueError(f"diagnose: context must be int64 [*] for {name}, got None")
+        say(f"softmax of {flat.shape[0]} rows over {head.num_classes:,} classes")
+        rows = laws.Rows(head, flat, target, seen, given)
+        if not bool(rows.lse.isfinite().all()):
+            raise ValueError("diagnose: logits of the head must be finite, got nan or inf")
+        out = Diagnosis(
+            num_classes=head.num_classes,
+            in_features=head.in_features,
+            rows=rows.count,
+            loss=head.loss,
+            shared=bool(head.shared),
+            seed=seed,
+            gradient_norm=0.0,
+            head_samples=head.num_samples,
+        )
+        if exact is None:
+            exact = rows.count * head.num_classes <= ENUMERATE_UP_TO and head.num_classes <= MAX_CLASSES
+        gradient = None
+        broken: list[str] = []
+        looks = [_look(head, sampler, flat, seen) for sampler in chosen.values()]
+        row_laws: list[laws.RowLaw | None] = [None] * len(looks)
+        if exact:
+            say("laws")
+            pairs = list(zip(chosen.values(), looks, strict=True))
+            row_laws = list(laws.enumerate_laws(pairs, rows, given, shared=bool(head.shared)))
+        for number, (name, sampler) in enumerate(chosen.items()):
+            say(f"{name}: bias and variance")
+            look, key = looks[number], fold_in(torch.tensor([seed, number]), number)
+            law, squares = _one(head, name, sampler, rows, look, given, sizes, row_laws[number], key)
+            if math.isnan(law.kl):
+                broken.append(f"{name}: its law is not a number on these rows; it was left out.")
+                continue
+            if gradient is None or law.kind == "Uniform":  # estimated from draws, Uniform's is the steadiest
+                gradient = float((squares + rows.rest[: squares.shape[0]].square()).mean().sqrt())
+            if timed:
+                say(f"{name}: time")
+                _time_law(head, sampler, law, flat, look, given, target)
+            out.laws.append(law)
+        out.gradient_norm = gradient or 0.0
+        if timed:
+            say("full softmax: time")
+            out.full_ms = _time_full(head, flat, target)
+    out.recommendation = advice.recommend(out)
+    out.warnings = broken + advice.warn(out)
+    for text in dict.fromkeys(str(one.message) for one in caught):
+        out.warnings.append(text)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+def _check_sizes(num_samples: Sequence[int]) -> list[int]:
+    sizes = [num_samples] if isinstance(num_samples, int) else list(num_samples)
+    if not sizes or any(isinstance(m, bool) or not isinstance(m, int) or m < 1 for m in sizes):
+        raise ValueError(f"diagnose: num_samples must be ints of at least 1, got {num_samples!r}")
+    return sorted(set(sizes))
+
+
+def _check_rows(
+    head: Any, h: Tensor, features: Tensor | None, context: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """h [B, d], features [B, f], context [B]."""
+    width = head.in_features
+    if not isinstance(h, Tensor) or h.dim() < 1 or h.shape[-1] != width or not h.is_floating_point():
+        raise ValueError(f"diagnose: h must be [*, {width}] floating point, got {_describe(h)}")
+    flat = h.detach().reshape(-1, width)
+    if features is not None and (not isinstance(features, Tensor) or features.shape[:-1] != h.shape[:-1]):
+        raise ValueError(f"diagnose: features must be {[*h.shape[:-1], 'f']} to fit h, got {_describe(features)}")
+    if context is not None and (not isinstance(context, Tensor) or context.shape != h.shape[:-1]):
+        raise ValueError(f"diagnose: context must be {list(h.shape[:-1])} int64 to fit h, got {_describe(context)}")
+    seen = None if features is None else features.detach().reshape(flat.shape[0], features.shape[-1])
+    return flat, seen, None if context is None else context.reshape(-1)
+
+
+@torch.no_grad()
+def _targets(head: Any, h: Tensor, flat: Tensor, y: Tensor | None, seed: int) -> tuple[Tensor, Tensor]:
+    """The first target of each row, [B], and which rows have one, bool [B]."""
+    if y is None:
+        everything = torch.ones(flat.shape[0], dtype=torch.bool, device=flat.device)
+        if flat.shape[0] == 0:
+            return torch.zeros(0, dtype=torch.int64, device=flat.device), everything
+        own = samplers.Softmax(head.weight, head.bias, scale=head.scale, absolute=head.absolute, copy=False)
+        return own.sample(flat, 1, key=Key(seed)).ids[:, 0], everything
+    lead = h.shape[:-1]
+    if not isinstance(y, Tensor) or y.dtype != torch.int64 or y.shape[: len(lead)] != lead or y.dim() > h.dim():
+        raise ValueError(f"diagnose: y must be {list(lead)} or {[*lead, 'P']} int64 to fit h, got {_describe(y)}")
+    several = y.reshape(flat.shape[0], -1)
+    valid = valid_targets(several, head.ignore_index)
+    bad = several[valid]
+    if bad.numel() and not (int(bad.min()) >= 0 and int(bad.max()) < head.num_classes):
+        wrong = int(bad.min()) if int(bad.min()) < 0 else int(bad.max())
+        raise IndexError(f"diagnose: y must be in [0, {head.num_classes}), got {wrong}")
+    first = valid.to(torch.int64).argmax(1, keepdim=True)
+    return several.gather(1, first)[:, 0], valid.any(1)
+
+
+def _named(
+    head: Any, candidates: Candidates | None, class_counts: Tensor | None, seed: int
+) -> dict[str, samplers.Sampler]:
+    if candidates is None:
+        return default_candidates(head, class_counts, seed=seed)
+    out: dict[str, samplers.Sampler] = {}
+    if isinstance(candidates, Mapping):
+        out.update(candidates)
+    else:
+        for sampler in candidates:
+            name = type(sampler).__name__
+            same = sum(one.split(" ")[0] == name for one in out)
+            out[f"{name} {same + 1}" if same else name] = sampler
+    for name, sampler in out.items():
+        if not isinstance(sampler, samplers.Sampler):
+            raise TypeError(f"diagnose: candidates must be samplers, got {type(sampler).__name__} for {name!r}")
+        if sampler.num_classes != head.num_classes:
+            raise ValueError(
+                f"diagnose: candidates must have num_classes = {head.num_classes} as the head, got "
+                f"{sampler.num_classes} for {name!r}"
+            )
+    if not any(isinstance(sampler, samplers.Uniform) for sampler in out.values()):
+        out = {"Uniform": samplers.Uniform(head.num_classes), **out}
+    return out
+
+
+def _look(head: Any, sampler: Any, flat: Tensor, seen: Tensor | None) -> Tensor:
+    """What this sampler looks at: the features where it is the head's own or a tree, else h."""
+    if seen is None:
+        return flat
+    return seen if sampler is head.sampler or _has_tree(sampler) else flat
+
+
+def _has_tree(sampler: Any) -> bool:
+    return isinstance(sampler, samplers.Tree) or (
+        isinstance(sampler, samplers.Mixture) and any(_has_tree(part) for part in sampler.samplers)
+    )
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+def _one(
+    head: Any,
+    name: str,
+    sampler: Any,
+    rows: laws.Rows,
+    look: Tensor,
+    context: Tensor | None,
+    sizes: list[int],
+    row_law: laws.RowLaw | None,
+    key: Tensor,
+) -> tuple[Law, Tensor]:
+    """Numbers of a sampler, and the sum of p^2 over the negatives of the rows looked at."""
+    own = sampler is head.sampler
+    if own and head.num_samples:
+        sizes = sorted({*sizes, head.num_samples})
+    shared = bool(head.shared)
+    draws = None
+    if row_law is None or bool((row_law.v / sizes[0] > TRUSTED).any()):
+        each = max(2 * sizes[-1], min(1 << 14, POOL // rows.count))
+        draws = laws.Draws(
+            sampler, rows, look, context, count=min(rows.count, max(1, POOL // each)), each=each, shared=shared,
+            key=key.to(look.device),
+        )  # fmt: skip
+    if row_law is None:
+        assert draws is not None
+        row_law = laws.estimate_law(sampler, rows, look, context, draws)
+    stale_rows, drift = _lag(head, sampler)
+    law = Law(
+        name=name,
+        kind=type(sampler).__name__,
+        own=own,
+        exact=row_law.exact,
+        kl=float(row_law.kl.mean()),
+        tv=float(row_law.tv.mean()),
+        ess_share=float((1.0 / row_law.second.clamp_min(1e-300)).mean()),
+        log_q_min=_finite(row_law.log_q_min.min()),
+        log_q_max=_finite(row_law.log_q_max.max()),
+        log_ratio_max=_finite(row_law.log_ratio.max()),
+        missing=float(row_law.missing.mean()),
+        follows=bool(sampler.follows_rows),
+        stale_rows=stale_rows,
+        drift=drift,
+        stale_steps=head.staleness().steps if own else 0,
+    )
+    law.points = [_point(row_law, draws, rows, m) for m in sizes]
+    return law, row_law.squares
+
+
+def _finite(value: Tensor) -> float:
+    """0 where there is nothing to draw besides the target."""
+    return float(value) if math.isfinite(float(value)) else 0.0
+
+
+def _point(row_law: laws.RowLaw, draws: laws.Draws | None, rows: laws.Rows, m: int) -> Point:
+    leading, variance = row_law.bias_squared(m), row_law.spread / m
+    point = Point(
+        num_samples=m,
+        ess=float((m / row_law.second.clamp_min(1e-300)).mean()),
+        hit_rate=float(-torch.expm1(m * torch.log1p(-row_law.target_q.clamp(max=1.0))).mean()),
+        bias=float(leading.mean().sqrt()),
+        bias_leading=float(leading.mean().sqrt()),
+        std=float(variance.mean().sqrt()),
+    )
+    unsure = row_law.v / m > TRUSTED
+    if draws is None or not bool(unsure.any()):
+        return point
+    some = draws.count
+    seen = laws.measure(draws, rows, row_law.squares[:some], m)
+    if seen is None or not bool(unsure[:some].any()):
+        return point
+    unsure = unsure[:some]
+    squared = torch.where(unsure, seen.bias_squared, leading[:some])
+    point.bias = math.sqrt(max(0.0, float(squared.mean())))
+    noisy = torch.where(unsure, seen.bias_squared, 0.0)
+    point.bias_error = float(noisy.std() / math.sqrt(some)) if some > 1 else 0.0
+    point.std = float(torch.where(unsure, seen.variance, variance[:some]).mean().sqrt())
+    point.measured = float(unsure.double().mean())
+    return point
+
+
+@torch.no_grad()
+def _lag(head: Any, sampler: Any) -> tuple[float | None, float | None]:
+    """Share of the class rows that a sampler keeps and that differ from the head's, and by how much; None: it has none.
+
+    Of a mixture the part that lags most counts.
+    """
+    if isinstance(sampler, samplers.Mixture):
+        parts = [_lag(head, part) for part in sampler.samplers]
+        known = [(share, drift) for share, drift in parts if share is not None and drift is not None]
+        return max(known, key=lambda pair: pair[1]) if known else (None, None)
+    if not sampler.follows_rows:
+        return None, None
+    width = head.in_features + int(sampler.has_bias)
+    changed, square, whole = 0, 0.0, 0.0
+    for begin in range(0, head.num_classes, step := max(1, laws.ELEMENTS // max(1, width))):
+        part = slice(begin, begin + step)
+        now = head.weight.detach()[part].float()
+        if getattr(sampler, "normalize", False):
+            now = nn.functional.normalize(now, dim=1)
+        if sampler.has_bias and head.bias is not None:
+            now = torch.cat([now, head.bias.detach()[part].float()[:, None]], 1)
+        if isinstance(sampler, samplers.KernelSampler):
+            kept = sampler.rows[part, :width]
+        elif isinstance(sampler, samplers.ExactSampler):
+            weight, bias = sampler._table()
+            kept = weight[part].float()
+            kept = kept if bias is None or not sampler.has_bias else torch.cat([kept, bias[part].float()[:, None]], 1)
+        else:
+            return None, None
+        if kept.shape != now.shape:
+            return None, None
+        off = kept - now
+        changed += int((off != 0).any(1).sum())
+        square += float(off.double().square().sum())
+        whole += float(now.double().square().sum())
+    drift = math.sqrt(square / whole) if whole > 0 else float(square > 0)
+    return changed / head.num_classes, drift
+
+
+# ------------------------------------------------------------------------------------------------ times
+def _clock(run: Callable[[], Any], device: torch.device) -> float:
+    """The least of a few runs, ms: what else the machine does only adds. One run is enough where it is long."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    least, total, first = math.inf, 0.0, True
+    for number in range(20):
+        wait()
+        begin = time.perf_counter()
+        run()
+        wait()
+        taken = time.perf_counter() - begin
+        total += taken
+        if first and taken < 0.5:  # the first one finds cold caches
+            first = False
+            continue
+        least = min(least, taken)
+        if total > 0.5 or (number >= 5 and total > 0.1):
+            break
+    return 1e3 * least
+
+
+def _leaves(head: Any, h: Tensor) -> list[Tensor]:
+    """h, weight and bias with a gradient, sharing memory with the head's but none of its hooks and gradients."""
+    found = [h.detach(), head.weight.detach()] + ([] if head.bias is None else [head.bias.detach()])
+    return [t.requires_grad_() for t in found]
+
+
+def _time_law(
+    head: Any, sampler: Any, law: Law, h: Tensor, look: Tensor, context: Tensor | None, target: Tensor
+) -> None:
+    shared = bool(head.shared) and _can_share(sampler, look, context)
+    spare = _spare(sampler)
+    for point in law.points:
+        m = point.num_samples
+        most = _TIMED_NUMBERS // (m * head.in_features)
+        if isinstance(sampler, samplers.ExactSampler):  # O(C) a row, and more for every draw
+            most = min(most, max(8, _TIMED_DRAWS // m))
+        some = h.shape[0] if shared else max(1, min(h.shape[0], most))
+        scale = h.shape[0] / some  # a step of more rows than fit is told from fewer
+        now, given = look[:some], None if context is None else context[:some]
+        leaves, y = _leaves(head, h[:some]), target[:some]
+        key = Key(0)
+
+        def draw(m: int = m, now: Tensor = now, given: Tensor | None = given, y: Tensor = y, key: Key = key) -> Any:
+            if shared:
+                return sampler.sample(now, m, shared=True, key=key)
+            return sampler.sample(now, m, key=key, exclude=y, context=given)
+
+        def step(draw: Callable[[], Any] = draw, leaves: list[Tensor] = leaves, y: Tensor = y) -> Any:
+            drawn = draw()
+            loss = functional.sampled_softmax(
+                leaves[0], leaves[1], y, drawn.ids, drawn.log_q, *leaves[2:], scale=head.scale, absolute=head.absolute,
+                sparse=head.sparse,
+            )  # fmt: skip
+            return torch.autograd.grad(loss, leaves)
+
+        point.draw_ms = scale * _clock(draw, h.device)
+        point.step_ms = scale * _clock(step, h.device)
+        if spare is not None:
+            ids = torch.cat([draw().ids.reshape(-1), y]).unique()
+            rows, bias = head.weight.detach()[ids], None if head.bias is None else head.bias.detach()[ids]
+            extra = (bias,) if spare.has_bias else ()
+
+            def update(ids: Tensor = ids, rows: Tensor = rows, extra: tuple[Any, ...] = extra) -> None:
+                spare.update(ids, rows, *extra)
+
+            point.update_ms = _clock(update, h.device)
+            point.step_ms += point.update_ms
+
+
+def _can_share(sampler: Any, look: Tensor, context: Tensor | None) -> bool:
+    try:
+        sampler.sample(look, 1, shared=True, key=Key(0))
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _spare(sampler: Any) -> Any:
+    """A copy of a sampler that follows the weights, for updates that must not touch the original."""
+    if not sampler.follows_rows or sum(t.nbytes for t in sampler.state_dict().values()) > _COPIED_BYTES:
+        return None
+    return copy.deepcopy(sampler)
+
+
+def _time_full(head: Any, h: Tensor, target: Tensor) -> float | None:
+    if head.weight.numel() > _TIMED_NUMBERS:  # its gradient is as large as the table
+        return None
+    leaves = _leaves(head, h)
+
+    def step() -> Any:
+        loss = functional.full_softmax(
+            leaves[0], leaves[1], target, *leaves[2:], scale=head.scale, absolute=head.absolute
+        )
+        return torch.autograd.grad(loss, leaves)
+
+    return _clock(step, h.device)
