@@ -1,0 +1,45 @@
+"""Data sets: files in, batches out; memory-mapped, so that they may be larger than memory. See docs/data.md."""
+
+from samplex_cuda.data.arrays import csr_file, memmap_file, npy_file, npz_file
+from samplex_cuda.data.base import (
+    PAD,
+    Batches,
+    BuiltIn,
+    Dataset,
+    Dense,
+    Interactions,
+    Sparse,
+    Subset,
+    Tokens,
+    split,
+)
+from samplex_cuda.data.interaction_files import interactions_file, sequences_file
+from samplex_cuda.data.opening import FORMATS, open
+from samplex_cuda.data.parquet import parquet_file
+from samplex_cuda.data.sparse_text import svmlight_file, xc_file
+from samplex_cuda.data.text import text_file
+
+__all__ = [
+    "FORMATS",
+    "PAD",
+    "Batches",
+    "BuiltIn",
+    "Dataset",
+    "Dense",
+    "Interactions",
+    "Sparse",
+    "Subset",
+    "Tokens",
+    "csr_file",
+    "interactions_file",
+    "memmap_file",
+    "npy_file",
+    "npz_file",
+    "open",
+    "parquet_file",
+    "sequences_file",
+    "split",
+    "svmlight_file",
+    "text_file",
+    "xc_file",
+]
