@@ -35,6 +35,10 @@ def test_examples_run(name):
         "samplex_cuda.rff",
         "samplex_cuda.data",
         "samplex_cuda.metrics",
+        "samplex_cuda.training",
+        "samplex_cuda.training.checkpoint",
+        "samplex_cuda.training.config",
+        "samplex_cuda.training.models",
     ],
 )
 def test_public_names_have_examples(name):

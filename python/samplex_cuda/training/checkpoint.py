@@ -1,0 +1,520 @@
+"""Checkpoints: a directory with tensors, a description and checksums, that is there as a whole or not at all.
+
+    checkpoint-00001200/
+        tensors.safetensors   every tensor, in the safetensors format
+        meta.json             counters and what else is no tensor
+        manifest.json         bytes and sha256 of the two others
+
+A checkpoint is written beside its place (`.tmp-...`), every file and the directory are synced to the disk, and a rename
+puts it there. Older ones are removed after that, never before. What is read back is checked against the manifest, so
+that a truncated or altered checkpoint is refused with the reason and the one before is used.
+
+The safetensors format (8 bytes length, a JSON header, raw little-endian data) is written here directly: tensors go to
+the file without a copy of all of them in memory, and the checksum is computed on the way. Files read and write with the
+`safetensors` package too.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "CheckpointError",
+    "clean",
+    "directory_name",
+    "latest",
+    "list_checkpoints",
+    "load",
+    "prune",
+    "read_tensors",
+    "save",
+    "verify",
+    "write_file",
+    "write_tensors",
+]
+
+TENSORS, META, MANIFEST = "tensors.safetensors", "meta.json", "manifest.json"
+FORMAT = 1
+_CHUNK = 8 << 20
+_MAX_HEADER = 100 << 20  # what the safetensors package allows
+_NAME = re.compile(r"checkpoint-(\d{8,})")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, or must not be read; the message says which and why.
+
+    Example:
+        >>> from samplex_cuda.training import checkpoint
+        >>> try:
+        ...     checkpoint.load("no/such/checkpoint-00000001")
+        ... except checkpoint.CheckpointError as error:
+        ...     print(error)
+        checkpoint: no/such/checkpoint-00000001: is not there
+    """
+
+
+def directory_name(step: int) -> str:
+    """The name of the checkpoint of a step.
+
+    Example:
+        >>> from samplex_cuda.training import checkpoint
+        >>> checkpoint.directory_name(1200)
+        'checkpoint-00001200'
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"checkpoint.directory_name: step must be an int of at least 0, got {step!r}")
+    return f"checkpoint-{step:08d}"
+
+
+# ---------------------------------------------------------------------------------------------------- files
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:  # some network file systems cannot; the rename is in order there all the same
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _write_new(path: Path, parts: Iterator[memoryview]) -> tuple[int, str]:
+    """Writes a new file and syncs it; its bytes and sha256."""
+    digest, count = hashlib.sha256(), 0
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        for part in parts:
+            for begin in range(0, len(part), _CHUNK):
+                piece = part[begin : begin + _CHUNK]
+                digest.update(piece)
+                count += len(piece)
+                while len(piece):
+                    piece = piece[os.write(handle, piece) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return count, digest.hexdigest()
+
+
+def write_file(path: str | Path, data: bytes | str) -> None:
+    """Puts a small file in place as a whole: written beside, synced, renamed.
+
+    Args:
+        path: where.
+        data: its contents; text as UTF-8.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.write_file(f"{folder}/note.txt", "hello")
+        ...     pathlib.Path(folder, "note.txt").read_text()
+        'hello'
+    """
+    path = Path(path)
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        _write_new(temporary, iter([memoryview(data.encode() if isinstance(data, str) else data)]))
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """A safetensors file, written beside its place, synced and renamed.
+
+    Args:
+        path: where.
+        tensors: dense tensors by name, on any device.
+        metadata: strings for the header.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.write_tensors(f"{folder}/t.safetensors", {"x": torch.arange(3)})
+        ...     checkpoint.read_tensors(f"{folder}/t.safetensors")
+        {'x': tensor([0, 1, 2])}
+    """
+    path = Path(path)
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        _write_new(temporary, _tensor_parts(tensors, metadata))
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def _tensor_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
+    if sys.byteorder != "little":
+        raise CheckpointError("checkpoint: the machine must be little-endian, got a big-endian one")
+    header: dict[str, Any] = {"__metadata__": {str(k): str(v) for k, v in metadata.items()}} if metadata else {}
+    position = 0
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.dtype not in _CODES:
+            got = f"{tensor.layout} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"checkpoint.save: tensors[{name!r}] must be a dense tensor of a real dtype, got {got}")
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(struct.pack("<Q", len(text)) + text)
+    for tensor in tensors.values():
+        yield _bytes_of(tensor)
+
+
+def read_tensors(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU.
+
+    Args:
+        path: of the file. Nothing in it is executed; a header that does not fit the file is an error.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.write_tensors(f"{folder}/t.safetensors", {"x": torch.ones(1, dtype=torch.bfloat16)})
+        ...     checkpoint.read_tensors(f"{folder}/t.safetensors")["x"].dtype
+        torch.bfloat16
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
+        if length > min(_MAX_HEADER, size - 8):
+            raise CheckpointError(f"checkpoint: {path}: is no safetensors file")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            entries = sorted((*map(int, e["data_offsets"]), n, e["dtype"], e["shape"]) for n, e in header.items())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"checkpoint: {path}: has a damaged header ({error})") from None
+        found: dict[str, Tensor] = {}
+        position = 0
+        for begin, end, name, code, shape in entries:
+            dtype = _DTYPES.get(code)
+            if dtype is None:
+                raise CheckpointError(f"checkpoint: {path}: {name!r} has the dtype {code}, which is not known")
+            nbytes = math.prod(shape) * dtype.itemsize
+            if begin != position or end - begin != nbytes or end > size - 8 - length:
+                raise CheckpointError(f"checkpoint: {path}: the place of {name!r} does not fit the file")
+            tensor = torch.empty(shape, dtype=dtype)
+            if nbytes:
+                view = tensor.reshape(-1).view(torch.uint8).numpy().data
+                while len(view):
+                    got = file.readinto(view)
+                    if not got:
+                        raise CheckpointError(f"checkpoint: {path}: ends inside {name!r}")
+                    view = view[got:]
+            found[name] = tensor
+            position = end
+    return {name: found[name] for name in header}
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+def save(
+    directory: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int | None = None
+) -> Path:
+    """Writes a checkpoint: all of it, or nothing.
+
+    Args:
+        directory: its final place, e.g. `run/checkpoints/checkpoint-00001200`; the folder above it must exist.
+        tensors: by name; dense, any device.
+        meta: what JSON can hold.
+        keep: how many checkpoints of the folder stay, this one included; others are removed once this one is on the
+            disk. None: all.
+
+    Returns:
+        The directory.
+
+    Raises:
+        CheckpointError: no space, no permission, no folder. What was there before is untouched.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = checkpoint.save(f"{folder}/checkpoint-00000005", {"w": torch.ones(2)}, {"step": 5})
+        ...     checkpoint.load(path)
+        ({'w': tensor([1., 1.])}, {'step': 5})
+    """
+    directory = Path(directory)
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"checkpoint.save: keep must be an int of at least 1 or None, got {keep!r}")
+    try:
+        described = json.dumps(dict(meta), indent=1, allow_nan=True).encode()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"checkpoint.save: meta must be what JSON can hold, got {error}") from None
+    temporary = directory.with_name(f".tmp-{directory.name}-{os.getpid()}")
+    aside = directory.with_name(f".old-{directory.name}")
+    try:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir()
+        files = {}
+        for name, parts in ((TENSORS, _tensor_parts(tensors, None)), (META, iter([memoryview(described)]))):
+            count, digest = _write_new(temporary / name, parts)
+            files[name] = {"bytes": count, "sha256": digest}
+        manifest = json.dumps({"format": FORMAT, "files": files}, indent=1).encode()
+        _write_new(temporary / MANIFEST, iter([memoryview(manifest)]))
+        _sync_directory(temporary)
+        if directory.exists():
+            # A directory cannot be replaced in one move; `clean` puts the old one back if we end between the two.
+            if aside.exists():
+                shutil.rmtree(aside)
+            os.rename(directory, aside)
+        os.rename(temporary, directory)
+        _sync_directory(directory.parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if aside.exists() and not directory.exists():
+            os.rename(aside, directory)
+        raise CheckpointError(_why_not(directory, tensors, error)) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+    if keep is not None:
+        prune(directory.parent, keep)
+    return directory
+
+
+def _why_not(directory: Path, tensors: Mapping[str, Tensor], error: OSError) -> str:
+    needed = sum(t.numel() * t.element_size() for t in tensors.values())
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        try:
+            free = f", {shutil.disk_usage(directory.parent).free / 1e6:,.1f} MB free"
+        except OSError:
+            free = ""
+        reason = f"no space for it ({os.strerror(error.errno)}; {needed / 1e6:,.1f} MB needed{free})"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        reason = f"the folder {directory.parent} cannot be written to ({os.strerror(error.errno)})"
+    elif error.errno in (errno.ENOENT, errno.ENOTDIR):
+        reason = f"the folder {directory.parent} is not there"
+    else:
+        reason = str(error)
+    return f"checkpoint: {directory}: could not be saved: {reason}. Earlier checkpoints are untouched."
+
+
+def verify(directory: str | Path) -> None:
+    """Reads a checkpoint through and compares it with its manifest.
+
+    Raises:
+        CheckpointError: with the reason, where something is missing, truncated or altered.
+
+    Example:
+        >>> import tempfile, torch, pathlib
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = checkpoint.save(f"{folder}/checkpoint-00000005", {"w": torch.ones(2)}, {"step": 5})
+        ...     checkpoint.verify(path)
+        ...     _ = (path / "meta.json").write_text("{}")
+        ...     try:
+        ...         checkpoint.verify(path)
+        ...     except checkpoint.CheckpointError as error:
+        ...         print(str(error).split(": ")[-1])
+        meta.json is truncated or altered, 2 bytes where 14 were written
+    """
+    directory = Path(directory)
+    where = f"checkpoint: {directory}"
+    if not directory.is_dir():
+        raise CheckpointError(f"{where}: is not there")
+    try:
+        manifest = json.loads((directory / MANIFEST).read_bytes())
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{where}: format must be {FORMAT}, got {manifest['format']!r}")
+        files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+    except OSError as error:
+        raise CheckpointError(f"{where}: {MANIFEST} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{where}: {MANIFEST} is damaged") from None
+    for name in (TENSORS, META):
+        if name not in files:
+            raise CheckpointError(f"{where}: {MANIFEST} does not name {name}")
+        wanted, digest = files[name]
+        try:
+            size = (directory / name).stat().st_size
+            if size != wanted:
+                raise CheckpointError(
+                    f"{where}: {name} is truncated or altered, {size:,} bytes where {wanted:,} were written"
+                )
+            found = hashlib.sha256()
+            with (directory / name).open("rb") as file:
+                while part := file.read(_CHUNK):
+                    found.update(part)
+        except OSError as error:
+            raise CheckpointError(f"{where}: {name} cannot be read ({error.strerror})") from None
+        if found.hexdigest() != digest:
+            raise CheckpointError(f"{where}: {name} is altered: its sha256 is not the one that was written")
+
+
+def load(directory: str | Path, *, check: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors (on the CPU) and meta of a checkpoint.
+
+    Args:
+        directory: of the checkpoint.
+        check: compare with the checksums first; False where `latest` has just done so.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = checkpoint.save(f"{folder}/checkpoint-00000001", {"w": torch.ones(2)}, {"step": 1})
+        ...     tensors, meta = checkpoint.load(path)
+        >>> meta["step"]
+        1
+    """
+    directory = Path(directory)
+    if check:
+        verify(directory)
+    try:
+        return read_tensors(directory / TENSORS), json.loads((directory / META).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"checkpoint: {directory}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint: {directory}: {META} is damaged ({error})") from None
+
+
+def _folder(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" if (run_dir / "checkpoints").is_dir() else run_dir
+
+
+def list_checkpoints(run_dir: str | Path) -> list[Path]:
+    """The checkpoints of a run folder (or of its `checkpoints` folder), oldest first, unchecked.
+
+    Example:
+        >>> from samplex_cuda.training import checkpoint
+        >>> checkpoint.list_checkpoints("no/such/run")
+        []
+    """
+    folder = _folder(Path(run_dir))
+    if not folder.is_dir():
+        return []
+    found = [(int(m.group(1)), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def latest(run_dir: str | Path, on_refused: Callable[[Path, str], None] | None = None) -> Path | None:
+    """The newest checkpoint of a run that is whole; None where there is none.
+
+    Args:
+        run_dir: a run folder, or a folder of checkpoints.
+        on_refused: called with each newer checkpoint that was passed over, and the reason; by default a warning.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for step in (5, 10):
+        ...         path = checkpoint.save(f"{folder}/{checkpoint.directory_name(step)}", {}, {"step": step})
+        ...     (path / "tensors.safetensors").unlink()
+        ...     found = checkpoint.latest(folder, on_refused=lambda path, reason: print(path.name, "refused"))
+        ...     found.name
+        checkpoint-00000010 refused
+        'checkpoint-00000005'
+    """
+    for path in reversed(list_checkpoints(run_dir)):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            if on_refused is not None:
+                on_refused(path, str(error))
+            else:
+                import warnings
+
+                warnings.warn(f"{error}; using the one before", stacklevel=2)
+            continue
+        return path
+    return None
+
+
+def prune(folder: str | Path, keep: int) -> list[Path]:
+    """Removes all but the `keep` newest checkpoints of a folder; returns what was removed.
+
+    Example:
+        >>> import tempfile
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for step in (1, 2, 3):
+        ...         _ = checkpoint.save(f"{folder}/{checkpoint.directory_name(step)}", {}, {}, keep=2)
+        ...     [path.name for path in checkpoint.list_checkpoints(folder)]
+        ['checkpoint-00000002', 'checkpoint-00000003']
+    """
+    old = list_checkpoints(folder)[:-keep]
+    for path in old:
+        # Out of sight first: a half-removed checkpoint would be refused with a warning.
+        hidden = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+        try:
+            os.rename(path, hidden)
+        except OSError:
+            continue
+        shutil.rmtree(hidden, ignore_errors=True)
+    return old
+
+
+def clean(folder: str | Path) -> list[Path]:
+    """Removes what a killed process left half-written; returns what was removed. Call it before writing, not while.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pathlib.Path(folder, ".tmp-checkpoint-00000005-77").mkdir()
+        ...     [path.name for path in checkpoint.clean(folder)]
+        ['.tmp-checkpoint-00000005-77']
+    """
+    folder = Path(folder)
+    removed = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.startswith(".old-"):
+            place = path.with_name(path.name.removeprefix(".old-"))
+            if not place.exists():
+                os.rename(path, place)
+                continue
+        elif not path.name.startswith(".tmp-"):
+            continue
+        removed.append(path)
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    return removed

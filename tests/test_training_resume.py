@@ -1,0 +1,282 @@
+"""A run that was stopped and resumed ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+
+import pytest
+import torch
+from training_cases import case
+
+from samplex_cuda.training import RunError, Trainer, checkpoint, read_metrics
+
+
+class StopError(Exception):
+    """What a test throws out of a run, as a crash would."""
+
+
+def crash_at(step):
+    def on_event(event):
+        if event["event"] == "progress" and event["step"] == step:
+            raise StopError
+
+    return on_event
+
+
+def signal_at(step, number=signal.SIGTERM):
+    def on_event(event):
+        if event["event"] == "progress" and event["step"] == step:
+            os.kill(os.getpid(), number)
+
+    return on_event
+
+
+def final(run_dir):
+    return checkpoint.load(checkpoint.latest(run_dir))
+
+
+def differing(a, b):
+    """Names of tensors that are not the same, bit by bit."""
+    assert a.keys() == b.keys()
+    return [name for name in a if not torch.equal(a[name], b[name]) or a[name].dtype != b[name].dtype]
+
+
+def records(run_dir):
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in read_metrics(run_dir)]
+
+
+def check(tmp_path, run, train, valid, stops, minimum_steps=8):
+    """Train once through, and once with the given stops; compare everything."""
+    whole = Trainer(run, train, valid, tmp_path / "whole")
+    result = whole.fit()
+    assert result.status == "finished"
+    assert result.step >= minimum_steps
+    trainer = Trainer(run, train, valid, tmp_path / "parts", on_event=None)
+    for stop in stops:
+        trainer.on_event = stop
+        with contextlib.suppress(StopError):
+            assert trainer.fit().status == "interrupted"
+        torch.manual_seed(12345)  # what else a process does with torch's generator must not matter
+        trainer = Trainer.resume(tmp_path / "parts", train, valid)
+    trainer.on_event = None
+    other = trainer.fit()
+    assert other.status == "finished"
+    (a, meta_a), (b, meta_b) = final(tmp_path / "whole"), final(tmp_path / "parts")
+    assert differing(a, b) == []
+    for meta in (meta_a, meta_b):
+        meta["progress"].pop("seconds")
+    assert meta_a == meta_b
+    assert records(tmp_path / "whole") == records(tmp_path / "parts")
+    assert other.metrics == result.metrics
+    # The model did train.
+    start = Trainer(run, train, valid, tmp_path / "start")
+    assert not torch.equal(start.head.weight, whole.head.weight)
+    return whole
+
+
+CASES = [
+    ("linear", "uniform"),
+    ("linear", "unigram"),
+    ("linear", "tree"),
+    ("linear", "quadratic"),
+    ("linear", "rff"),
+    ("linear", "softmax"),
+    ("linear", "mixture"),
+    ("mlp", "tree"),
+    ("mlp", "quadratic"),
+    ("embedding_bag", "uniform"),
+    ("embedding_bag", "tree"),
+    ("embedding_bag", "rff"),
+    ("lstm", "unigram"),
+    ("lstm", "quadratic"),
+    ("lstm", "bigram"),
+    ("lstm", "tree"),
+    ("gru", "uniform"),
+    ("two_tower", "tree"),
+]
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize(("model", "sampler"), CASES)
+def test_resumed_bits(tmp_path, model, sampler, fused):
+    run, train, valid = case(model, sampler, f"optimizer.fused={str(fused).lower()}")
+    # A crash loses the steps since step 4; a signal saves step 7, between two checkpoints.
+    check(tmp_path, run, train, valid, [crash_at(6), signal_at(7)])
+
+
+SPECIAL = {
+    "update_every_3": ("linear", "quadratic", ["sampler.update=3"]),
+    "update_epoch": ("linear", "rff", ["sampler.update=epoch", "training.eval_every=3"]),
+    "accumulate": ("lstm", "quadratic", ["training.accumulate=3", "training.epochs=4"]),
+    "accumulate_unfused": ("linear", "rff", ["training.accumulate=3", "training.epochs=4", "optimizer.fused=false"]),
+    "tied": ("lstm_tied", "quadratic", []),
+    "attention": ("sequence_attention", "unigram", []),
+    "sequence_gru": ("sequence_gru", "bigram", ["optimizer.name=adam", "optimizer.lr=0.01"]),
+    "pca": ("linear_pca", "tree", ["model.whiten=true"]),
+    "ema": ("mlp", "uniform", ["training.average=ema", "training.average_decay=0.9", "training.average_head=true"]),
+    "swa": ("embedding_bag", "uniform", ["training.average=swa", "training.average_start=3",
+                                         "training.average_every=2"]),
+    "schedule": ("mlp", "unigram", ["schedule.name=cosine", "schedule.warmup=3", "optimizer.encoder=adamw"]),
+    "lr_ends_at_0": ("linear", "unigram", ["schedule.name=linear", "optimizer.name=adam"]),
+    "sgd": ("mlp", "uniform", ["optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.encoder=sgd",
+                               "optimizer.encoder_momentum=0.9", "optimizer.weight_decay=0.01"]),
+    "clip": ("lstm", "uniform", ["training.clip_norm=0.1", "training.clip_head=true"]),
+    "bf16": ("mlp", "uniform", ["training.precision=bfloat16", "head.dtype=bfloat16",
+                                "optimizer.stochastic_rounding=true", "optimizer.encoder=adagrad"]),
+    "augment_reduce": ("lstm", "unigram", ["head.loss=augment_reduce", "optimizer.lr=0.01"]),
+    "negative_sampling": ("mlp", "tree", ["head.loss=negative_sampling", "head.reg=0.001"]),
+    "nce": ("embedding_bag", "unigram", ["head.loss=nce", "head.shared=true"]),
+    "one_vs_each": ("linear", "mixture", ["head.loss=one_vs_each", "optimizer.lr=0.01"]),
+    "full_softmax": ("lstm_tied", "uniform", ["head.loss=full_softmax"]),
+    "refit": ("mlp", "tree", ["sampler.features=hidden", "sampler.refit_every=1"]),
+    "dense_embedding": ("embedding_bag", "uniform", ["model.sparse=false"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_resumed_bits_of_everything_else(tmp_path, name):
+    model, sampler, settings = SPECIAL[name]
+    run, train, valid = case(model, sampler, *settings)
+    check(tmp_path, run, train, valid, [signal_at(3), crash_at(7)])
+
+
+def test_checkpoints_do_not_change_the_run(tmp_path):
+    # The kernel tree is flushed by state_dict(); a checkpoint must not do that, or every=1 would train otherwise.
+    outcome = []
+    for every in (1, 100):
+        run, train, valid = case("linear", "quadratic", "sampler.update=3", f"training.checkpoint_every={every}")
+        trainer = Trainer(run, train, valid, tmp_path / str(every))
+        trainer.fit()
+        outcome.append(trainer.head.state_dict())
+    assert differing(*outcome) == []
+
+
+def test_evaluation_does_not_change_the_run(tmp_path):
+    outcome = []
+    for every in (2, 100):
+        run, train, valid = case("lstm", "quadratic", f"training.eval_every={every}", "sampler.update=epoch")
+        trainer = Trainer(run, train, valid, tmp_path / str(every))
+        trainer.fit()
+        outcome.append({**trainer.head.state_dict(), **trainer.encoder.state_dict()})
+    assert differing(*outcome) == []
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    run, train, valid = case()
+    trainer = Trainer(run, train, valid, tmp_path / "run", on_event=signal_at(2, signal.SIGINT))
+    before = signal.getsignal(signal.SIGINT)
+    result = trainer.fit()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (result.status, result.step, result.signal) == ("interrupted", 2, signal.SIGINT)
+    assert f"Trainer.resume({str(tmp_path / 'run')!r})" in result.message
+    assert checkpoint.latest(tmp_path / "run").name == "checkpoint-00000002"
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    run, train, valid = case()
+
+    def on_event(event):
+        if event["event"] == "progress" and event["step"] == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(run, train, valid, tmp_path / "run", on_event=on_event).fit()
+    assert checkpoint.latest(tmp_path / "run").name == "checkpoint-00000004"
+
+
+def test_a_signal_during_evaluation_does_it_again_later(tmp_path):
+    run, train, valid = case("lstm", "unigram", "training.eval_every=5")
+
+    def on_event(event):
+        if event["event"] == "eval_progress" and event["done"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = Trainer(run, train, valid, tmp_path / "parts", on_event=on_event)
+    result = trainer.fit()
+    assert (result.status, result.step) == ("interrupted", 5)
+    assert [r for r in records(tmp_path / "parts") if r["kind"] == "eval"] == []
+    Trainer.resume(tmp_path / "parts", train, valid).fit()
+    Trainer(run, train, valid, tmp_path / "whole").fit()
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    assert differing(final(tmp_path / "parts")[0], final(tmp_path / "whole")[0]) == []
+
+
+def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path):
+    run, train, valid = case("linear", "rff")
+    Trainer(run, train, valid, tmp_path / "whole").fit()
+    trainer = Trainer(run, train, valid, tmp_path / "parts", on_event=crash_at(10))
+    with pytest.raises(StopError):
+        trainer.fit()
+    path = tmp_path / "parts" / "checkpoints" / "checkpoint-00000008" / "tensors.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    (tmp_path / "parts" / "checkpoints" / ".tmp-checkpoint-00000012-1").mkdir()
+    with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 12, "lo')
+    events = []
+    trainer = Trainer.resume(tmp_path / "parts", train, valid, on_event=events.append)
+    assert trainer.progress.step == 4
+    [refused] = [e for e in events if e["event"] == "refused"]
+    assert "tensors.safetensors is truncated" in refused["reason"]
+    assert [e["path"].rsplit("/", 1)[1] for e in events if e["event"] == "cleaned"] == [".tmp-checkpoint-00000012-1"]
+    trainer.fit()
+    assert differing(final(tmp_path / "whole")[0], final(tmp_path / "parts")[0]) == []
+    assert records(tmp_path / "whole") == records(tmp_path / "parts")
+
+
+def test_without_a_checkpoint_it_begins_anew(tmp_path):
+    run, train, valid = case("mlp", "tree")
+    Trainer(run, train, valid, tmp_path / "whole").fit()
+    with pytest.raises(StopError):
+        Trainer(run, train, valid, tmp_path / "parts", on_event=crash_at(3)).fit()
+    assert checkpoint.list_checkpoints(tmp_path / "parts") == []
+    Trainer.resume(tmp_path / "parts", train, valid).fit()
+    assert differing(final(tmp_path / "whole")[0], final(tmp_path / "parts")[0]) == []
+
+
+def test_a_finished_run_is_left_alone_and_can_be_made_longer(tmp_path):
+    run, train, valid = case()
+    Trainer(run, train, valid, tmp_path / "run").fit()
+    before = final(tmp_path / "run")[0]
+    again = Trainer.resume(tmp_path / "run", train, valid).fit()
+    assert again.status == "finished"
+    assert differing(before, final(tmp_path / "run")[0]) == []
+    longer = Trainer.resume(tmp_path / "run", train, valid, settings=["training.epochs=3"]).fit()
+    assert longer.step == 24
+    assert (tmp_path / "run" / "config.before-00000016.toml").exists()
+    run.training.epochs = 3
+    Trainer(run, train, valid, tmp_path / "whole").fit()
+    assert differing(final(tmp_path / "whole")[0], final(tmp_path / "run")[0]) == []
+
+
+def test_other_data_are_refused(tmp_path):
+    run, train, valid = case()
+    Trainer(run, train, valid, tmp_path / "run").fit()
+    with pytest.raises(RunError, match="training data must be those of the run"):
+        Trainer.resume(tmp_path / "run", valid, train)
+
+
+def test_another_machine_is_warned_of(tmp_path):
+    run, train, valid = case()
+    Trainer(run, train, valid, tmp_path / "run").fit()
+    tensors, meta = final(tmp_path / "run")
+    meta["environment"]["torch"] = "0.1"
+    checkpoint.save(checkpoint.latest(tmp_path / "run"), tensors, meta)
+    events = []
+    Trainer.resume(tmp_path / "run", train, valid, on_event=events.append)
+    [warning] = [e["message"] for e in events if e["event"] == "warning"]
+    assert "may differ in the last bits: torch 0.1 is" in warning
+
+
+def test_metrics_are_json_lines_with_each_step_once(tmp_path):
+    run, train, valid = case("linear", "quadratic")
+    check(tmp_path, run, train, valid, [crash_at(11)])
+    lines = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
+    keys = [(line["kind"], line["step"]) for line in lines]
+    assert len(set(keys)) == len(keys)
+    assert [step for kind, step in keys if kind == "train"] == [3, 6, 9, 12, 15, 16]
+    assert [step for kind, step in keys if kind == "eval"] == [8, 16]
+    assert {"loss", "lr", "seconds", "stale_steps"} <= lines[0].keys()
