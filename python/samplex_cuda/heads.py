@@ -322,9 +322,10 @@ class SampledClassifier(nn.Module):
             if self.loss == "full_softmax":
                 loss = self._full_loss(rows, target, reduction)
             else:
-                # A fused optimizer works inside eager autograd: a compiled caller leaves its graph here.
-                eager = self._fusion is not None and torch.compiler.is_compiling()
-                run = _eager_loss if eager else type(self)._sampled_loss
+                run: Any = type(self)._sampled_loss
+                if self._fusion is not None and torch.compiler.is_compiling():
+                    # A fused optimizer works inside eager autograd: a compiled caller leaves its graph here.
+                    from samplex_cuda._eager import eager_loss as run
                 loss = run(self, rows, target, features, index, context, positives, key, reduction)
             if sample_weight is None:
                 return loss.reshape(lead) if reduction == "none" else loss
@@ -873,11 +874,6 @@ class SampledClassifier(nn.Module):
         if self.class_weight is not None:
             parts.append("class_weight=True")
         return ", ".join(parts)
-
-
-@torch.compiler.disable
-def _eager_loss(head: SampledClassifier, *args: Any) -> Tensor:
-    return head._sampled_loss(*args)
 
 
 def _flush_sampler(head: SampledClassifier, prefix: str, keep_vars: bool) -> None:
