@@ -1,0 +1,276 @@
+"""`samplex evaluate` and `samplex predict`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from samplex_cuda.cli.common import OK, Output, UserError, beside, checked, read_config
+from samplex_cuda.cli.inputs import Inputs, _pyarrow, open_inputs, open_labelled
+from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.prediction import exact_lse
+from samplex_cuda.training import evaluate as measure
+from samplex_cuda.training import load_model, open_data
+
+__all__ = ["FORMATS", "evaluate", "predict", "top"]
+
+FORMATS = (".jsonl", ".npy", ".npz", ".parquet")
+_ROWS = 1 << 14  # rows that are ranked at a time are at most so many
+
+
+def _load(out: Output, run_dir: Path, which: str, device: str) -> tuple[Any, SampledClassifier, Any, dict[str, Any]]:
+    read_config(run_dir)
+    with out.busy(f"loading {run_dir} ({which})"):
+        return load_model(run_dir, which, device=device)
+
+
+class _Bar:
+    """Progress over batches, on a terminal only."""
+
+    def __init__(self, out: Output, text: str) -> None:
+        self._bar = None
+        if out.live:
+            columns = (TextColumn(text), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=out.console, transient=True)
+            self._task = self._bar.add_task("", total=None)
+
+    def __enter__(self) -> _Bar:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, count: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=count)
+
+
+def evaluate(
+    out: Output,
+    run_dir: Path,
+    *,
+    path: str | None,
+    form: str | None,
+    part: str,
+    metrics: str | None,
+    which: str,
+    rows: int,
+    batch_size: int | None,
+    exclude_history: bool | None,
+    device: str,
+) -> tuple[dict[str, Any], int]:
+    """Exact metrics of a trained model; returns the JSON object and the exit code.
+
+    Example:
+        >>> from samplex_cuda.cli.predict import evaluate
+        >>> evaluate(out, Path("runs/mine"), path=None, form=None, part="valid", metrics="nll,recall@20",
+        ...          which="best", rows=0, batch_size=None, exclude_history=None, device="cpu")  # doctest: +SKIP
+    """
+    with checked():
+        encoder, head, config, meta = _load(out, run_dir, which, device)
+        with out.busy("reading the data"):
+            dataset = open_labelled(config, meta, path, form, part)
+        for note in dataset.notes:
+            out.warn(note)
+    names = [n for n in re.split(r"[,\s]+", metrics) if n] if metrics else config.training.metrics
+    propensities = None
+    if any(name.startswith("psp") for name in names):
+        from samplex_cuda.metrics import propensities as of_counts
+
+        train, _ = open_data(config)
+        propensities = of_counts(train.class_counts(), len(train))
+    exclude = config.training.exclude_history if exclude_history is None else exclude_history
+    with _Bar(out, "evaluating") as bar:
+        found = measure(
+            encoder,
+            head,
+            dataset,
+            batch_size=batch_size or config.training.eval_batch_size or config.training.batch_size,
+            metrics=names,
+            rows=rows,
+            exclude_history=exclude and dataset.kind == "interactions",
+            propensities=propensities,
+            on_batch=bar,
+        )
+    about = path or f"{part} part of {config.data.path}"
+    step = meta["progress"]["step"]
+    title = f"{run_dir} at step {step:,} on {about} ({min(len(dataset), rows or len(dataset)):,} examples)"
+    out.say(title)
+    out.table([(name, f"{value:.6g}") for name, value in found.items()])
+    payload = {"run_dir": str(run_dir), "step": step, "which": which, "data": about, "examples": len(dataset)}
+    return {**payload, "metrics": found}, OK
+
+
+@torch.no_grad()
+def top(
+    head: SampledClassifier, h: Tensor, features: Tensor | None, k: int, known: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k most probable classes of each row and their probabilities under the softmax over all classes.
+
+    Args:
+        head: the classifier.
+        h: [B, d].
+        features: [B, f] or None.
+        k: how many.
+        known: CSR (offsets int64 [B + 1], ids) of classes that are no answers.
+
+    Returns:
+        (ids int64 [B, k], probabilities float32 [B, k]); -1 and 0 where fewer classes are left.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> from samplex_cuda.cli.predict import top
+        >>> head = sx.SampledClassifier(4, 5, sx.samplers.Uniform(5), num_samples=2)
+        >>> ids, probabilities = top(head, torch.randn(3, 4), None, 5)
+        >>> torch.allclose(probabilities.sum(1), torch.ones(3))
+        True
+    """
+    h = h.to(head.weight.dtype)
+    lse = exact_lse(
+        h, head.weight, head.bias, scale=head.scale, absolute=head.absolute, prior=head._prior(h, features)
+    ).unsqueeze(1)
+    if known is None:
+        logits, ids = head.topk(h, k, features=features)
+    else:
+        from samplex_cuda.metrics import _topk_without
+
+        ids = _topk_without(head, h, features, k, *known)
+        logits, again = head.topk(h, k, features=features, candidates=ids)
+        ids = again
+    probabilities = (logits.to(lse.dtype) - lse).exp().float()
+    return ids.cpu(), torch.where(ids < 0, 0.0, probabilities).cpu()
+
+
+def _answers(
+    encoder: Any, head: SampledClassifier, inputs: Inputs, k: int, size: int, exclude: bool, bar: _Bar
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(row numbers, ids, probabilities) of each batch."""
+    done = 0
+    for rows, batch in inputs.batches(size):
+        encoder.carry({})
+        h, features = encoder.encode({name: t.to(head.weight.device) for name, t in batch.items()})
+        if "tokens" in batch:  # what follows the last word
+            h, features = h[:, -1], None if features is None else features[:, -1]
+        known = None
+        if exclude and inputs.known is not None and inputs.users is not None:
+            ends, items = inputs.known
+            users = inputs.users[rows.numpy()]
+            parts = [np.unique(items[ends[user] : ends[user + 1]]) for user in users]
+            offsets = torch.tensor([0, *np.cumsum([len(part) for part in parts])])
+            known = (offsets, torch.from_numpy(np.concatenate(parts).astype(np.int64)))
+        ids, probabilities = top(head, h, features, k, known)
+        yield rows.numpy(), ids.numpy(), probabilities.numpy()
+        done += len(rows)
+        bar(done, inputs.count)
+
+
+def _in_order(
+    answers: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]], count: int, k: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Answers of a text come by length of the line: here they are put back in the order of the file."""
+    ids, probabilities = np.zeros((count, k), np.int64), np.zeros((count, k), np.float32)
+    for rows, some, p in answers:
+        ids[rows], probabilities[rows] = some, p
+    for begin in range(0, count, _ROWS):
+        end = min(begin + _ROWS, count)
+        yield np.arange(begin, end), ids[begin:end], probabilities[begin:end]
+
+
+def _write(path: Path, inputs: Inputs, answers: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]], k: int) -> None:
+    suffix = path.name[path.name.rindex(".") :]
+    if suffix == ".jsonl":
+        with path.open("w", encoding="utf-8") as file:
+            for rows, ids, probabilities in answers:
+                for row, some, p in zip(rows.tolist(), ids.tolist(), probabilities.tolist(), strict=True):
+                    record: dict[str, Any] = {"row": row}
+                    if inputs.users is not None:
+                        record["user"] = int(inputs.users[row])
+                    record |= {"ids": some, "probabilities": [round(v, 7) for v in p]}
+                    if inputs.words is not None:
+                        record["words"] = [inputs.words[i] for i in some]
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    elif suffix == ".npy":
+        kind = np.dtype([("ids", np.int64, (k,)), ("probabilities", np.float32, (k,))])
+        table = np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=(inputs.count,))
+        for rows, ids, probabilities in answers:
+            table["ids"][rows], table["probabilities"][rows] = ids, probabilities
+        table.flush()
+    elif suffix == ".npz":
+        parts = list(answers)
+        arrays = {
+            "ids": np.concatenate([ids for _, ids, _ in parts]) if parts else np.zeros((0, k), np.int64),
+            "probabilities": np.concatenate([p for *_, p in parts]) if parts else np.zeros((0, k), np.float32),
+        }
+        if inputs.users is not None:
+            arrays["users"] = np.asarray(inputs.users)
+        np.savez(path, **arrays)  # type: ignore[arg-type]
+    else:
+        parquet = _pyarrow()
+        import pyarrow as pa
+
+        fields = [("row", pa.int64()), ("ids", pa.list_(pa.int64())), ("probabilities", pa.list_(pa.float32()))]
+        if inputs.users is not None:
+            fields.insert(1, ("user", pa.int64()))
+        schema = pa.schema(fields)
+        with parquet.ParquetWriter(path, schema) as writer:
+            for rows, ids, probabilities in answers:
+                columns: dict[str, Any] = {"row": rows, "ids": list(ids), "probabilities": list(probabilities)}
+                if inputs.users is not None:
+                    columns["user"] = inputs.users[rows]
+                writer.write_table(pa.table(columns, schema=schema))
+
+
+def predict(
+    out: Output,
+    run_dir: Path,
+    path: str,
+    *,
+    form: str | None,
+    target: Path,
+    k: int,
+    which: str,
+    batch_size: int,
+    exclude_history: bool,
+    device: str,
+) -> tuple[dict[str, Any], int]:
+    """The k most probable classes of each row of a file; returns the JSON object and the exit code.
+
+    Example:
+        >>> from samplex_cuda.cli.predict import predict
+        >>> predict(out, Path("runs/mine"), "rows.npy", form=None, target=Path("top.jsonl"), k=5, which="best",
+        ...         batch_size=256, exclude_history=False, device="cpu")  # doctest: +SKIP
+    """
+    if target.suffix not in FORMATS:
+        raise UserError(f"{target}: --out must end with {', '.join(FORMATS)}, got {target.suffix or 'nothing'}")
+    if not target.parent.is_dir():
+        raise UserError(f"{target}: there is no folder {target.parent}")
+    if target.suffix == ".parquet":
+        _pyarrow()
+    with checked():
+        encoder, head, config, meta = _load(out, run_dir, which, device)
+        if k > head.num_classes:
+            raise UserError(f"-k must be at most the {head.num_classes} classes of the model, got {k}")
+        with out.busy(f"reading {path}"):
+            inputs = open_inputs(config, meta, path, form)
+        for note in inputs.notes:
+            out.warn(note)
+        if exclude_history and inputs.known is None:
+            raise UserError("--exclude-history needs a model of interactions")
+    with _Bar(out, "predicting") as bar, torch.no_grad():
+        answers = _answers(encoder, head, inputs, k, batch_size, exclude_history, bar)
+        if inputs.words is not None:
+            answers = _in_order(answers, inputs.count, k)
+        beside(target, lambda new: _write(new, inputs, answers, k))
+    out.say(f"{inputs.count:,} rows, {k} classes each: {target}")
+    return {"run_dir": str(run_dir), "input": path, "out": str(target), "rows": inputs.count, "k": k}, OK
