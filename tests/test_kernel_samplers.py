@@ -274,12 +274,11 @@ def test_casting_a_model_does_not_change_the_law():
 # ------------------------------------------------------------------------------------------------ warning
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_warns_about_negative_estimates_of_an_earlier_call_on_cuda():
-    weight = torch.nn.functional.normalize(torch.randn(400, 16), dim=1).cuda()
-    sampler = sx.samplers.RandomFourier(weight, num_features=16, nu=11.0)
-    sampler.sample(weight[:8], 20)  # sends its share
+    sampler, h = RandomFourier(rows_of(300, 16).cuda(), 16, 8.0, key=sx.Key(0)), rows_of(8, 16, 1).cuda()
+    sampler.sample(h, 20)  # sends its share
     torch.cuda.synchronize()
     with pytest.warns(UserWarning, match="of the estimated kernel mass is negative"):
-        sampler.sample(weight[:8], 20)
+        sampler.sample(h, 20)
 
 
 def test_warns_once_about_negative_estimates():

@@ -313,17 +313,19 @@ class SampledClassifier(nn.Module):
             )
         if self.loss == "augment_reduce" and self.training:
             self._check_index(index, lead)
-        rows = h.reshape(-1, self.in_features)
-        target = y.reshape(rows.shape[0], *y.shape[len(lead) :])
+        # A reshape to the same shape would be a view, and one more node for autograd to visit.
+        rows = h if h.dim() == 2 else h.reshape(-1, self.in_features)
+        target = y if len(lead) == 1 else y.reshape(rows.shape[0], *y.shape[len(lead) :])
         if self.training:
             # The reduction is left to the op unless rows are weighted here.
             reduction = "none" if sample_weight is not None else self.reduction
             if self.loss == "full_softmax":
                 loss = self._full_loss(rows, target, reduction)
             else:
-                # A fused optimizer works inside eager autograd: a compiled caller leaves its graph here.
-                eager = self._fusion is not None and torch.compiler.is_compiling()
-                run = _eager_loss if eager else type(self)._sampled_loss
+                run: Any = type(self)._sampled_loss
+                if self._fusion is not None and torch.compiler.is_compiling():
+                    # A fused optimizer works inside eager autograd: a compiled caller leaves its graph here.
+                    from samplex_cuda._eager import eager_loss as run
                 loss = run(self, rows, target, features, index, context, positives, key, reduction)
             if sample_weight is None:
                 return loss.reshape(lead) if reduction == "none" else loss
@@ -872,11 +874,6 @@ class SampledClassifier(nn.Module):
         if self.class_weight is not None:
             parts.append("class_weight=True")
         return ", ".join(parts)
-
-
-@torch.compiler.disable
-def _eager_loss(head: SampledClassifier, *args: Any) -> Tensor:
-    return head._sampled_loss(*args)
 
 
 def _flush_sampler(head: SampledClassifier, prefix: str, keep_vars: bool) -> None:
