@@ -1171,7 +1171,7 @@ class Trainer:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ImportError(
-                "trainer: training.tensorboard needs tensorboard: pip install samplex-cuda[cli]"
+                "trainer: training.tensorboard needs tensorboard: pip install samplex-cuda[tensorboard]"
             ) from None
         self._board = SummaryWriter(self.run_dir / "tensorboard", purge_step=self.progress.step + 1)
 
