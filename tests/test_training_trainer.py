@@ -459,7 +459,7 @@ def test_missing_extras_are_named(tmp_path, monkeypatch):
     ]
     run.training.tensorboard = True
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"tensorboard: pip install samplex-cuda\[cli\]"):
+    with pytest.raises(ImportError, match=r"tensorboard: pip install samplex-cuda\[tensorboard\]"):
         Trainer(run, train, valid, tmp_path / "b").fit()
 
 
