@@ -134,7 +134,7 @@ SX_DEVICE inline void update_columns(const OptimParams& p, const RuleNumbers<A>&
                                      int64_t id, int lane, int group) {
   T* const row = static_cast<T*>(p.weight.values) + id * p.dim;
   // Roots and quotients in double are subroutines: unrolled, they spill on sm_90.
-  constexpr int kUnroll = sizeof(A) == 8 ? 1 : 4;
+  [[maybe_unused]] constexpr int kUnroll = sizeof(A) == 8 ? 1 : 4;
 #pragma unroll kUnroll
   for (int64_t c = int64_t(lane) * Width; c < p.dim; c += int64_t(group) * Width) {
     const int64_t at = id * p.dim + c;
