@@ -33,6 +33,7 @@ def test_examples_run(name):
         "samplex_cuda.tree",
         "samplex_cuda.rff",
         "samplex_cuda.data",
+        "samplex_cuda.metrics",
     ],
 )
 def test_public_names_have_examples(name):

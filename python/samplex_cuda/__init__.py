@@ -1,6 +1,6 @@
 """Sampled softmax over huge class sets: samplers, fused losses and heads for PyTorch."""
 
-from samplex_cuda import diagnostics, functional, optim, rff, samplers
+from samplex_cuda import data, diagnostics, functional, metrics, optim, rff, samplers
 from samplex_cuda._library import _native
 from samplex_cuda.draw import Draw
 from samplex_cuda.heads import SampledClassifier
@@ -13,8 +13,10 @@ __all__ = [
     "Key",
     "SampledClassifier",
     "__version__",
+    "data",
     "diagnostics",
     "functional",
+    "metrics",
     "optim",
     "release_memory",
     "rff",

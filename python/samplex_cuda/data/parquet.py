@@ -153,7 +153,8 @@ def _convert_sparse(conversion: Conversion, table: _Table, indices: str, values:
         numbers = np.ones(len(ids), np.float32)
         if values:
             numbers, sizes = columns[1]
-            _fail_at(where, source, first, sizes != lengths, f"{indices!r} and {values!r} must have the same length")
+            differ = np.asarray(sizes) != lengths
+            _fail_at(where, source, first, differ, f"{indices!r} and {values!r} must have the same length")
         ends.append(of_ids.length + np.cumsum(lengths))
         of_ids.append(ids)
         of_values.append(numbers)
@@ -234,7 +235,7 @@ def parquet_file(
         raise FileNotFoundError(f"{where}: {path}: there is no such file, or no .parquet file in the folder")
     table = _Table(where, sources)
     names = table.schema.names
-    keep = {"cache_dir": cache_dir, "verify": verify}
+    keep: dict[str, Any] = {"cache_dir": cache_dir, "verify": verify}
     if x is None and indices is None and user in names and item in names:
         wanted = [user, item, *([time] if time in names else [])]
         for name in wanted[:2]:
