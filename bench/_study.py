@@ -1,8 +1,8 @@
 """What the quality studies share: a training loop with a clock of its own, stored results, a plot.
 
 The clock counts the processor time of the process in training alone: batches, draws, forward, backward, update, and
-before the first step what a sampler needs (a tree is fitted, counts are made). Evaluation is not counted. With one thread
-that is the wall time on a core that nobody else uses, and it does not change where other work shares the machine.
+before the first step what a sampler needs (a tree is fitted, counts are made). Evaluation is not counted. With one
+thread that is the wall time on a core that nobody else uses, and other work on the machine changes little of it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ class Run:
                 group["lr"] = rate
         return float(loss_sum) / max(1, self.done - first)
 
-    def curve(self, steps: Sequence[int], judge: Judge, name: str = "", *, patience: int = 0, by: str = "") -> list[Point]:
+    def curve(
+        self, steps: Sequence[int], judge: Judge, name: str = "", *, patience: int = 0, by: str = ""
+    ) -> list[Point]:
         """Points at the given steps; with `patience` it ends after so many without a better value of `by`."""
         points: list[Point] = []
         for step in steps:

@@ -1,12 +1,12 @@
 """EURLex-4K: how well and how fast a linear classifier learns with the full softmax and with sampled classes.
 
 The rule is that of Bamler & Mandt 2020, appendix A.2: smallest label of each document, C = 3,687, 512 principal
-components, linear model with bias, Adagrad; a tenth of the training file is held out. Rate, batch size, draws, decay (or
-lambda of Eq. 6) and the number of steps of each method are chosen by accuracy on that tenth, one after the other, from a
-small grid; then three other seeds are measured on the test file. Class rows start at 0.
+components, linear model with bias, Adagrad; a tenth of the training file is held out. Rate, batch size, draws, decay
+(or lambda of Eq. 6) and the number of steps of each method are chosen by accuracy on that tenth, one after the other,
+from a small grid; then three other seeds are measured on the test file. Class rows start at 0.
 
-  python bench/study_eurlex.py [--data DIR]      some minutes; bench/results/study_eurlex.json, docs/images/study_eurlex.png
-  python bench/study_eurlex.py --quick           fewer settings, steps and seeds, nothing stored
+  python bench/study_eurlex.py [--data DIR]   bench/results/study_eurlex.json, docs/images/study_eurlex.png; minutes
+  python bench/study_eurlex.py --quick        fewer settings, steps and seeds, nothing stored
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ PATIENCE = 4
 
 
 def keys(fixed: list[str], chosen: dict[str, Any]) -> list[str]:
-    return [*fixed, *(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in chosen.items())]
+    return [
+        *fixed,
+        *(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in chosen.items()),
+    ]
 
 
 def steps_of(rows: int, batch: int, epochs: float) -> list[int]:
@@ -110,7 +113,7 @@ class Search:
         self.tried.append({"chosen": chosen, "best": best, "curve": curve, "setup_seconds": setup})
         text = ", ".join(f"{k.split('.')[1]} {v:g}" for k, v in chosen.items())
         print(
-            f"  {self.name}: {text}: {100 * best['accuracy']:.2f} % at step {best['step']:.0f}, {best['seconds']:.1f} s",
+            f"  {self.name}: {text}: {100 * best['accuracy']:.2f} % at {best['step']:.0f}, {best['seconds']:.1f} s",
             flush=True,
         )
         return self.tried[-1]
@@ -153,7 +156,8 @@ def study(name: str, parts: Data, seeds: int, epochs: float, small: bool) -> dic
     last = 0 if name == "full softmax" else int(best["best"]["step"])
     runs = [fit(search, best["chosen"], train, parts.test, seed=1 + seed, last=last) for seed in range(seeds)]
     curves = [
-        {key: mean(run[0][i][key] for run in runs) for key in runs[0][0][0]} for i in range(min(len(r[0]) for r in runs))
+        {key: mean(run[0][i][key] for run in runs) for key in runs[0][0][0]}
+        for i in range(min(len(r[0]) for r in runs))
     ]
     end = next(p for p in curves if p["step"] == best["best"]["step"])
     at_end = [next(p for p in run[0] if p["step"] == end["step"])["accuracy"] for run in runs]
@@ -230,7 +234,9 @@ def plot(methods: dict[str, Any]) -> None:
     axes.set_ylim(bottom=25)
     axes.set_xlabel("seconds of one core, with what the sampler needs before")
     axes.set_ylabel("test accuracy, %")
-    axes.set_title("EURLex-4K, C = 3,687, linear, mean of the seeds (dotted: the paper's full softmax)", loc="left", fontsize=9)
+    axes.set_title(
+        "EURLex-4K, C = 3,687, linear, mean of 3 seeds (dotted: paper's full softmax)", loc="left", fontsize=9
+    )
     axes.legend(frameon=False, fontsize=8)
     save_plot(figure, NAME)
 

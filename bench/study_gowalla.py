@@ -1,9 +1,9 @@
 """Gowalla: recall@20 of sampled softmax with the log-Q correction, without it, and of the full softmax.
 
 The split is LightGCN's; items that a user has in the training file are left out of his ranking. h is the mean of the
-embeddings of (up to 100 of) the user's other items, d = 64, C = 40,981; the head has a bias per item. Every method makes
-the same number of steps of 512 examples with Adagrad; its rate is chosen by recall@20 on a tenth of each user's training
-items. "Without" takes the logits of the drawn items as they are: log q is the same number for all.
+embeddings of (up to 100 of) the user's other items, d = 64, C = 40,981; the head has a bias per item. Every method
+makes the same number of steps of 512 examples with Adagrad; its rate is chosen by recall@20 on a tenth of each user's
+training items. "Without" takes the logits of the drawn items as they are: log q is the same number for all.
 
   python bench/study_gowalla.py [--data DIR]   bench/results/study_gowalla.json, docs/images/study_gowalla.png
   python bench/study_gowalla.py --quick        few steps, nothing stored
@@ -64,7 +64,9 @@ def hold_out(whole: data.Interactions, share: float, seed: int) -> tuple[data.In
     return train, train.with_targets(part(held))
 
 
-def fit(name: str, train: data.Dataset, judged: data.Dataset, rate: float, steps: list[int], rows: int | None) -> list[Point]:
+def fit(
+    name: str, train: data.Dataset, judged: data.Dataset, rate: float, steps: list[int], rows: int | None
+) -> list[Point]:
     def change(encoder: Any, head: Any) -> None:
         if "without" in name:
             head.sampler = Uncorrected(train.class_counts().double())
@@ -145,11 +147,19 @@ def main() -> int:
     for name in options.only or METHODS:
         # The full softmax takes the rates that are tried over a quarter of the steps, the others too.
         short = steps[:1]
-        tried = {rate: fit(name, part, valid, rate, short, few)[-1]["recall@20"] for rate in RATES[: 1 if options.quick else 2]}
+        tried = {
+            rate: fit(name, part, valid, rate, short, few)[-1]["recall@20"]
+            for rate in RATES[: 1 if options.quick else 2]
+        }
         rate = max(tried, key=lambda r: tried[r])
         print(name, {f"{r:g}": round(v, 4) for r, v in tried.items()}, flush=True)
         curve = fit(name, train, test, rate, steps[-1:] if options.quick else steps, few if options.quick else None)
-        found[name] = {"rate": rate, "valid": tried[rate], "tried": {f"{r:g}": v for r, v in tried.items()}, "curve": curve}
+        found[name] = {
+            "rate": rate,
+            "valid": tried[rate],
+            "tried": {f"{r:g}": v for r, v in tried.items()},
+            "curve": curve,
+        }
         print(name, curve[-1], flush=True)
         if not (options.quick or options.no_store):
             store(NAME, {name: found[name]}, steps=steps[-1], num_samples=SAMPLES)

@@ -34,7 +34,6 @@ METHODS: dict[str, list[str]] = {
     "uniform": ["sampler.name=uniform"],
     "frequency": ["sampler.name=unigram", "sampler.smoothing=1"],
     "tree": ["sampler.name=tree", "sampler.dim=16"],
-    "tree, negative sampling": ["sampler.name=tree", "sampler.dim=16", "head.loss=negative_sampling", "head.reg=0.003"],
 }
 COMMON = ["head.num_samples=64", "training.batch_size=256", "optimizer.lr=0.1", "training.epochs=1"]
 
@@ -102,7 +101,9 @@ def report(methods: dict[str, Any]) -> dict[str, bool]:
 def plot(methods: dict[str, Any]) -> None:
     figure, panels = axes_of(2)
     names = list(methods)
-    for axes, key, text in zip(panels, ("cpu_seconds", "accuracy"), ("processor seconds of the epoch", "accuracy, %"), strict=True):
+    for axes, key, text in zip(
+        panels, ("cpu_seconds", "accuracy"), ("processor seconds of the epoch", "accuracy, %"), strict=True
+    ):
         values = [methods[n][key] * (100 if key == "accuracy" else 1) for n in names]
         axes.barh(names, values, color=COLOURS[: len(names)])
         for i, value in enumerate(values):

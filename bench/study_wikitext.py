@@ -2,8 +2,8 @@
 
 One LSTM layer of 200 units, embeddings of 200, untied; C = 33,278; windows of 35 tokens of 20 columns; Adam for the
 LSTM, Adagrad for both tables; `--epochs` passes over the first `--part` of the training tokens. m draws a token
-(per row, m <= 200). The rate of the tables is chosen for each method by a short run. Perplexity is exact, by the chunked
-softmax over all classes, on the whole validation file; the state goes on from window to window.
+(per row, m <= 200). The rate of the tables is chosen for each method by a short run. Perplexity is exact, by the
+chunked softmax over all classes, on the whole validation file; the state goes on from window to window.
 
   python bench/study_wikitext.py [--data DIR]  bench/results/study_wikitext.json, docs/images/study_wikitext.png
   python bench/study_wikitext.py --part 1      a whole epoch: more than half an hour of one core for the full softmax
@@ -70,9 +70,22 @@ def report(methods: dict[str, Any]) -> dict[str, Any]:
         against = ["", ""]
         if full is not None and full["part"] == m["part"]:
             other = full["curve"][-1]
-            against = [f"{100 * (end['perplexity'] / other['perplexity'] - 1):+.1f} %", f"{end['seconds'] / other['seconds']:.3f}"]
+            against = [
+                f"{100 * (end['perplexity'] / other['perplexity'] - 1):+.1f} %",
+                f"{end['seconds'] / other['seconds']:.3f}",
+            ]
         cost = f"{1e3 * (end['seconds'] - m['setup_seconds']) / end['step']:.0f} ms"
-        lines.append([name, f"{m['rate']:g}", f"{end['perplexity']:.1f}", against[0], f"{end['seconds']:.0f} s", against[1], cost])
+        lines.append(
+            [
+                name,
+                f"{m['rate']:g}",
+                f"{end['perplexity']:.1f}",
+                against[0],
+                f"{end['seconds']:.0f} s",
+                against[1],
+                cost,
+            ]
+        )
     head = ["method", "rate", "valid perplexity", "to full softmax", "time", "share of its time", "a step"]
     print_table(head, lines)
     if full is None:
@@ -84,7 +97,9 @@ def report(methods: dict[str, Any]) -> dict[str, Any]:
     ratio = others[best]["curve"][-1]["perplexity"] / full["curve"][-1]["perplexity"]
     share = others[best]["curve"][-1]["seconds"] / full["curve"][-1]["seconds"]
     verdicts = {"best": best, "ratio": ratio, "share_of_time": share, "within 3 %": ratio <= 1.03}
-    print(f"best: {best}: {100 * (ratio - 1):+.1f} % perplexity at {share:.3f} of the time; within 3 %: {ratio <= 1.03}")
+    print(
+        f"best: {best}: {100 * (ratio - 1):+.1f} % perplexity at {share:.3f} of the time; within 3 %: {ratio <= 1.03}"
+    )
     return verdicts
 
 
