@@ -43,7 +43,7 @@ SOFTMAX: dict[str, tuple[Any, ...]] = {
     "training.batch_size": (64, 256),
     "optimizer.weight_decay": (0.0, 1e-4),
 }
-START = {"optimizer.lr": 0.03, "head.num_samples": 32, "training.batch_size": 256, "head.reg": 3e-3}
+START = {"optimizer.lr": 0.01, "head.num_samples": 32, "training.batch_size": 256, "head.reg": 3e-3}
 # What stays, and what is tried for each key in turn, from the values of START or the first.
 METHODS: dict[str, tuple[list[str], dict[str, tuple[Any, ...]]]] = {
     "full softmax": (
@@ -61,9 +61,9 @@ METHODS: dict[str, tuple[list[str], dict[str, tuple[Any, ...]]]] = {
         ["sampler.name=tree", "sampler.dim=16", "head.loss=negative_sampling"],
         {
             "optimizer.lr": RATES,
-            "head.reg": (1e-3, 3e-3, 1e-2),
+            "sampler.reg": (0.1, 1.0, 5.0),
+            "head.reg": (1e-3, 3e-3),
             "head.num_samples": (1, 8, 32),
-            "training.batch_size": (64, 256),
             "sampler.dim": (16, 32),
         },
     ),
@@ -76,7 +76,7 @@ METHODS: dict[str, tuple[list[str], dict[str, tuple[Any, ...]]]] = {
         {"optimizer.lr": (0.03,)},
     ),
 }
-EPOCHS = {"quadratic": 3, "rff": 6}
+EPOCHS = {"quadratic": 3, "rff": 6, "tree, negative sampling": 18}
 MOST_EPOCHS = 12  # of training; early stopping ends most runs before
 PATIENCE = 4
 
