@@ -61,7 +61,7 @@ METHODS: dict[str, tuple[list[str], dict[str, tuple[Any, ...]]]] = {
         ["sampler.name=tree", "sampler.dim=16", "head.loss=negative_sampling"],
         {
             "optimizer.lr": RATES,
-            "sampler.reg": (0.1, 1.0, 5.0),
+            "sampler.reg": (0.1, 1.0, 5.0, 20.0),
             "head.reg": (1e-3, 3e-3),
             "head.num_samples": (1, 8, 32),
             "sampler.dim": (16, 32),
