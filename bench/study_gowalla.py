@@ -35,8 +35,8 @@ COMMON = [
 ]
 METHODS: dict[str, list[str]] = {
     "full softmax": ["head.loss=full_softmax"],
-    "unigram, with log Q": ["sampler.name=unigram"],
-    "unigram, without log Q": ["sampler.name=unigram"],
+    "unigram, with log Q": ["sampler.name=unigram", "sampler.smoothing=1"],
+    "unigram, without log Q": ["sampler.name=unigram", "sampler.smoothing=1"],
     "uniform, with log Q": ["sampler.name=uniform"],
 }
 RATES = (0.1, 0.3)
@@ -69,7 +69,7 @@ def fit(
 ) -> list[Point]:
     def change(encoder: Any, head: Any) -> None:
         if "without" in name:
-            head.sampler = Uncorrected(train.class_counts().double())
+            head.sampler = Uncorrected(train.class_counts().double() + 1)
 
     run = Run(settings(*COMMON, *METHODS[name], f"optimizer.lr={rate:g}"), train, change=change)
 

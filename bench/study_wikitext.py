@@ -25,12 +25,13 @@ from samplex_cuda.training import evaluate
 
 NAME = "study_wikitext"
 COMMON = ["model.name=lstm", "model.dim=200", "optimizer.encoder_lr=0.002", "training.clip_norm=1"]
+# A class that is not among the training tokens must be drawn now and then too, or it keeps its first logits: smoothing.
 METHODS: dict[str, list[str]] = {
     "full softmax": ["head.loss=full_softmax"],
     "uniform, m = 200": ["sampler.name=uniform", "head.num_samples=200"],
     "log-uniform, m = 200": ["sampler.name=log_uniform", "head.num_samples=200"],
-    "unigram, m = 200": ["sampler.name=unigram", "head.num_samples=200"],
-    "bigram, m = 200": ["sampler.name=bigram", "sampler.backoff=0.3", "head.num_samples=200"],
+    "unigram, m = 200": ["sampler.name=unigram", "sampler.smoothing=1", "head.num_samples=200"],
+    "bigram, m = 200": ["sampler.name=bigram", "sampler.smoothing=1", "sampler.backoff=0.3", "head.num_samples=200"],
     "rff + unigram, m = 100": [
         "sampler.name=mixture",
         'sampler.components=["rff", "unigram"]',
@@ -38,7 +39,8 @@ METHODS: dict[str, list[str]] = {
         "sampler.num_features=256",
         "sampler.nu=1",
         "sampler.normalize=true",
-        "sampler.update=10",
+        "sampler.update=20",
+        "sampler.smoothing=1",
         "head.num_samples=100",
     ],
 }
