@@ -147,18 +147,20 @@ inline int64_t rows_of_tile(int64_t d) {
 }
 
 // How class rows are prefetched: how many rows ahead (a multiple of 4, the rows that are scored together), and how much
-// of each. Measured. On Intel whole rows, about 256 cache lines under way, into the L2 cache: it takes 48 misses at a
-// time, the L1 only 16. On AMD every prefetch takes a miss buffer of the L1, so the first half of a row is asked for,
-// and the stream prefetcher, which has buffers of its own, brings the rest: 12 to 17 % faster than whole rows.
+// of each. Measured. On Intel and on AMD since Zen 4 whole rows into the L2 cache, as many lines under way as
+// `prefetch_lines` says: the L1 takes 16 or 24 misses at a time, the L2 twice as many and more (Zen 4: 0.24 ms instead
+// of 0.48 for 16,640 rows of 512 bytes). On older AMD every prefetch takes a miss buffer of the L1, so the first half of
+// a row is asked for, and the stream prefetcher, which has buffers of its own, brings the rest: 12 to 17 % faster than
+// whole rows. A loop that walks `tables` tables at once has that many rows under way for each step.
 struct RowPrefetch {
   int64_t rows, bytes;
   bool into_l1;
 };
 template <typename T>
-inline RowPrefetch row_prefetch(int64_t d) {
-  const int64_t bytes = d * int64_t(sizeof(T));
-  if (prefetch_fills_l1()) return {bytes <= 1024 ? 8 : 16, bytes <= 256 ? bytes : 256, true};
-  const int64_t rows = 256 * 64 / (bytes + 1) + 1;
+inline RowPrefetch row_prefetch(int64_t d, int64_t tables = 1) {
+  const int64_t bytes = d * int64_t(sizeof(T)), lines = prefetch_lines();
+  if (lines == 0) return {bytes <= 1024 ? 8 : 16, bytes <= 256 ? bytes : 256, true};
+  const int64_t rows = lines * 64 / (bytes * tables + 1) + 1;
   return {rows < 4 ? 4 : rows > 32 ? 32 : rows / 4 * 4, bytes, false};
 }
 

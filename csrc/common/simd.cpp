@@ -56,15 +56,16 @@ void set_simd_level(SimdLevel level) {
   current().store(static_cast<int>(level), std::memory_order_relaxed);
 }
 
-bool prefetch_fills_l1() {
+int64_t prefetch_lines() {
 #ifdef SAMPLEX_X86_SIMD
-  static const bool amd = [] {
+  static const int64_t lines = [] {
     __builtin_cpu_init();
-    return bool(__builtin_cpu_is("amd"));
+    if (!__builtin_cpu_is("amd")) return 256;
+    return __builtin_cpu_supports("avx512f") ? 192 : 0;  // Zen 4 is AMD's first with AVX-512
   }();
-  return amd;
+  return lines;
 #else
-  return true;
+  return 0;
 #endif
 }
 

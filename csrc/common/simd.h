@@ -2,6 +2,8 @@
 // time. The state lives in the op library; `_native` asks it through these functions.
 #pragma once
 
+#include <cstdint>
+
 #include "common/export.h"
 
 namespace samplex {
@@ -14,7 +16,8 @@ SX_EXPORT void set_simd_level(SimdLevel level);  // throws if this CPU or build 
 SX_EXPORT const char* simd_level_name(SimdLevel level);
 SX_EXPORT SimdLevel parse_simd_level(const char* name);  // throws, naming the choices
 
-// Whether a prefetch into the L2 cache takes one of the few miss buffers of the L1 all the same, as it does on AMD.
-bool prefetch_fills_l1();
+// How many cache lines to have under way by prefetches into the L2 cache; 0 where such a prefetch takes one of the few
+// miss buffers of the L1 all the same (AMD before Zen 4), and half a row into the L1 is better. Measured.
+int64_t prefetch_lines();
 
 }  // namespace samplex

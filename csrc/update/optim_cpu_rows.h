@@ -119,7 +119,8 @@ template <RowRuleKind Kind, typename T>
 inline void update_given(const OptimParams& p, int64_t begin, int64_t end, acc_t<T>* buffer) {
   using A = acc_t<T>;
   const RuleNumbers<A> r(p.weight.rule);
-  const RowPrefetch how = row_prefetch<T>(p.dim), how_state = row_prefetch<A>(p.dim);
+  constexpr int64_t kTables = 1 + has_state0(Kind) + has_state1(Kind);
+  const RowPrefetch how = row_prefetch<T>(p.dim, kTables), how_state = row_prefetch<A>(p.dim, kTables);
   A* const wide = buffer + p.dim;
   for (int64_t i = begin; i < end; ++i) {
     if (p.row_ids != nullptr && i + how.rows < end) {
@@ -140,7 +141,8 @@ inline void update_range(const OptimParams& p, const cpu::RowReduceRange& range,
   using A = acc_t<T>;
   const RuleNumbers<A> r(p.weight.rule);
   const RowReduceParams& e = p.entries;
-  const RowPrefetch how = row_prefetch<T>(p.dim), how_state = row_prefetch<A>(p.dim);
+  constexpr int64_t kTables = 1 + has_state0(Kind) + has_state1(Kind);
+  const RowPrefetch how = row_prefetch<T>(p.dim, kTables), how_state = row_prefetch<A>(p.dim, kTables);
   const uint64_t entry_mask = (uint64_t(1) << range.entry_bits) - 1;
   const int64_t split = e.source[0].entries;
   const Divider row_of[2] = {Divider(e.source[0].entries_per_row), Divider(e.source[1].entries_per_row)};
