@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import samplex_cuda as sx
+from samplex_cuda.fusion import Fusion
 
 CLASSES, DIM, BATCH, DRAWS = 60, 12, 7, 9
 LOSSES = ["sampled_softmax", "negative_sampling", "nce", "one_vs_each", "augment_reduce"]
@@ -385,3 +386,53 @@ def test_no_gradient_rows_in_memory():
     with Watch():
         head(h, torch.arange(16)).backward()
     assert largest <= 16 * (32 + 41) + 100  # h and its coefficients: what the forward keeps
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_short_way_gives_the_bits_of_the_general_one(backend, bias, reduction, monkeypatch):
+    """`Fusion.plain_loss` leaves out Python, not arithmetic."""
+
+    def steps(short: bool) -> list[torch.Tensor]:
+        taken = []
+        real = Fusion.plain_loss
+
+        def plain_loss(self, *args):
+            found = real(self, *args) if short else None
+            taken.append(found is not None)
+            return found
+
+        torch.manual_seed(3)
+        sampler = sx.samplers.LogUniform(300)
+        head = sx.SampledClassifier(9, 300, sampler, num_samples=7, bias=bias, reduction=reduction, scale=2.0)
+        head = head.to(backend.device)
+        optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.1)
+        head.fuse_optimizer(optimizer)
+        key, out = sx.Key(5), []
+        with monkeypatch.context() as patch:
+            patch.setattr(Fusion, "plain_loss", plain_loss)
+            for _ in range(3):
+                h = torch.randn(6, 9).to(backend.device).requires_grad_(True)
+                y = torch.randint(300, (6,)).to(backend.device)
+                y[2] = -100
+                loss = head(h, y, key=key)
+                loss.sum().backward()
+                out += [loss.detach(), h.grad]
+        assert taken == [short] * 3
+        return [*out, *head.parameters(), *(optimizer.state[p]["sum"] for p in head.parameters())]
+
+    for got, want in zip(steps(True), steps(False), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_short_way_is_not_taken_where_more_is_asked_for():
+    head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=5, label_smoothing=0.1)
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+    h, y = torch.randn(3, 4), torch.tensor([1, 2, 3])
+    assert head._fusion.plain_loss(h, y, None) is None
+    head.label_smoothing = 0.0
+    assert head._fusion.plain_loss(h, y, None) is not None
+    assert head._fusion.plain_loss(h.double(), y, None) is None
+    assert head._fusion.plain_loss(h, torch.tensor([1, 2, 50]), None) is None
+    with pytest.raises(IndexError, match="50"):
+        head(h, torch.tensor([1, 2, 50]))

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samplex_cuda.ops.fused_loss import REDUCTIONS
 from samplex_cuda.ops.optim import loss_entries, row_update_
 from samplex_cuda.optim import RowOptimizer
+from samplex_cuda.rng import key_tensor
+from samplex_cuda.samplers.static import StaticSampler
 
 if TYPE_CHECKING:
     from samplex_cuda.heads import SampledClassifier
-    from samplex_cuda.ops.fused_loss import LossPlan
 
 __all__ = ["Fusion"]
 
@@ -40,6 +42,42 @@ class _Entries(NamedTuple):
         """Copies of every tensor."""
         copies: Any = [None if t is None else t.clone() for t in self]
         return _Entries(*copies)
+
+
+_loss_op = torch.ops.samplex.sampled_softmax.default
+
+
+class _PlainLoss(torch.autograd.Function):
+    """Sampled softmax of a fused weight in its usual form; what is general about it is left out (`plain_loss`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        fusion: Fusion,
+        draw: tuple[Tensor, Tensor, Tensor],
+        options: tuple[float, int, int],
+    ) -> Tensor:
+        scale, ignore_index, reduction = options
+        with torch._C._AutoDispatchBelowAutograd():
+            loss, _, saved = _loss_op(
+                hidden, weight, *draw, bias, None, None, None, scale, 0.0, ignore_index, reduction,
+                False, True, False, True,
+            )  # fmt: skip
+        ctx.fusion, ctx.kept = fusion, (saved, reduction, weight._version)
+        ctx.save_for_backward(hidden, draw[0], draw[1])
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("sampled_softmax: double backward (create_graph=True) is not supported")
+        saved, reduction, version = ctx.kept
+        tensors = (*ctx.saved_tensors, saved)
+        d_hidden = ctx.fusion.take(version, reduction, tensors, False, grad_loss.contiguous(), None)
+        return d_hidden, None, None, None, None, None
 
 
 class Fusion:
@@ -119,9 +157,57 @@ class Fusion:
         self._arrived, self._kept = [], []
 
     # -------------------------------------------------------------------------------------------- inside backward
+    def plain_loss(self, h: Tensor, y: Tensor, key: Any) -> Tensor | None:
+        """The loss of a step in its usual form, or None: then the head goes its general way, which gives the same bits.
+
+        The usual form is fp32 sampled softmax of [B, d] with one target a row, drawn by a static law for each row. A
+        step's Python runs with cold caches, since the step itself streams tens of megabytes: the general way through
+        sampler, functional and ops takes 0.3 ms more there than one function does.
+
+        Args:
+            h: [B, d].
+            y: int64 [B].
+            key: of the draw, as in `SampledClassifier.forward`.
+        """
+        head, weight = self.head, self.weight
+        sampler: Any = head.sampler
+        if not (
+            head.loss == "sampled_softmax"
+            and isinstance(sampler, StaticSampler)
+            and not (head.shared or head.absolute or head.label_smoothing)
+            and head.sampler_update is None
+            and head.class_weight is None
+            and head.ignore_index < 0
+            and isinstance(y, Tensor)
+            and h.dim() == 2
+            and y.dim() == 1
+            and h.dtype is weight.dtype is torch.float32
+            and y.dtype is torch.int64
+            and h.shape[0] == y.shape[0] > 0
+            and h.shape[1] == weight.shape[1]
+            and h.device == y.device == weight.device
+            and h.is_contiguous()
+            and y.is_contiguous()
+            and head.weight is weight
+            and (head.bias is None or (self.bias is head.bias and head.bias.dtype is torch.float32))
+            and torch.is_grad_enabled()
+        ):
+            return None
+        with torch._C._AutoDispatchBelowAutograd():
+            pair = key_tensor(sampler._op, key, h.device)
+            exclude = y.clamp_min(-1).unsqueeze_(1)
+            try:
+                ids, log_q = sampler._sample_op(pair, y.shape[0], head.num_samples, exclude, None)
+            except RuntimeError:
+                return None  # a target out of range: the general way says so in Python's terms
+        options = (float(head.scale), head.ignore_index, REDUCTIONS[head.reduction])
+        loss: Tensor = _PlainLoss.apply(h, weight, head.bias, self, (y, ids, log_q), options)
+        return loss
+
     def take(
         self,
-        plan: LossPlan,
+        version: int,
+        reduction: int,
         tensors: tuple[Tensor, ...],
         with_lse: bool,
         grad_loss: Tensor,
@@ -130,13 +216,14 @@ class Fusion:
         """The gradient of hidden; those of weight and bias are put by as (ids, coefficients, h).
 
         Args:
-            plan: of the loss.
+            version: of the weight in the forward.
+            reduction: of the loss, as the ops write it.
             tensors: hidden [B, d], target [B] or [B, P], ids [B, m] or [m], saved.
             with_lse: whether the forward kept the parts of a second output.
             grad_loss: upstream gradient.
             grad_lse: that of the second output.
         """
-        if plan.version != self.weight._version:
+        if version != self.weight._version:
             raise RuntimeError(
                 f"{_NAME}: the weight was changed after this loss was computed, by another backward's update or in "
                 "place, so its gradient is out of date: call backward once after each forward, add the losses before "
@@ -145,7 +232,7 @@ class Fusion:
         hidden, target, ids, saved = tensors
         with_bias = self.bias is not None
         d_hidden, coef_a, coef_b, rows_b, bias_b = loss_entries(
-            grad_loss, grad_lse, hidden, target, ids, saved, plan.reduction, with_lse, with_bias
+            grad_loss, grad_lse, hidden, target, ids, saved, reduction, with_lse, with_bias
         )
         ids_a = target.unsqueeze(1) if target.dim() == 1 else target
         if ids.dim() == 1:

@@ -295,6 +295,10 @@ class SampledClassifier(nn.Module):
             torch.Size([2, 3])
         """
         lead = self._check_h("forward", h)
+        if self._fusion is not None and self.training and not torch.compiler.is_compiling():
+            usual = features is None and context is None and positives is None and sample_weight is None
+            if usual and (loss := self._fusion.plain_loss(h, y, key)) is not None:
+                return loss
         if not isinstance(y, Tensor) or y.dtype != torch.int64 or y.shape[: len(lead)] != lead or y.dim() > h.dim():
             want = ", ".join(str(n) for n in lead)
             several = f"{want}, P" if want else "P"

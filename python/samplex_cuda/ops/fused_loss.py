@@ -151,7 +151,7 @@ def loss_gradients(
     """
     plan.check()
     if plan.fusion is not None and need[1]:
-        d_hidden = plan.fusion.take(plan, tensors, with_lse, grad_loss, grad_lse)
+        d_hidden = plan.fusion.take(plan.version, plan.reduction, tensors, with_lse, grad_loss, grad_lse)
         return d_hidden if need[0] else None, None, None
     return deliver(plan, need, run(need[1] or need[2], need[2]))
 
