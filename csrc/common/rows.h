@@ -161,7 +161,7 @@ inline RowPrefetch row_prefetch(int64_t d, int64_t tables = 1) {
   const int64_t bytes = d * int64_t(sizeof(T)), lines = prefetch_lines();
   if (lines == 0) return {bytes <= 1024 ? 8 : 16, bytes <= 256 ? bytes : 256, true};
   const int64_t rows = lines * 64 / (bytes * tables + 1) + 1;
-  return {rows < 4 ? 4 : rows > 32 ? 32 : rows / 4 * 4, bytes, false};
+  return {rows > 32 ? 32 : (rows + 3) / 4 * 4, bytes, false};
 }
 
 // SX_ALWAYS_INLINE, here and in the callers: GCC takes a function that only prefetches for one without effect, and
