@@ -211,8 +211,8 @@ def study(
     if watched:
         x = data.test[0][:watched]
         p_data = data.log_posterior(x).double().exp()
-        for kind, noise in noises.items():
-            watch[kind] = x, p_data, noise.test_log_q[:watched].double().exp()
+        for kind, law in noises.items():
+            watch[kind] = x, p_data, law.test_log_q[:watched].double().exp()
         for kind, one in watch.items():
             # At the optimum (Eq. 16): the sum of alpha is that of p_n p_D / (p_n + p_D).
             r.value(f"{name}_alpha_at_optimum_{kind}", float((one[2] * p_data / (one[2] + p_data)).sum(1).mean()))
@@ -220,7 +220,7 @@ def study(
         for method in methods(r.full):
             if starts:
                 method = dataclasses.replace(method, start=starts[method.name])
-            noise = noises[method.noise] if method.noise else None
+            noise: Noise | None = noises[method.noise] if method.noise else None
             steps = full_marks if noise is None else marks
             (rate, reg), tried = choose(r, method, noise, data, tune[noise is None], runs, step)
             seen = watch[method.noise] if watch and method.loss == "negative_sampling" and method.noise else None
@@ -508,7 +508,8 @@ def eurlex_part(r: Run, folder: Path) -> None:
     )
     r.deviation(
         f"EURLex-4K: the paper's C = {data.num_classes:,} is the largest label number plus one. Only "
-        f"{len(y.unique()):,} of these labels are the smallest label of a training document. C is left as it is: the others get noise."
+        f"{len(y.unique()):,} of these labels are the smallest one of a training document. C is left as it is: the "
+        "others get noise."
     )
     r.deviation(
         "EURLex-4K: rows of length 1 before the PCA (randomised), which the paper does not tell; lambda_n = 1 for the "
