@@ -180,6 +180,8 @@ def report(r: Run, task: Task, found: Any, names: list[str], counts: list[int], 
         axes.set_xscale("log")
         axes.set_xticks(sorted(found["uniform"]), [str(k) for k in sorted(found["uniform"])])
         axes.minorticks_off()
+        if task.stream is not None:
+            axes.set_yscale("log")
         axes.set_xlabel("samples m")
         axes.set_ylabel(what)
         axes.legend()
@@ -242,8 +244,8 @@ def claims(r: Run, task: Task, found: Any, counts: list[int]) -> None:
         + ", ".join(f"{m}: {ratios[m]:.2g}" for m in counts if m <= 80)
         + " times",
         holds=own >= 10,
-        note="the absolute softmax, which quadratic trains, ends above the softmax here, so that the second numbers fall "
-        "with m" + (f"; uniform was tried up to m = {max(uniform)}" if open_end else ""),
+        note="the absolute softmax, which quadratic trains, ends above the softmax here, so that the second numbers "
+        "fall with m" + (f"; uniform was tried up to m = {max(uniform)}" if open_end else ""),
     )
     spread = [last(found["softmax"][m]) for m in counts]
     r.claim(
