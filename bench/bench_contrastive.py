@@ -169,9 +169,7 @@ def main() -> int:
         def in_batch(_: int, q: torch.Tensor = q, k: torch.Tensor = k) -> Step:
             return gradients(sxf.contrastive(q, k, scale=0.1), q, k)
 
-        def in_batch_eager(
-            _: int, q: torch.Tensor = q, k: torch.Tensor = k, own: torch.Tensor = own
-        ) -> Step:
+        def in_batch_eager(_: int, q: torch.Tensor = q, k: torch.Tensor = k, own: torch.Tensor = own) -> Step:
             return gradients(nnf.cross_entropy(0.1 * (q @ k.T), own), q, k)
 
         q64, k64 = q.detach().double().requires_grad_(), k.detach().double().requires_grad_()

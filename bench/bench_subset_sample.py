@@ -7,6 +7,7 @@ the excluded class has weight 0; it is O(n) a row and takes at most 2^24 classes
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import torch
 from _harness import Report, Row, Side, common_options, interleave, set_up, wanted, write_readme
@@ -36,6 +37,14 @@ def check_draw(classes: int, exclude: torch.Tensor) -> str:
     return f"distinct, excluded ids absent; mean id: z = {z:+.1f}"
 
 
+def draw(classes: int, exclude: torch.Tensor, key: torch.Tensor, _: int) -> torch.Tensor:
+    return subset_sample(key, BATCH, K, classes, exclude)
+
+
+def multinomial(weights: torch.Tensor, _: int) -> torch.Tensor:
+    return torch.multinomial(weights, K)
+
+
 def main() -> int:
     options = common_options(__doc__).parse_args()
     device = set_up(options)
@@ -45,13 +54,12 @@ def main() -> int:
         if not wanted(options, f"subset_{tag}"):
             continue
         exclude = torch.randint(classes, (BATCH,), device=device)
-        key = torch.tensor([1, 2], device=device)
-        sides = [Side("ours", lambda _: subset_sample(key, BATCH, K, classes, exclude))]
+        sides = [Side("ours", partial(draw, classes, exclude, torch.tensor([1, 2], device=device)))]
         other = None
         if classes <= MULTINOMIAL_LIMIT:
             other = "torch.multinomial"
             weights = torch.ones(BATCH, classes, device=device).scatter_(1, exclude[:, None], 0.0)
-            sides.append(Side(other, lambda _: torch.multinomial(weights, K)))
+            sides.append(Side(other, partial(multinomial, weights)))
         checked = check_draw(classes, exclude)
         got = interleave(
             sides, device=device, seconds=options.seconds / 2, min_rounds=2 if options.quick else 5, block_seconds=0.02

@@ -174,7 +174,9 @@ def _check(queries: Tensor, keys: Tensor, positives: Tensor | None, key_ids: Ten
         raise ValueError(f"{_OP}: queries must be on {keys.device} like keys, got {_got(queries)}")
     if queries.dtype != keys.dtype:
         if not (queries.dtype in _FLOATS and torch.is_autocast_enabled(keys.device.type)):
-            raise TypeError(f"{_OP}: queries must be {keys.dtype} like keys (or run under autocast), got {_got(queries)}")
+            raise TypeError(
+                f"{_OP}: queries must be {keys.dtype} like keys (or run under autocast), got {_got(queries)}"
+            )
         queries = queries.to(keys.dtype)
     batch = queries.shape[0]
     if positives is None:

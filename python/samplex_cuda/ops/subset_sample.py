@@ -10,9 +10,7 @@ from samplex_cuda import _library  # noqa: F401  registers the op
 __all__ = ["subset_sample"]
 
 
-def subset_sample(
-    key: Tensor, batch: int, num_samples: int, num_classes: int, exclude: Tensor | None = None
-) -> Tensor:
+def subset_sample(key: Tensor, batch: int, num_samples: int, num_classes: int, exclude: Tensor | None = None) -> Tensor:
     """For each row k distinct classes of [0, n) without the row's excluded one, every k-subset equally likely.
 
     Floyd's algorithm: k random numbers and k look-ups a row, whatever n is. The same bits on every backend and thread

@@ -41,8 +41,8 @@ CORRECTIONS = (
     "W_(l+1), and the identity at l = L.",
     "Theorem 4.2 wants m >= n^15, Theorem A.2 m >= n^12; probabilities have omega^(3/2) in some places and omega^(2/3) "
     "in others. No finite run can tell.",
-    "Lemma B.10 claims distance delta / 2 at every layer; its proof gives delta^2 / 4, and orthogonal inputs come closer "
-    "with depth: it needs delta = O(1 / L), as Theorem 4.2 asks.",
+    "Lemma B.10 claims distance delta / 2 at every layer; its proof gives delta^2 / 4, and orthogonal inputs come "
+    "closer with depth: it needs delta = O(1 / L), as Theorem 4.2 asks.",
 )
 
 
@@ -78,7 +78,8 @@ class Encoder(torch.nn.Module):
         super().__init__()
         if min(inputs, width, outputs, depth) < 1:
             raise ValueError(
-                f"Encoder: inputs, width, outputs and depth must be at least 1, got {inputs}, {width}, {outputs}, {depth}"
+                "Encoder: inputs, width, outputs and depth must be at least 1, "
+                f"got {inputs}, {width}, {outputs}, {depth}"
             )
         sizes = [inputs] + [width] * depth
         shapes = [(b, a) for a, b in itertools.pairwise(sizes)]
@@ -231,6 +232,7 @@ class Trace:
             what Lemma 4.3 bounds from both sides.
         distance: largest spectral norm of W_l - W_l^(0) over the layers and both encoders.
         moved: Frobenius norm of that change over that of the start, both encoders together.
+        rises: at how many of all steps the loss that was descended on rose (not the recorded ones alone).
 
     Example:
         >>> from samplex_cuda.reproduce.contrastive_model import Trace
@@ -246,6 +248,7 @@ class Trace:
     key_ratio: list[float] = dataclasses.field(default_factory=list)
     distance: list[float] = dataclasses.field(default_factory=list)
     moved: list[float] = dataclasses.field(default_factory=list)
+    rises: int = 0
 
     def norm(self) -> list[float]:
         """Norm of both kinds of loss vectors together: the surrogate objective of the paper."""
@@ -338,7 +341,7 @@ def descend(
     weights = [*query.weights, *key.weights]
     rates = [eta] * len(query.weights) + [gamma] * len(key.weights)
     start = [w.detach().clone() for w in weights]
-    trace = Trace()
+    trace, before = Trace(), math.inf
     for t in range(steps):
         if t % record == 0:
             _record(trace, t, x, query, key, k, start)
@@ -350,11 +353,14 @@ def descend(
             assert draws is not None
             chosen = torch.randint(len(x), (batch,), generator=_generator(draws))
             loss = contrastive(query(x[chosen]), key(x), chosen, num_negatives=k, key=draws)
+        trace.rises += int(loss.item() >= before)
+        before = loss.item()
         grads = torch.autograd.grad(loss, weights)
         with torch.no_grad():
             for w, g, rate in zip(weights, grads, rates, strict=True):
                 w -= rate * g
     _record(trace, steps, x, query, key, k, start)
+    trace.rises += int(batch is None and trace.loss[-1] >= before)
     return trace
 
 

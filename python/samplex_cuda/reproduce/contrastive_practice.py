@@ -71,7 +71,6 @@ class Task:
     """
 
     rates: tuple[float, ...]
-    part: str = "train"
 
     def start(self, method: str, rate: float, seed: int, final: bool) -> None:
         """A fresh model; `final`: the run that is judged on the test part."""
@@ -176,7 +175,7 @@ class GowallaTask(Task):
         >>> GowallaTask("data/gowalla")  # doctest: +SKIP
     """
 
-    rates = (0.1, 0.3)
+    rates = (0.05, 0.1)
 
     def __init__(
         self,
@@ -296,7 +295,7 @@ class TwoViewTask(Task):
         held_out: int = 5_000,
         width: int = 256,
         samples: int = 255,
-        noise: float = 1.0,
+        noise: float = 3.0,
         seed: int = 0,
     ) -> None:
         self.data = HierarchicalZipf(items, dim, examples, seed=seed, num_valid=2 * held_out, noise=noise)
@@ -327,10 +326,13 @@ class TwoViewTask(Task):
                 query(x), key(self.features[y]), log_q=self.log_q[y] if self.corrected else None, key_ids=y
             )
         else:
-            law = self.unigram if self.source == "unigram" else self.uniform
-            draw = law.sample(None, self.samples, shared=True, key=self.key)
-            used, place = torch.cat([y, draw.ids]).unique(return_inverse=True)
-            log_q = draw.log_q if self.corrected else None
+            if self.source == "subset":
+                ids = self.uniform.subset(self.samples, batch_size=1, key=self.key).ids[0]
+                log_q = None
+            else:
+                law = self.unigram if self.source == "unigram" else self.uniform
+                ids, log_q, _ = law.sample(None, self.samples, shared=True, key=self.key)
+            used, place = torch.cat([y, ids]).unique(return_inverse=True)
             loss = contrastive(query(x), key(self.features[used]), place[: len(y)], place[len(y) :], log_q)
         self.optimizer.zero_grad()
         loss.backward()
