@@ -123,9 +123,7 @@ def _training(r: Run) -> tuple[Trace, Trace]:
     with r.progress("Algorithm 1", 2 * steps) as step:
         x, query, key = _setup(width, r.seed)
         delta = float(torch.pdist(x).min())
-        trace = model.descend(
-            x, query, key, K, eta=rate, gamma=rate, steps=steps, record=max(1, steps // 500), done=step
-        )
+        trace = model.descend(x, query, key, K, eta=rate, gamma=rate, steps=steps, record=every, done=step)
         x, query, key = _setup(width, r.seed)
         noisy = model.descend(
             x,
@@ -247,7 +245,7 @@ def _widths(r: Run) -> dict[int, Trace]:
 def _starts(r: Run) -> None:
     """What the initialisation gives, and the lemma that depth breaks."""
     rows: list[list[object]] = []
-    for width in (128, 512, 2048):
+    for width in r.scale(quick=(128, 512), default=(128, 512, 2048), full=(128, 512, 2048, 8192)):
         x, query, key = _setup(width, r.seed)
         with torch.no_grad():
             norms = torch.cat([h.norm(dim=1) for e in (query, key) for h in e.layers(x)[1:]])
@@ -262,7 +260,7 @@ def _starts(r: Run) -> None:
     r.claim(
         "norms of hidden layers (Lemma B.1)",
         "in [1 - epsilon, 1 + epsilon]",
-        f"{rows[-1][1]:.2f} to {rows[-1][2]:.2f} at m = 2,048",
+        f"{rows[-1][1]:.2f} to {rows[-1][2]:.2f} at m = {rows[-1][0]:,}",
         holds=max(abs(float(rows[-1][i]) - 1) for i in (1, 2)) < 0.2,  # type: ignore[arg-type]
     )
     x, depth = torch.eye(2, INPUTS, dtype=torch.float64), 21

@@ -194,10 +194,11 @@ class GowallaTask(Task):
         whole = _pairs(train)
         generator = torch.Generator().manual_seed(seed)
         held = torch.rand(len(whole[0]), generator=generator) < 0.1
-        self.pairs = {False: tuple(t[~held] for t in whole), True: whole}  # by `final`
-        self.asked = {}
+        left = whole[0][~held], whole[1][~held]
+        self.pairs = {False: left, True: whole}  # by `final`
+        self.asked: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         for part, known, asked in (
-            ("valid", self.pairs[False], tuple(t[held] for t in whole)),
+            ("valid", left, (whole[0][held], whole[1][held])),
             ("test", whole, _pairs(test)),
         ):
             some = asked[0].unique()
