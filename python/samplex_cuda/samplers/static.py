@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import static_sample as ops
+from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, describe
 
@@ -191,6 +192,51 @@ class Uniform(StaticSampler):
 
     def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
         return ops.uniform_log_prob(ids, self.num_classes, exclude, offsets)
+
+    def subset(
+        self,
+        num_samples: int,
+        *,
+        exclude: Tensor | None = None,
+        key: Key | Tensor | None = None,
+        batch_size: int | None = None,
+    ) -> Draw:
+        """Draw `num_samples` *distinct* classes for each row: every such subset is equally likely.
+
+        log_q is that of one draw, -log(classes left): with it a loss corrects by log(classes left / m), the inverse of
+        the share of the classes that is in the subset, and is exact where that is all of them.
+
+        Args:
+            num_samples: m, at most the number of classes left.
+            exclude: int64 [B], the class a row must not draw; -1 for none.
+            key: as in `sample`.
+            batch_size: B, where `exclude` does not say it.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> draw = sx.samplers.Uniform(4).subset(3, exclude=torch.tensor([0, 2]), key=sx.Key(1))
+            >>> draw.ids.sort(1).values, draw.replacement
+            (tensor([[1, 2, 3],
+                    [0, 1, 3]]), False)
+        """
+        count = self._check_count(num_samples)
+        batch = self._check_batch(None, batch_size, exclude)
+        device = self._device(exclude, key)
+        if exclude is not None:
+            check_int64(self._op, "exclude", exclude)
+            if exclude.dim() != 1 or exclude.shape[0] != batch:
+                raise ValueError(f"{self._op}: exclude must be [B] with B = {batch}, got {describe(exclude)}")
+        most = self.num_classes - (exclude is not None)
+        if count > most:
+            raise ValueError(f"{self._op}: num_samples must be at most {most} to be distinct, got {count}")
+        pair = key_tensor(self._op, key, device)
+        if exclude is not None:
+            exclude = exclude.contiguous()
+        ids = _call(lambda: subset_sample(pair, batch, count, self.num_classes, exclude))
+        left = torch.full((batch, 1), self.num_classes, dtype=torch.float64, device=device)
+        if exclude is not None:
+            left -= (exclude >= 0).double()[:, None]
+        return Draw(ids, (-left.log()).float().expand(batch, count).contiguous(), replacement=False)
 
 
 class LogUniform(StaticSampler):
