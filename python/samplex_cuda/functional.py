@@ -13,9 +13,18 @@ from samplex_cuda.ops.entry_loss import entry_loss as _entry_loss_op
 from samplex_cuda.ops.full_softmax import full_softmax as _full_softmax
 from samplex_cuda.ops.fused_loss import REDUCTIONS, acc_dtype, keep_coalesced
 from samplex_cuda.ops.sampled_softmax import sampled_softmax as _sampled_softmax
+from samplex_cuda.pooling import attention_pool
 from samplex_cuda.prediction import mean_weight, valid_targets
 
-__all__ = ["augment_reduce", "full_softmax", "nce", "negative_sampling", "one_vs_each", "sampled_softmax"]
+__all__ = [
+    "attention_pool",
+    "augment_reduce",
+    "full_softmax",
+    "nce",
+    "negative_sampling",
+    "one_vs_each",
+    "sampled_softmax",
+]
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
