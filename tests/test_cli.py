@@ -27,7 +27,7 @@ from samplex_cuda.cli import train as training
 from samplex_cuda.cli.app import app
 from samplex_cuda.training import checkpoint, load_model, read_metrics
 
-COMMANDS = ["train", "evaluate", "predict", "fit-tree", "diagnose", "bench", "info", "demo", "config"]
+COMMANDS = ["train", "evaluate", "predict", "fit-tree", "diagnose", "bench", "reproduce", "info", "demo", "config"]
 DATA = "builtin:classes=200,dim=8,examples=1200"
 
 

@@ -35,6 +35,7 @@ def test_examples_run(name):
         "samplex_cuda.rff",
         "samplex_cuda.data",
         "samplex_cuda.metrics",
+        "samplex_cuda.reproduce",
         "samplex_cuda.training",
         "samplex_cuda.training.checkpoint",
         "samplex_cuda.training.config",

@@ -275,6 +275,31 @@ def bench(
     )
 
 
+@app.command(epilog="Example: samplex reproduce kernel --out runs/reproduce")
+def reproduce(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="adversarial, kernel, rff, attention, contrastive, or all.")
+    ],
+    out: Annotated[Path, typer.Option(help="NAME/ and index.html go there.")] = Path("runs/reproduce"),
+    full: Annotated[bool, typer.Option("--full", help="The paper's size: hours.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds, to see that it runs.")] = False,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with eurlex4k/, wikitext2/, imdb/, gowalla/; what is not there is left out."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the experiments of a paper: what it says beside what is measured here, with figures."""
+    from samplex_cuda.cli.reproduce import reproduce as work
+
+    common.run(
+        "reproduce",
+        as_json,
+        lambda o: work(o, name, folder=out, full=full, quick=quick, seed=seed, data=data),
+    )
+
+
 @app.command(epilog="Example: samplex info --json")
 def info(as_json: Json = False) -> None:
     """What was built and what runs here."""
