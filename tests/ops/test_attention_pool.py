@@ -280,9 +280,9 @@ def test_scores_that_are_all_minus_infinity(backend):
 
 # ------------------------------------------------------------------------------------------------ large margins
 def exact_gradients(embedding, p, v):
-    """q, c and d_p of one sequence of all rows, in 600 digits (exp(-600) is 10^-260): as lists of Decimal."""
+    """q, c and d_p of one sequence of all rows, in 400 digits (exp(-600) is 10^-260): as lists of Decimal."""
     with decimal.localcontext() as context:
-        context.prec = 600
+        context.prec = 400
         rows = [[Decimal(x) for x in row] for row in embedding.double().tolist()]
         p, v = ([Decimal(x) for x in t.double().tolist()] for t in (p, v))
 
@@ -332,12 +332,13 @@ def test_gradients_at_large_margins(backend, dtype, margin, order):
     rounding = 16 * eps * float((embedding.double() @ v.double()).abs().max()) / spread
     biggest = c.abs().max()
     assert ((coefs[:, 1] - c).abs() <= (tolerance + rounding) * biggest).all()
-    assert (leaf.grad.double().cpu() - d_p).norm() <= 4 * (tolerance + rounding) * d_p.norm()
+    size = d_p.abs().max()  # not a norm: squares of these numbers underflow
+    assert (leaf.grad.double().cpu() - d_p).abs().max() <= 4 * (tolerance + rounding) * size
 
     # Eager torch does not get one digit right, so the test above says something.
     eager = p.clone().requires_grad_()
     reference(ids, embedding, eager, v).sum().backward()
-    assert (eager.grad.double() - d_p).norm() > 0.1 * d_p.norm()
+    assert (eager.grad.double() - d_p).abs().max() > 0.1 * size
 
 
 def test_beyond_the_smallest_number_the_gradient_is_zero(backend):
