@@ -252,7 +252,8 @@ def synthetic(r: Run) -> list[tuple[str, Tensor, Tensor, Tensor]]:
     epochs = r.scale(quick=4, default=60, full=196)
     rate = r.scale(quick=1e-2, default=1e-3, full=1e-4)
     corpus = k_level(count, length, _generator(r, 5))
-    panels, rows = [], []
+    panels: list[tuple[str, Tensor, Tensor, Tensor]] = []
+    rows: list[list[Any]] = []
     with r.progress("K-level data", 2 * epochs) as step:
         for train_v in (True, False):
             model = OneLayer(corpus.num_tokens, dim, train_v=train_v, generator=_generator(r, 6))
@@ -306,7 +307,9 @@ def reviews(r: Run) -> list[tuple[str, Tensor, Tensor, Tensor]]:
                        r.scale(quick=100, default=2500, full=25_000)),
     }  # fmt: skip
     corpus, held_out = imdb(folder, count, r.scale(quick=100, default=2000, full=25_000), length, fewest, r.seed)
-    panels, rows, found = [], [], {}
+    panels: list[tuple[str, Tensor, Tensor, Tensor]] = []
+    rows: list[list[Any]] = []
+    found: dict[str, dict[str, float]] = {}
     with r.progress("IMDB", sum(epochs for _, _, epochs, _ in sizes.values())) as step:
         for name, (kind, dim, epochs, n) in sizes.items():
             part = Corpus(corpus.ids[:n], corpus.labels[:n], corpus.num_tokens, corpus.words)
