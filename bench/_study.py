@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import json
 import os
 import tempfile
@@ -103,6 +104,9 @@ class Run:
             for name, optimizer in self.optimizers.items():
                 for group, rate in zip(optimizer.param_groups, rates[name], strict=True):
                     group["lr"] = rate * factor
+            every = self.config.sampler.refit_steps
+            if every and self.done and self.done % every == 0:
+                models.refit_tree(self.config, self.train, self.encoder, self.head)
             batch = self._next()
             h, features = self.encoder.encode(batch)
             loss = self.head(h, batch["y"], features=features, context=models.context_of(batch), key=self.key)
@@ -122,14 +126,26 @@ class Run:
         return float(loss_sum) / max(1, self.done - first)
 
     def curve(
-        self, steps: Sequence[int], judge: Judge, name: str = "", *, patience: int = 0, by: str = ""
+        self,
+        steps: Sequence[int],
+        judge: Judge,
+        name: str = "",
+        *,
+        patience: int = 0,
+        by: str = "",
+        save: Callable[[list[Point]], None] | None = None,
     ) -> list[Point]:
-        """Points at the given steps; with `patience` it ends after so many without a better value of `by`."""
+        """Points at the given steps; with `patience` it ends after so many without a better value of `by`.
+
+        `save` gets the points so far after each of them: a run that is cut short leaves what it has.
+        """
         points: list[Point] = []
         for step in steps:
             loss = self.advance(step, steps[-1])
             points.append({"step": step, "seconds": self.clock.seconds, "loss": loss, **judge(self.encoder, self.head)})
             progress(f"{name}: step {step}: " + ", ".join(f"{k} {v:.4g}" for k, v in points[-1].items() if k != "step"))
+            if save is not None:
+                save(points)
             if patience and len(points) - 1 - max(range(len(points)), key=lambda i: points[i][by]) >= patience:
                 break
         progress("")
@@ -166,12 +182,18 @@ def stored(name: str) -> dict[str, Any]:
 
 def store(name: str, methods: dict[str, Any], **rest: Any) -> None:
     """Writes `bench/results/<name>.json`; methods that were not run now stay, each with its own date and commit."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with (RESULTS / f".{name}.lock").open("w") as lock:  # two runs of a study may store their methods side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _store(name, methods, rest)
+
+
+def _store(name: str, methods: dict[str, Any], rest: dict[str, Any]) -> None:
     now = {"date": datetime.date.today().isoformat(), "commit": commit(), "threads": torch.get_num_threads()}
     old = stored(name)
     kept = old.get("methods", {})
     for key, found in methods.items():
         kept[key] = found | {"run": now}
-    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     scratch = path.with_suffix(".json.tmp")
     whole = old | rest | {"machine": machine(torch.device("cpu")), "methods": kept}

@@ -1,19 +1,21 @@
 """WikiText-2: perplexity of an LSTM language model trained with the full softmax and with sampled classes.
 
 One LSTM layer of 200 units, embeddings of 200, untied; C = 33,278; windows of 35 tokens of 20 columns; Adam for the
-LSTM, Adagrad for both tables; `--epochs` passes over the first `--part` of the training tokens. m draws a token
-(per row, m <= 200). The rate of the tables is chosen for each method by a short run. Perplexity is exact, by the
-chunked softmax over all classes, on the first half of each column of the validation file (`--valid-part 1`: all of it);
-the state goes on from window to window.
+LSTM, Adagrad for both tables, the same rates for all methods (`--rate` changes that of the tables); `--epochs` passes
+over the first `--part` of the training tokens. m draws a token (per row, m <= 200). Perplexity is exact, by the chunked
+softmax over all classes, at eight points on the way on the first quarter of each column of the validation file
+(`--valid-part`), and at the end on all of it too; the state goes on from window to window. Each point is stored at once.
 
-  python bench/study_wikitext.py [--data DIR]  bench/results/study_wikitext.json, docs/images/study_wikitext.png
-  python bench/study_wikitext.py --part 1      a whole epoch: more than half an hour of one core for the full softmax
+  python bench/study_wikitext.py [--data DIR]  bench/results/study_wikitext.json, docs/images/study_wikitext.png; about
+                                               half an hour of one core for the full softmax, minutes for the others
+  python bench/study_wikitext.py --only "full softmax" "unigram, m = 200"
   python bench/study_wikitext.py --quick       a few steps, nothing stored
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,12 +28,30 @@ from samplex_cuda.training import evaluate
 NAME = "study_wikitext"
 COMMON = ["model.name=lstm", "model.dim=200", "optimizer.encoder_lr=0.002", "training.clip_norm=1"]
 # A class that is not among the training tokens must be drawn now and then too, or it keeps its first logits: smoothing.
+COUNTS = ["sampler.smoothing=1", "sampler.backoff=0.3"]
+TREE = ["sampler.features=hidden", "sampler.refit_steps=370"]
 METHODS: dict[str, list[str]] = {
     "full softmax": ["head.loss=full_softmax"],
     "uniform, m = 200": ["sampler.name=uniform", "head.num_samples=200"],
     "log-uniform, m = 200": ["sampler.name=log_uniform", "head.num_samples=200"],
-    "unigram, m = 200": ["sampler.name=unigram", "sampler.smoothing=1", "head.num_samples=200"],
-    "bigram, m = 200": ["sampler.name=bigram", "sampler.smoothing=1", "sampler.backoff=0.3", "head.num_samples=200"],
+    "unigram, m = 200": ["sampler.name=unigram", *COUNTS, "head.num_samples=200"],
+    "bigram, m = 200": ["sampler.name=bigram", *COUNTS, "head.num_samples=200"],
+    "tree + unigram, m = 200": [
+        "sampler.name=mixture",
+        'sampler.components=["tree", "unigram"]',
+        "sampler.weights=[0.5, 0.5]",
+        *COUNTS,
+        *TREE,
+        "head.num_samples=200",
+    ],
+    "tree + bigram, m = 200": [
+        "sampler.name=mixture",
+        'sampler.components=["tree", "bigram"]',
+        "sampler.weights=[0.5, 0.5]",
+        *COUNTS,
+        *TREE,
+        "head.num_samples=200",
+    ],
     "rff + unigram, m = 100": [
         "sampler.name=mixture",
         'sampler.components=["rff", "unigram"]',
@@ -40,11 +60,12 @@ METHODS: dict[str, list[str]] = {
         "sampler.nu=1",
         "sampler.normalize=true",
         "sampler.update=20",
-        "sampler.smoothing=1",
+        *COUNTS,
         "head.num_samples=100",
     ],
 }
-RATES = (0.1, 0.2)
+RATE = 0.1
+MARKS = 8
 
 
 def cut(whole: data.Tokens, part: float) -> data.Tokens:
@@ -54,55 +75,66 @@ def cut(whole: data.Tokens, part: float) -> data.Tokens:
 
 
 def fit(
-    name: str, train: data.Tokens, valid: data.Tokens, rate: float, steps: list[int], rows: int, most: int, last: int
-) -> tuple[list[Point], float]:
+    name: str,
+    train: data.Tokens,
+    valid: data.Tokens,
+    rate: float,
+    steps: list[int],
+    rows: int,
+    save: Callable[[list[Point], float], None],
+) -> None:
     run = Run(settings(*COMMON, *METHODS[name], f"optimizer.lr={rate:g}"), train)
 
     def judge(encoder: Any, head: Any) -> Point:
-        # Between, a small part of the file is enough.
-        return evaluate(encoder, head, valid, metrics=("nll", "perplexity"), rows=rows if run.done < last else most)
+        found = evaluate(encoder, head, valid, metrics=("nll", "perplexity"), rows=rows)
+        if run.done == steps[-1] and len(steps) > 1:
+            found["whole_perplexity"] = evaluate(encoder, head, valid, metrics=("perplexity",))["perplexity"]
+        return found
 
-    return run.curve(steps, judge, f"{name}, rate {rate:g}"), run.setup_seconds
+    run.curve(steps, judge, name, save=lambda points: save(points, run.setup_seconds))
+
+
+def compared(found: dict[str, Any], full: dict[str, Any]) -> tuple[Point, Point] | None:
+    """The last points of two runs over the same tokens that have the same number of steps."""
+    if any(found[key] != full[key] for key in ("part", "valid_part")):
+        return None
+    steps = {p["step"]: p for p in full["curve"]}
+    return next(((p, steps[p["step"]]) for p in reversed(found["curve"]) if p["step"] in steps), None)
 
 
 def report(methods: dict[str, Any]) -> dict[str, Any]:
     full = methods.get("full softmax")
-    lines = []
+    lines, verdicts = [], {}
     for name, m in methods.items():
         end = m["curve"][-1]
-        against = ["", ""]
-        if full is not None and full["part"] == m["part"]:
-            other = full["curve"][-1]
-            against = [
-                f"{100 * (end['perplexity'] / other['perplexity'] - 1):+.1f} %",
-                f"{end['seconds'] / other['seconds']:.3f}",
-            ]
+        against, whole = ["", "", ""], end.get("whole_perplexity")
+        pair = None if full is None or name == "full softmax" else compared(m, full)
+        if pair is not None:
+            ratio, share = (pair[0][key] / pair[1][key] for key in ("perplexity", "seconds"))
+            against = [f"{pair[0]['step']:.0f}", f"{100 * (ratio - 1):+.1f} %", f"1/{1 / share:.1f}"]
+            verdicts[name] = {"step": pair[0]["step"], "ratio": ratio, "share_of_time": share}
         cost = f"{1e3 * (end['seconds'] - m['setup_seconds']) / end['step']:.0f} ms"
         lines.append(
             [
                 name,
                 f"{m['rate']:g}",
+                f"{end['step']:.0f}",
                 f"{end['perplexity']:.1f}",
-                against[0],
+                "" if whole is None else f"{whole:.1f}",
                 f"{end['seconds']:.0f} s",
-                against[1],
                 cost,
+                *against,
             ]
         )
-    head = ["method", "rate", "valid perplexity", "to full softmax", "time", "share of its time", "a step"]
-    print_table(head, lines)
-    if full is None:
-        return {}
-    others = {n: m for n, m in methods.items() if n != "full softmax" and m["part"] == full["part"]}
-    if not others:
-        return {}
-    best = min(others, key=lambda n: others[n]["curve"][-1]["perplexity"])
-    ratio = others[best]["curve"][-1]["perplexity"] / full["curve"][-1]["perplexity"]
-    share = others[best]["curve"][-1]["seconds"] / full["curve"][-1]["seconds"]
-    verdicts = {"best": best, "ratio": ratio, "share_of_time": share, "within 3 %": ratio <= 1.03}
-    print(
-        f"best: {best}: {100 * (ratio - 1):+.1f} % perplexity at {share:.3f} of the time; within 3 %: {ratio <= 1.03}"
-    )
+    head = ["method", "rate", "steps", "perplexity", "on the whole file", "time", "a step"]
+    print_table([*head, "at step", "to full softmax", "of its time"], lines)
+    if verdicts:
+        best = min(verdicts, key=lambda n: verdicts[n]["ratio"])
+        ratio, share = verdicts[best]["ratio"], verdicts[best]["share_of_time"]
+        print(
+            f"best: {best}: {100 * (ratio - 1):+.1f} % perplexity at 1/{1 / share:.1f} of the time; within 3 %: "
+            f"{'yes' if ratio <= 1.03 else 'no'}"
+        )
     return verdicts
 
 
@@ -124,14 +156,14 @@ def plot(methods: dict[str, Any]) -> None:
 
 def main() -> int:
     made = parser(__doc__, "wikitext2")
-    made.add_argument("--part", type=float, default=0.15, help="of the training tokens")
-    made.add_argument("--valid-part", type=float, default=0.5, help="of the windows of the validation file")
+    made.add_argument("--part", type=float, default=1.0, help="of the training tokens")
+    made.add_argument("--valid-part", type=float, default=0.25, help="of the validation file, on the way")
     made.add_argument("--epochs", type=int, default=1)
-    made.add_argument("--rate", type=float, help="of the tables, for all methods: no choice")
+    made.add_argument("--rate", type=float, default=RATE, help="of the tables")
     options = made.parse_args()
     torch.set_num_threads(options.threads)
     if options.again:
-        found = stored(NAME)["methods"]
+        found = in_order(stored(NAME)["methods"])
         store(NAME, {}, verdicts=report(found))
         plot(found)
         return 0
@@ -141,37 +173,36 @@ def main() -> int:
     train = cut(whole, 0.005 if options.quick else options.part)
     total = options.epochs * -(-len(train) // train.columns)
     print(f"{len(train.tokens):,} tokens, C = {train.num_classes:,}, {total:,} steps", flush=True)
-    marks = sorted({max(1, total // 2), total})
-    few, most = 300, round(len(valid) * options.valid_part)
+    marks = [total] if options.quick else sorted({max(1, total * n // MARKS) for n in range(1, MARKS + 1)})
+    rows = 200 if options.quick else round(len(valid) * options.valid_part)
     found: dict[str, Any] = {}
     for name in options.only or METHODS:
-        rate, tried = options.rate or RATES[0], {}
-        if options.rate is None and not options.quick:
-            short = [min(total, 100)]
-            tried = {r: fit(name, train, valid, r, short, few, few, total + 1)[0][-1]["nll"] for r in RATES}
-            rate = min(tried, key=lambda r: tried[r])
-            print(name, {f"{r:g}": round(v, 4) for r, v in tried.items()}, flush=True)
-        curve, setup = fit(name, train, valid, rate, marks, few, few if options.quick else most, total)
-        found[name] = {
-            "rate": rate,
-            "tried": {f"{r:g}": v for r, v in tried.items()},
+        about = {
+            "rate": options.rate,
             "part": options.part,
             "valid_part": options.valid_part,
             "epochs": options.epochs,
-            "setup_seconds": setup,
-            "curve": curve,
             "settings": [*COMMON, *METHODS[name]],
         }
-        print(name, curve[-1], flush=True)
-        if not (options.quick or options.no_store):
-            store(NAME, {name: found[name]})
+
+        def save(curve: list[Point], setup: float, name: str = name, about: dict[str, Any] = about) -> None:
+            found[name] = about | {"setup_seconds": setup, "curve": curve}
+            print(name, {key: round(value, 4) for key, value in curve[-1].items()}, flush=True)
+            if not (options.quick or options.no_store):
+                store(NAME, {name: found[name]})
+
+        fit(name, train, valid, options.rate, marks, rows, save)
     if options.quick or options.no_store:
         report(found)
         return 0
-    methods = {name: one for name in METHODS if (one := stored(NAME)["methods"].get(name))}
+    methods = in_order(stored(NAME)["methods"])
     store(NAME, {}, verdicts=report(methods))
     plot(methods)
     return 0
+
+
+def in_order(methods: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name in METHODS if (one := methods.get(name))}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from samplex_cuda import data
-from samplex_cuda.data import base
+from samplex_cuda.data import base, parts
 
 
 def rows(*numbers):
@@ -360,9 +360,9 @@ def test_subset_counts_its_own_rows():
 
 
 # ---------------------------------------------------------------------------------------------------- batches
-@pytest.mark.parametrize("limit", [base._MAX_IN_MEMORY, 10])
+@pytest.mark.parametrize("limit", [parts._MAX_IN_MEMORY, 10])
 def test_batches_are_a_function_of_seed_and_epoch(monkeypatch, limit):
-    monkeypatch.setattr(base, "_MAX_IN_MEMORY", limit)
+    monkeypatch.setattr(parts, "_MAX_IN_MEMORY", limit)
     whole = dense(103)
 
     def order(**options):
@@ -377,9 +377,9 @@ def test_batches_are_a_function_of_seed_and_epoch(monkeypatch, limit):
     assert torch.equal(order(shuffle=False), torch.arange(103))
 
 
-@pytest.mark.parametrize("limit", [base._MAX_IN_MEMORY, 10])
+@pytest.mark.parametrize("limit", [parts._MAX_IN_MEMORY, 10])
 def test_iterate_starts_anywhere_and_reads_nothing_before(monkeypatch, limit):
-    monkeypatch.setattr(base, "_MAX_IN_MEMORY", limit)
+    monkeypatch.setattr(parts, "_MAX_IN_MEMORY", limit)
     whole = dense(103)
     batches = data.Batches(whole, 10, seed=5, epoch=1)
     everything = list(batches)

@@ -1,21 +1,13 @@
 """Data sets: files in, batches out; memory-mapped, so that they may be larger than memory. See docs/data.md."""
 
 from samplex_cuda.data.arrays import csr_file, memmap_file, npy_file, npz_file
-from samplex_cuda.data.base import (
-    PAD,
-    Batches,
-    BuiltIn,
-    Dataset,
-    Dense,
-    Interactions,
-    Sparse,
-    Subset,
-    Tokens,
-    split,
-)
+from samplex_cuda.data.base import PAD, Dataset
 from samplex_cuda.data.interaction_files import interactions_file, sequences_file
+from samplex_cuda.data.interactions import Interactions
 from samplex_cuda.data.opening import FORMATS, open
 from samplex_cuda.data.parquet import parquet_file
+from samplex_cuda.data.parts import Batches, Subset, split
+from samplex_cuda.data.sets import BuiltIn, Dense, Sparse, Tokens
 from samplex_cuda.data.sparse_text import svmlight_file, xc_file
 from samplex_cuda.data.text import text_file
 

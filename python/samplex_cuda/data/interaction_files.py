@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from samplex_cuda.data.base import Interactions
 from samplex_cuda.data.cache import Conversion, Converted, converted
+from samplex_cuda.data.interactions import Interactions
 from samplex_cuda.data.lines import BadLineError, blocks, logical_suffix
 from samplex_cuda.data.sparse_text import _id, _text, adopt
 

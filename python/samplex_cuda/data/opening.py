@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from samplex_cuda.data.arrays import csr_file, members, memmap_file, npy_file, npz_file
-from samplex_cuda.data.base import BuiltIn, Dataset
+from samplex_cuda.data.base import Dataset
 from samplex_cuda.data.interaction_files import interactions_file, sequences_file
 from samplex_cuda.data.lines import logical_suffix
 from samplex_cuda.data.parquet import parquet_file
+from samplex_cuda.data.sets import BuiltIn
 from samplex_cuda.data.sparse_text import svmlight_file, xc_file
 from samplex_cuda.data.text import text_file
 

@@ -165,7 +165,9 @@ class Sampler:
     features: str = _key("auto", "tree: what it looks at, the input or the encoder's h; auto: the input if any",
                          choices=("auto", "input", "hidden"))  # fmt: skip
     fit_rows: int = _key(200_000, "tree, PCA: training examples that are used, at most", least=1)
-    refit_every: int = _key(0, "tree: fit anew after so many epochs; 0: never", least=0)
+    path: str = _key("", "tree: a file of `samplex fit-tree` to take instead of a fit; empty: fitted here")
+    refit_every: int = _key(0, "tree, also in a mixture: fit anew after so many epochs; 0: never", least=0)
+    refit_steps: int = _key(0, "the same, after so many steps; 0: never", least=0)
     alpha: float = _key(100.0, "quadratic: factor of the square", above=0.0)
     num_features: int = _key(1024, "rff: random features", least=1)
     nu: float = _key(4.0, "rff: sharpness of the kernel", above=0.0)
@@ -195,6 +197,10 @@ class Head:
     label_smoothing: float = _key(0.0, "as in cross_entropy", least=0.0, most=1.0)
     reg: float = _key(0.0, "negative_sampling: pulls scores to zero", least=0.0)
     eta_rate: float = _key(0.5, "augment_reduce: how fast eta moves", above=0.0, most=1.0)
+    mask_known: bool = _key(
+        False, "known positives of an example that are not its target are no negatives: its other labels, the other "
+        "items of its user",
+    )  # fmt: skip
     dtype: str = _key("float32", "of the class table", choices=("float32", "bfloat16"))
 
 
@@ -444,14 +450,22 @@ def _check_together(source: str, c: Config) -> None:
             fail("sampler", "weights", wanted, c.sampler.weights)
     elif c.sampler.components or c.sampler.weights:
         fail("sampler", "components", "empty but for a mixture", c.sampler.components or c.sampler.weights)
-    if c.sampler.refit_every and (c.sampler.name != "tree" or c.head.loss == "negative_sampling"):
-        fail("sampler", "refit_every", "0 but for a tree, and with negative_sampling", c.sampler.refit_every)
     names = c.sampler.components or [c.sampler.name]
+    for key in ("refit_every", "refit_steps"):
+        value = getattr(c.sampler, key)
+        if value and ("tree" not in names or c.head.loss == "negative_sampling"):
+            fail("sampler", key, "0 but for a tree, and with negative_sampling", value)
+        if value and c.sampler.path and c.sampler.features != "hidden":
+            fail("sampler", key, '0 with a tree from a file, unless features = "hidden"', value)
+    if c.sampler.path and "tree" not in names:
+        fail("sampler", "path", "empty but for a tree", c.sampler.path)
     own_law = [n for n in names if n in ("bigram", "tree", "quadratic", "rff", "softmax")]
     if c.head.shared and own_law and c.head.loss != "full_softmax":
         fail("head", "shared", f"false with the sampler {own_law[0]}, whose law is another for each row", True)
     if c.head.reg and c.head.loss != "negative_sampling":
         fail("head", "reg", f'0 with loss = "{c.head.loss}"', c.head.reg)
+    if c.head.mask_known and c.head.loss in ("full_softmax", "negative_sampling", "nce"):
+        fail("head", "mask_known", f'false with loss = "{c.head.loss}"', True)
     if c.head.loss not in ("sampled_softmax", "full_softmax"):
         for name in ("absolute", "label_smoothing"):
             if getattr(c.head, name):

@@ -560,6 +560,13 @@ class Trainer:
         if len(train) < 1:
             raise ValueError("trainer: train must have at least 1 example, got none")
         self.train, self.valid = train, valid
+        if config.sampler.path and Path(config.sampler.path).exists():
+            config.sampler.path = str(Path(config.sampler.path).absolute())
+        if config.head.mask_known and train.known(torch.empty(0, dtype=torch.int64)) is None:
+            raise ConfigError(
+                f"config: [head] mask_known must be false for these {train.kind} data: no example has positives "
+                "besides its targets; got true"
+            )
         if t.threads:
             torch.set_num_threads(t.threads)
         self.device = torch.device(t.device)
@@ -825,10 +832,13 @@ class Trainer:
         if self.head.sampler_update == "epoch" and p.step:
             self.head._stale = True
         if s.refit_every and p.epoch and p.epoch % s.refit_every == 0:
-            self._event("fit", sampler=s.name, step=p.step)
-            with torch.random.fork_rng(devices=[]):
-                models.refit_tree(self.config, self.train, self.encoder, self.head)
+            self._refit()
         self._event("epoch", epoch=p.epoch, step=p.step)
+
+    def _refit(self) -> None:
+        self._event("fit", sampler=self.config.sampler.name, step=self.progress.step)
+        with torch.random.fork_rng(devices=[]):
+            models.refit_tree(self.config, self.train, self.encoder, self.head)
 
     def _set_rates(self) -> float:
         factor = self.config.schedule.factor(self.progress.step, self.total_steps)
@@ -841,6 +851,9 @@ class Trainer:
         p, t, head = self.progress, self.config.training, self.head
         if p.batch == 0:
             self._begin_epoch()
+        every = self.config.sampler.refit_steps
+        if every and p.step and p.step % every == 0:  # a checkpoint of this step is before it
+            self._refit()
         carried = self.encoder.carried()
         batches = self._next_batches()
         self._set_rates()
@@ -865,6 +878,7 @@ class Trainer:
                     features=features,
                     index=models.index_of(batch) if head.loss == "augment_reduce" else None,
                     context=models.context_of(batch),
+                    positives=self._known(batch),
                     key=pair,
                 )
                 value = float(loss.detach())
@@ -895,6 +909,14 @@ class Trainer:
             loss=None if problem else loss_value,
             stale=head._steps,
         )
+
+    def _known(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Positives of each row besides its target, CSR, where the configuration asks for them."""
+        if not self.config.head.mask_known:
+            return None
+        found = self.train.known(batch["index"].cpu())
+        assert found is not None
+        return found[0].to(self.device), found[1].to(self.device)
 
     def _finish_step(self) -> str:
         """Clips and updates; what is wrong with the gradient, if anything."""

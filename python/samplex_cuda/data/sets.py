@@ -1,0 +1,342 @@
+"""Data sets of dense rows, of sparse rows, of text, and the built-in one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samplex_cuda.data.base import (
+    PAD,
+    Array,
+    Dataset,
+    _as_array,
+    _check_indptr,
+    _check_int,
+    _classes,
+    _describe,
+    _gather,
+    _hash64,
+    _labels_of,
+    _long,
+    _mix,
+)
+from samplex_cuda.datasets import HierarchicalZipf
+
+__all__ = ["BuiltIn", "Dense", "Sparse", "Tokens"]
+
+
+class Dense(Dataset):
+    """Rows of numbers with one or several labels each.
+
+    Batches hold "x" float32 [B, K] and "y".
+
+    Args:
+        x: [N, K], numpy (a memmap is read row by row) or torch, any real dtype.
+        y: integers [N], or [N, P] padded with -100; or a CSR pair (offsets [N + 1], ids).
+        num_classes: C; by default the largest label + 1.
+        label_rule: what to take of several labels. "all": all of them; "first": the first of the row; "smallest": the
+            smallest id. The last two drop rows without a label.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from samplex_cuda import data
+        >>> set_ = data.Dense(np.ones((3, 2)), np.array([[4, 1], [3, -100], [-100, -100]]))
+        >>> set_.num_classes, set_.batch(torch.arange(3))["y"].tolist()
+        (5, [[4, 1], [3, -100], [-100, -100]])
+        >>> first = data.Dense(np.ones((3, 2)), np.array([[4, 1], [3, -100], [-100, -100]]), label_rule="first")
+        >>> len(first), first.batch(torch.arange(2))["y"].tolist()
+        (2, [4, 3])
+    """
+
+    kind = "dense"
+
+    def __init__(self, x: Any, y: Any, num_classes: int | None = None, *, label_rule: str = "all") -> None:
+        super().__init__()
+        self.x = _as_array("Dense", "x", x, (2,), "fiub")
+        self._labels = _labels_of("Dense", "y", y, len(self.x), label_rule)
+        self.multi_label = self._labels.several
+        self.num_features = int(self.x.shape[1])
+        self.num_classes = _classes("Dense", self._labels, num_classes)
+
+    def __len__(self) -> int:
+        """Number of rows, without the ones that the rule drops."""
+        return self._labels.rows
+
+    def targets(self, rows: Tensor) -> Tensor:
+        """See `Dataset.targets`."""
+        return _long(self._labels.get(self._labels.stored(self._rows(rows))))
+
+    def known(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See `Dataset.known`."""
+        return self._labels.others(self._labels.stored(self._rows(rows)))
+
+    def batch(self, rows: Tensor) -> dict[str, Tensor]:
+        """See `Dataset.batch`."""
+        stored = self._labels.stored(self._rows(rows))
+        x = np.ascontiguousarray(self.x[stored], dtype=np.float32)
+        return {"index": rows, "y": _long(self._labels.get(stored)), "x": torch.from_numpy(x)}
+
+    def _parts(self) -> dict[str, Any]:
+        return {"x": self.x, **self._labels.parts()}
+
+
+class Sparse(Dataset):
+    """Sparse rows (CSR) with any number of labels each: bags of words, tags.
+
+    Batches hold "ids" int64 [nnz], "offsets" int64 [B + 1] (with the end: `include_last_offset=True` of
+    `nn.EmbeddingBag`), "values" float32 [nnz], and "y": [B] where every row has one label, else [B, P].
+
+    Args:
+        indptr: [N + 1], where the entries of each row begin.
+        indices: [nnz], features.
+        values: [nnz]; None: all 1.
+        label_indptr: [N + 1], where the labels of each row begin; None: labels is a table.
+        labels: class ids; without label_indptr [N], or [N, P] padded with -100.
+        num_features: width of a row.
+        num_classes: C; None: the largest label + 1.
+        label_rule: as in `Dense`.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from samplex_cuda import data
+        >>> set_ = data.Sparse(np.array([0, 2, 3]), np.array([0, 4, 1]), np.ones(3), np.array([0, 2, 3]),
+        ...                    np.array([7, 5, 6]), num_features=5, num_classes=8)
+        >>> batch = set_.batch(torch.tensor([1, 0]))
+        >>> batch["ids"].tolist(), batch["offsets"].tolist(), batch["y"].tolist()
+        ([1, 0, 4], [0, 1, 3], [[6, -100], [7, 5]])
+    """
+
+    kind = "sparse"
+
+    def __init__(
+        self,
+        indptr: Any,
+        indices: Any,
+        values: Any,
+        label_indptr: Any,
+        labels: Any,
+        num_features: int,
+        num_classes: int | None = None,
+        *,
+        label_rule: str = "all",
+    ) -> None:
+        super().__init__()
+        self.indptr = _as_array("Sparse", "indptr", indptr, (1,), "iu")
+        self.indices = _as_array("Sparse", "indices", indices, (1,), "iu")
+        self.values = None if values is None else _as_array("Sparse", "values", values, (1,), "fiub")
+        _check_indptr("Sparse", "indptr", self.indptr, len(self.indices))
+        if self.values is not None and len(self.values) != len(self.indices):
+            raise ValueError(
+                f"Sparse: values must be [{len(self.indices)}] to fit indices, got {_describe(self.values)}"
+            )
+        y = labels if label_indptr is None else (label_indptr, labels)
+        self._labels = _labels_of("Sparse", "labels", y, len(self.indptr) - 1, label_rule)
+        self.multi_label = self._labels.several
+        self.num_features = _check_int("Sparse", "num_features", num_features, 1)
+        self.num_classes = _classes("Sparse", self._labels, num_classes)
+
+    def __len__(self) -> int:
+        """Number of rows, without the ones that the rule drops."""
+        return self._labels.rows
+
+    def targets(self, rows: Tensor) -> Tensor:
+        """See `Dataset.targets`."""
+        return _long(self._labels.get(self._labels.stored(self._rows(rows))))
+
+    def known(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See `Dataset.known`."""
+        return self._labels.others(self._labels.stored(self._rows(rows)))
+
+    def batch(self, rows: Tensor) -> dict[str, Tensor]:
+        """See `Dataset.batch`."""
+        stored = self._labels.stored(self._rows(rows))
+        starts = np.asarray(self.indptr[stored], dtype=np.int64)
+        lengths = np.asarray(self.indptr[stored + 1], dtype=np.int64) - starts
+        where = _gather(starts, lengths)
+        ids = np.asarray(self.indices[where], dtype=np.int64)
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self.num_features):
+            wrong = ids[(ids < 0) | (ids >= self.num_features)][0]
+            raise IndexError(f"Sparse.batch: indices must be in [0, {self.num_features}), got {wrong}")
+        values = np.ones(len(ids), np.float32) if self.values is None else self.values[where]
+        offsets = np.zeros(len(stored) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        return {
+            "index": rows,
+            "y": _long(self._labels.get(stored)),
+            "ids": _long(ids),
+            "offsets": _long(offsets),
+            "values": torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)),
+        }
+
+    def _parts(self) -> dict[str, Any]:
+        values = {} if self.values is None else {"values": self.values}
+        return {"indptr": self.indptr, "indices": self.indices, **values, **self._labels.parts()}
+
+
+class Tokens(Dataset):
+    """A stream of tokens for a language model: windows and the tokens that follow.
+
+    The stream is cut into `columns` contiguous parts of equal length. Row r is window r // columns of column
+    r % columns: batches of `columns` rows in order continue each other, so a model may carry its state from one to the
+    next. `Batches` therefore does not shuffle, and its batch_size is `columns`.
+
+    Batches hold "tokens" int64 [B, T] and "y" int64 [B, T], the next tokens. Every token but the first is a target
+    once; up to columns - 1 at the end are left out (none with columns=1). The last window of a column may be short: its
+    rest is filled with token 0 and target -100.
+
+    Args:
+        tokens: integers [n] (a memmap is read window by window).
+        vocabulary_size: C.
+        window: T.
+        columns: how many streams run side by side.
+        vocabulary: the word of each token, if there are words.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda import data
+        >>> stream = data.Tokens(torch.arange(9), vocabulary_size=9, window=3, columns=2)
+        >>> [batch["tokens"].tolist() for batch in data.Batches(stream, 2)]
+        [[[0, 1, 2], [4, 5, 6]], [[3, 0, 0], [7, 0, 0]]]
+        >>> [batch["y"].tolist() for batch in data.Batches(stream, 2)]
+        [[[1, 2, 3], [5, 6, 7]], [[4, -100, -100], [8, -100, -100]]]
+    """
+
+    kind = "text"
+    ordered = True
+
+    def __init__(
+        self,
+        tokens: Any,
+        vocabulary_size: int,
+        window: int = 35,
+        columns: int = 20,
+        *,
+        vocabulary: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.tokens = _as_array("Tokens", "tokens", tokens, (1,), "iu")
+        self.num_classes = self.num_features = _check_int("Tokens", "vocabulary_size", vocabulary_size, 1)
+        self.window = _check_int("Tokens", "window", window, 1)
+        self.columns = _check_int("Tokens", "columns", columns, 1)
+        if len(self.tokens) < self.columns + 1:
+            raise ValueError(f"Tokens: tokens must be at least columns + 1 = {columns + 1}, got {len(self.tokens)}")
+        self.vocabulary = None if vocabulary is None else list(vocabulary)
+        for begin in range(0, len(self.tokens), 1 << 22):
+            part = self.tokens[begin : begin + (1 << 22)]
+            if not (int(part.min()) >= 0 and int(part.max()) < vocabulary_size):
+                wrong = part[(part < 0) | (part >= vocabulary_size)][0]
+                raise ValueError(f"Tokens: tokens must be in [0, {vocabulary_size}), got {wrong}")
+        self.length = (len(self.tokens) - 1) // self.columns  # targets of a column
+
+    def __len__(self) -> int:
+        """Number of windows, over all columns."""
+        return self.columns * math.ceil(self.length / self.window)
+
+    def _take(self, rows: Tensor) -> tuple[Array, Array]:
+        found = self._rows(rows)
+        place = (found // self.columns * self.window)[:, None] + np.arange(self.window)
+        return (found % self.columns)[:, None] * self.length + place, place < self.length
+
+    def targets(self, rows: Tensor) -> Tensor:
+        """See `Dataset.targets`; [B, T]."""
+        where, inside = self._take(rows)
+        return _long(np.where(inside, self.tokens[np.where(inside, where + 1, 0)], PAD))
+
+    def batch(self, rows: Tensor) -> dict[str, Tensor]:
+        """See `Dataset.batch`."""
+        where, inside = self._take(rows)
+        tokens = np.where(inside, self.tokens[np.where(inside, where, 0)], 0)
+        y = np.where(inside, np.asarray(self.tokens[np.where(inside, where + 1, 0)], dtype=np.int64), PAD)
+        return {"index": rows, "y": _long(y), "tokens": _long(tokens)}
+
+    def _parts(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "window": self.window, "columns": self.columns}
+
+
+class BuiltIn(Dataset):
+    """The built-in data: hierarchical Zipf classes at any C, made when a batch asks for them.
+
+    Classes, centres and law are those of `samplex_cuda.datasets.HierarchicalZipf` with the same settings. Row i is a
+    function of (seed, split, i) alone, so rows come in any order at the same cost and N x K is never held.
+
+    Args:
+        num_classes: C.
+        dim: width of x.
+        num_examples: N of this split.
+        seed: everything follows from it.
+        split: "train", "valid" or "test": the same classes, other examples.
+        exponent: Zipf exponent.
+        depth: levels of super-classes above the classes.
+        branching: children of each inner node.
+        noise: length of the noise vector relative to the centre's.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda import data
+        >>> train = data.BuiltIn(1_000_000, dim=16, num_examples=1000, seed=0)
+        >>> train.batch(torch.tensor([3, 999]))["x"].shape
+        torch.Size([2, 16])
+    """
+
+    kind = "dense"
+    _SPLITS = ("train", "valid", "test")
+
+    def __init__(
+        self,
+        num_classes: int,
+        dim: int,
+        num_examples: int,
+        seed: int = 0,
+        *,
+        split: str = "train",
+        exponent: float = 1.0,
+        depth: int = 2,
+        branching: int | None = None,
+        noise: float = 0.6,
+    ) -> None:
+        super().__init__()
+        if split not in self._SPLITS:
+            raise ValueError(f"BuiltIn: split must be one of {', '.join(self._SPLITS)}, got {split!r}")
+        self.law = HierarchicalZipf(
+            num_classes, dim, num_examples, seed, exponent=exponent, depth=depth, branching=branching, noise=noise
+        )
+        self.num_classes, self.num_features = num_classes, dim
+        self.split = split
+        self._base = np.uint64(_mix(seed, self._SPLITS.index(split), 0x5A1F))
+
+    def __len__(self) -> int:
+        """Number of examples of this split."""
+        return self.law.num_examples
+
+    def _bits(self, rows: Array, first: int, count: int) -> Array:
+        """53 random bits for columns [first, first + count) of each row as numbers in (0, 1), float64 [B, count]."""
+        row = _hash64(rows.astype(np.uint64) ^ self._base)
+        columns = np.arange(first, first + count, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
+        bits = _hash64(row[:, None] + columns)
+        return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+    def targets(self, rows: Tensor) -> Tensor:
+        """See `Dataset.targets`."""
+        uniform = torch.from_numpy(self._bits(self._rows(rows), 0, 1)[:, 0])
+        return torch.searchsorted(self.law._cumulative, uniform, right=True).clamp_(max=self.num_classes - 1)
+
+    def batch(self, rows: Tensor) -> dict[str, Tensor]:
+        """See `Dataset.batch`."""
+        y = self.targets(rows)
+        half = (self.num_features + 1) // 2
+        uniform = self._bits(self._rows(rows), 1, 2 * half)
+        # Box and Muller: two normal numbers from two uniform ones.
+        radius, angle = np.sqrt(-2.0 * np.log(uniform[:, :half])), 2.0 * np.pi * uniform[:, half:]
+        normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], 1)[:, : self.num_features]
+        x = torch.from_numpy((normal * (self.law.noise / math.sqrt(self.num_features))).astype(np.float32))
+        return {"index": rows, "y": y, "x": x.add_(self.law.centres(y))}
+
+    def _parts(self) -> dict[str, Any]:
+        law = self.law
+        names = ("num_examples", "seed", "exponent", "depth", "branching", "noise")
+        return {"split": self.split, "version": 1, **{name: getattr(law, name) for name in names}}

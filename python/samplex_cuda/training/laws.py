@@ -1,0 +1,343 @@
+"""Samplers by name: made from a configuration, the training data and a head, and fitted to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import samplex_cuda.tree as fitting
+from samplex_cuda import samplers
+from samplex_cuda.data import Dataset
+from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.rng import Key
+from samplex_cuda.training import checkpoint
+from samplex_cuda.training.config import Config, ConfigError
+from samplex_cuda.training.encoders import MLP, Encoder, InputMap, Linear, _csr, context_of
+
+__all__ = ["read_tree", "refit_tree"]
+
+_COVARIANCE_WIDTH = 1024  # up to here PCA sums the covariance chunk by chunk and keeps no rows
+_CHUNK_ROWS = 4096
+
+
+def _some_rows(dataset: Dataset, limit: int, seed: int) -> Tensor:
+    """Ascending rows of a data set, at most `limit`."""
+    total = len(dataset)
+    if total <= limit:
+        return torch.arange(total)
+    if dataset.ordered:
+        return torch.arange(limit)
+    generator = torch.Generator().manual_seed(seed)
+    if total < 1 << 24:
+        return torch.randperm(total, generator=generator)[:limit].sort().values
+    return torch.randint(total, (limit,), generator=generator).unique()
+
+
+def _chunks(dataset: Dataset, rows: Tensor) -> Iterator[dict[str, Tensor]]:
+    for part in rows.split(_CHUNK_ROWS):
+        yield dataset.batch(part)
+
+
+@torch.no_grad()
+def _fit_map(target: InputMap, dataset: Dataset, config: Config, whiten: bool) -> None:
+    """Principal components of the training data, in passes over it."""
+    width, dim = target.projection.shape
+    passes = 30 if dim <= 64 else 6  # many components settle late, and the last of them matter little
+    rows = _some_rows(dataset, config.sampler.fit_rows, config.training.seed)
+    if dataset.kind == "dense" and width <= _COVARIANCE_WIDTH:
+        mean, projection = _streamed_pca(dataset, rows, dim, whiten)
+    elif dataset.kind == "dense":
+        x = torch.cat([batch["x"] for batch in _chunks(dataset, rows)])
+        mean, projection = fitting.fit_pca(x, dim, whiten=whiten, seed=config.training.seed, passes=passes)
+    else:
+        parts = [_csr(batch) for batch in _chunks(dataset, rows)]
+        lengths = torch.cat([offsets.diff() for _, offsets, _ in parts])
+        csr = SimpleNamespace(  # what `fit_pca` needs of a scipy CSR matrix
+            format="csr",
+            indptr=np.concatenate([[0], np.cumsum(lengths.numpy())]),
+            indices=torch.cat([ids for ids, _, _ in parts]).numpy(),
+            data=torch.cat([values for _, _, values in parts]).numpy(),
+            shape=(len(lengths), width),
+            dtype=np.dtype(np.float32),
+        )
+        mean, projection = fitting.fit_pca(csr, dim, whiten=whiten, seed=config.training.seed, passes=passes)
+    target.mean.copy_(mean)
+    target.projection.copy_(projection)
+
+
+def _streamed_pca(dataset: Dataset, rows: Tensor, dim: int, whiten: bool) -> tuple[Tensor, Tensor]:
+    """As `fit_pca` for narrow data, but no row is kept: mean and covariance in two passes."""
+    width = dataset.num_features
+    total = torch.zeros(width, dtype=torch.float64)
+    for batch in _chunks(dataset, rows):
+        total += batch["x"].double().sum(0)
+    mean = total / len(rows)
+    covariance = torch.zeros(width, width, dtype=torch.float64)
+    for batch in _chunks(dataset, rows):
+        centred = batch["x"].double() - mean
+        covariance += centred.T @ centred
+    values, vectors = torch.linalg.eigh(covariance / len(rows))
+    values, vectors = values.flip(0)[:dim], vectors.flip(1)[:, :dim]
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    projection = vectors * torch.where(largest < 0, -1.0, 1.0)
+    if whiten:
+        spread = values.clamp(min=0).sqrt()
+        projection = projection / torch.where(spread > 1e-6 * spread.max(), spread, torch.ones_like(spread))
+    return mean.float(), projection.float()
+
+
+def _pairs(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Features [n, k] and labels [n] of every target: z [B', k], y [B'] or [B', P]."""
+    y = y.reshape(z.shape[0], -1)
+    row, column = (y >= 0).nonzero(as_tuple=True)
+    return z[row], y[row, column]
+
+
+def _empty_tree(num_classes: int, num_features: int, dim: int) -> samplers.Tree:
+    """A tree of the right sizes whose parameters a checkpoint will bring."""
+    leaves = 1 << (num_classes - 1).bit_length()
+    leaf_class = torch.cat([torch.arange(num_classes), torch.full((leaves - num_classes,), -1)])
+    return samplers.Tree(
+        torch.zeros(leaves, dim),
+        torch.zeros(leaves),
+        leaf_class,
+        mean=torch.zeros(num_features),
+        projection=torch.zeros(num_features, dim),
+    )
+
+
+def _looks_at(config: Config, dataset: Dataset, encoder: Encoder) -> str:
+    """ "hidden" (h itself), "input" (dense) or "map" (sparse input through principal components)."""
+    asked = config.sampler.features
+    if isinstance(encoder, Linear) and not isinstance(encoder, MLP):
+        return "hidden"  # h is the input
+    if asked == "hidden" or (asked == "auto" and dataset.kind == "text"):
+        return "hidden"
+    if dataset.kind == "text":
+        raise ConfigError('config: [sampler] features must be "auto" or "hidden" for text, got "input"')
+    return "input" if isinstance(encoder, MLP) else "map"
+
+
+def read_tree(path: str | Path) -> samplers.Tree:
+    """The tree of a file that `samplex fit-tree` wrote.
+
+    Args:
+        path: of the file.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from samplex_cuda.training import checkpoint, models
+        >>> parts = {"weights": torch.zeros(4, 2), "bias": torch.zeros(4), "leaf_class": torch.tensor([2, 0, 1, -1])}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.write_tensors(f"{folder}/tree.safetensors", parts)
+        ...     models.read_tree(f"{folder}/tree.safetensors").num_classes
+        3
+    """
+    try:
+        parts: dict[str, Any] = dict(checkpoint.read_tensors(path))
+        return samplers.Tree(**parts)
+    except OSError as error:
+        reason = error.strerror
+    except (checkpoint.CheckpointError, TypeError, ValueError) as error:
+        reason = str(error)
+    raise ConfigError(f"config: [sampler] path must be a file of samplex fit-tree, got {str(path)!r}: {reason}")
+
+
+def _stored_tree(config: Config, dataset: Dataset, encoder: Encoder, fit: bool) -> samplers.Tree:
+    """The tree of `sampler.path`. Where the encoder gives another thing than the raw input that the tree was fitted to,
+    the input goes through the file's projection to the tree."""
+    s, classes = config.sampler, dataset.num_classes
+    if s.features == "hidden" or dataset.kind == "text":
+        look, width = "h, the output of the encoder", encoder.out_features
+    else:
+        look, width = "the input", dataset.num_features
+    raw = isinstance(encoder, Linear) and encoder.input is None and not encoder.normalize  # dense x as it is
+    mapped = look == "the input" and not raw
+    dim = min(s.dim, width)
+    if mapped:
+        encoder.tree_map = InputMap(width, dim)
+    elif look == "the input" and isinstance(encoder, MLP):
+        encoder.sees_input = True
+    if not fit:
+        return _empty_tree(classes, dim if mapped else width, dim)
+    tree = read_tree(s.path)
+    for what, wanted, got in (
+        ("classes, as the data", classes, tree.num_classes),
+        (f"features, as {look}", width, tree.num_features),
+        ("components, as sampler.dim says", dim, tree.dim),
+    ):
+        if wanted != got:
+            raise ConfigError(f"config: [sampler] path must be a tree over {wanted:,} {what}, got {got:,} in {s.path}")
+    if not mapped:
+        return tree
+    assert encoder.tree_map is not None
+    encoder.tree_map.mean.copy_(tree.mean)
+    encoder.tree_map.projection.copy_(tree.projection)
+    weights, bias = tree.parameters_of_nodes()
+    return samplers.Tree(weights, bias, tree.leaf_class, mean=torch.zeros(dim), projection=torch.eye(dim))
+
+
+def _tree(config: Config, dataset: Dataset, encoder: Encoder, fit: bool, again: bool = False) -> samplers.Tree:
+    s, classes = config.sampler, dataset.num_classes
+    if s.path and not again:
+        return _stored_tree(config, dataset, encoder, fit)
+    look = _looks_at(config, dataset, encoder)
+    if look == "input":
+        assert isinstance(encoder, MLP)
+        encoder.sees_input = True
+        width = encoder.input.projection.shape[1] if encoder.input is not None else dataset.num_features
+    elif look == "map":
+        width = dataset.num_features
+    else:
+        width = encoder.out_features
+    dim = min(s.dim, width)
+    if look == "map":
+        encoder.tree_map = InputMap(width, dim)
+        if fit:
+            _fit_map(encoder.tree_map, dataset, config, False)
+        width = dim
+    if not fit:
+        return _empty_tree(classes, width, dim)
+    if look == "hidden" and (isinstance(encoder, MLP) or not isinstance(encoder, Linear)):
+        z, y = _hidden(config, dataset, encoder)
+    else:
+        get: Any = encoder.tree_map if look == "map" else getattr(encoder, "inputs", None)
+        if not isinstance(encoder, MLP) and look != "map":
+            get = encoder  # h is the input, scaled or not
+        rows = _some_rows(dataset, s.fit_rows, config.training.seed)
+        if look != "map" and dataset.kind == "dense" and width <= _COVARIANCE_WIDTH and not encoder.normalize:
+            return _streamed_tree(config, dataset, encoder, rows, dim)
+        with torch.no_grad():
+            parts = [_pairs(get(batch), batch["y"]) for batch in _chunks(dataset, rows)]
+        z, y = (torch.cat(part) for part in zip(*parts, strict=True))
+    if look == "map":
+        # Already components: a projection that changes nothing.
+        fitted = fitting.fit_tree(z, y, classes, reg=s.reg)
+        return samplers.Tree(
+            fitted.weights, fitted.bias, fitted.leaf_class, mean=torch.zeros(dim), projection=torch.eye(dim)
+        )
+    return samplers.Tree.fit(z, y, num_classes=classes, dim=dim, reg=s.reg, seed=config.training.seed, progress=False)
+
+
+@torch.no_grad()
+def _streamed_tree(config: Config, dataset: Dataset, encoder: Any, rows: Tensor, dim: int) -> samplers.Tree:
+    """The tree of dense input, of which only `dim` components a row are held."""
+    if encoder.input is None:
+        mean, projection = _streamed_pca(dataset, rows, dim, False)
+    else:  # principal components already: the first ones are theirs
+        width = encoder.input.projection.shape[1]
+        mean, projection = torch.zeros(width), torch.eye(width)[:, :dim]
+    parts = []
+    for batch in _chunks(dataset, rows):
+        parts.append(_pairs((encoder.inputs(batch) - mean) @ projection, batch["y"]))
+    z, y = (torch.cat(part) for part in zip(*parts, strict=True))
+    fitted = fitting.fit_tree(z, y, dataset.num_classes, reg=config.sampler.reg)
+    return samplers.Tree(fitted.weights, fitted.bias, fitted.leaf_class, mean=mean, projection=projection)
+
+
+@torch.no_grad()
+def _hidden(config: Config, dataset: Dataset, encoder: Encoder) -> tuple[Tensor, Tensor]:
+    """h and y of the training data as the encoder is now, on the CPU."""
+    training, carried = encoder.training, encoder.carried()
+    device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
+    encoder.eval()
+    encoder.carry({})
+    limit, found, parts = config.sampler.fit_rows, 0, []
+    size = dataset.columns if dataset.ordered else _CHUNK_ROWS  # type: ignore[attr-defined]
+    for rows in _some_rows(dataset, limit, config.training.seed).split(size):
+        batch = dataset.batch(rows)
+        h = encoder({name: t.to(device) for name, t in batch.items()})
+        z, y = _pairs(h.reshape(-1, h.shape[-1]).float().cpu(), batch["y"].reshape(h[..., 0].numel(), -1))
+        parts.append((z, y))
+        found += y.shape[0]
+        if found >= limit:
+            break
+    encoder.train(training)
+    encoder.carry(carried)
+    z, y = (torch.cat(part)[:limit] for part in zip(*parts, strict=True))
+    return z, y
+
+
+def refit_tree(config: Config, dataset: Dataset, encoder: Encoder, head: SampledClassifier) -> None:
+    """Fit the head's tree (or that of its mixture) anew, to what the encoder gives now; the rest is untouched.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda import data
+        >>> from samplex_cuda.training import Config, config, models
+        >>> train = data.Dense(torch.randn(200, 6), torch.randint(0, 9, (200,)))
+        >>> run = config.override(Config(), ["model.name=mlp", "sampler.name=tree", "sampler.features=hidden"])
+        >>> encoder, head = models.build(run, train)
+        >>> models.refit_tree(run, train, encoder, head)
+    """
+    tree = _tree(config, dataset, encoder, fit=True, again=True).to(head.weight.device)
+    if not isinstance(head.sampler, samplers.Mixture):
+        head.sampler = tree
+        return
+    parts = head.sampler.samplers
+    for number, part in enumerate(parts):
+        if isinstance(part, samplers.Tree):
+            parts[number] = tree
+
+
+def _bigram(config: Config, dataset: Dataset, fit: bool) -> samplers.Bigram:
+    s, classes = config.sampler, dataset.num_classes
+    if dataset.kind not in ("text", "interactions"):
+        raise ConfigError(f'config: [sampler] name must be another for {dataset.kind} data, got "bigram"')
+    if not fit:
+        return samplers.Bigram([0], [], [], torch.ones(classes), backoff=s.backoff, power=s.power)
+    pairs, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+    for batch in _chunks(dataset, torch.arange(len(dataset))):
+        context = context_of(batch)
+        assert context is not None
+        before, after = _pairs(context[:, None], batch["y"].reshape(context.shape[0], -1))
+        before = before[:, 0]
+        kept = before >= 0
+        new, times = np.unique((before[kept] * classes + after[kept]).numpy(), return_counts=True)
+        joined, place = np.unique(np.concatenate([pairs, new]), return_inverse=True)
+        counts = np.bincount(place, weights=np.concatenate([counts, times]), minlength=len(joined)).astype(np.int64)
+        pairs = joined
+    offsets = np.searchsorted(pairs, np.arange(dataset.num_features + 1) * classes)
+    unigram = dataset.class_counts().double() + s.smoothing
+    return samplers.Bigram(offsets, pairs % classes, counts, unigram, backoff=s.backoff, power=s.power)
+
+
+def _sampler(
+    name: str, config: Config, dataset: Dataset, encoder: Encoder, head: SampledClassifier, fit: bool
+) -> samplers.Sampler:
+    s, classes = config.sampler, dataset.num_classes
+    weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
+    if name == "uniform":
+        return samplers.Uniform(classes)
+    if name == "log_uniform":
+        return samplers.LogUniform(classes)
+    if name == "unigram":
+        counts = dataset.class_counts().double() + s.smoothing if fit else torch.ones(classes)
+        return samplers.Unigram(counts, power=s.power)
+    if name == "bigram":
+        return _bigram(config, dataset, fit)
+    if name == "tree":
+        return _tree(config, dataset, encoder, fit)
+    if name == "quadratic":
+        return samplers.Quadratic(weight, alpha=s.alpha, bias=bias)
+    if name == "rff":
+        return samplers.RandomFourier(
+            weight,
+            s.num_features,
+            s.nu,
+            s.kind,
+            epsilon=s.epsilon,
+            bias=bias,
+            normalize=s.normalize,
+            key=Key(config.training.seed),
+        )
+    if name == "softmax":
+        return samplers.Softmax(head.weight, head.bias, scale=head.scale, absolute=head.absolute, copy=False)
+    parts = [_sampler(part, config, dataset, encoder, head, fit) for part in s.components]
+    return samplers.Mixture(list(zip(parts, s.weights, strict=True)))
