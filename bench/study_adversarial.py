@@ -31,12 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _eurlex import eurlex, unit_rows
 from _harness import IMAGES, RESULTS, commit, machine, print_table, progress
 
 import samplex_cuda as sx
-from samplex_cuda.datasets import HierarchicalZipf
-from samplex_cuda.tree import fit_pca, project
+from samplex_cuda.reproduce.adversarial_data import Data, Part, built_in, eurlex_features
 
 BATCH = 256
 NOISES = ("uniform", "frequency", "adversarial")
@@ -44,44 +42,7 @@ RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 REGS = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 START = (0.1, 3e-3)
 TREE_REGS = (0.1, 0.3, 1.0, 3.0)  # by log p_n of the validation part
-Part = tuple[torch.Tensor, torch.Tensor]  # x fp32 [N, K], y int64 [N]
 Point = dict[str, float]
-
-
-@dataclasses.dataclass
-class Data:
-    """Three parts that share no example: fitted on, chosen by, measured on."""
-
-    train: Part
-    valid: Part
-    test: Part
-    num_classes: int
-
-
-def scaled(train: Part, valid: Part, test: Part, num_classes: int) -> Data:
-    """Features of mean square 1 (one factor for all), so that one grid of learning rates serves every data set."""
-    factor = train[0].square().mean().rsqrt()
-    parts = [(x * factor, y) for x, y in (train, valid, test)]
-    return Data(parts[0], parts[1], parts[2], num_classes)
-
-
-def built_in(classes: int, examples: int, width: int, noise: float) -> Data:
-    data = HierarchicalZipf(num_classes=classes, dim=width, num_examples=examples, seed=0, num_valid=8192, noise=noise)
-    x, y = data.split("valid")
-    return scaled(data.split("train"), (x[:4096], y[:4096]), (x[4096:], y[4096:]), classes)
-
-
-def eurlex_features(directory: Path, width: int = 512) -> Data:
-    """The paper's rule: the smallest label of each example, unlabelled ones dropped; a tenth of the training file to
-    choose by. Unit rows; PCA fitted on the training file."""
-    x, y, test_x, test_y = eurlex(directory)
-    x, test_x = unit_rows(x), unit_rows(test_x)
-    mean, projection = fit_pca(x, width, seed=0, passes=6)
-    dense, test = project(x, mean, projection), project(test_x, mean, projection)
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    held, rest = order[: len(y) // 10], order[len(y) // 10 :]
-    classes = int(max(y.max(), test_y.max())) + 1
-    return scaled((dense[rest], y[rest]), (dense[held], y[held]), (test, test_y), classes)
 
 
 def make_sampler(noise: str, data: Data, dim: int) -> Any:

@@ -223,7 +223,7 @@ class Run:
             "lines.markersize": 4,
         }
         with mpl.rc_context(rc):
-            figure = Figure(figsize=size, layout="constrained")
+            figure = Figure(figsize=size, dpi=140, layout="constrained")
             canvas = FigureCanvasAgg(figure)
             yield figure
             for axes in figure.axes:
