@@ -389,7 +389,7 @@ def _headline(r: Run, trace: Trace, traces: dict[int, Trace], found: dict[str, d
     panels = 2 + len(found)
     with r.figure(
         "headline",
-        "Contrastive learning: Algorithm 1 converges, wide encoders barely move, the log-Q correction pays",
+        "Contrastive learning: Algorithm 1, distance from the start, and negatives with and without log Q",
         "Loss and loss vectors of Algorithm 1; how far the weights are from their start when the loss has halved; "
         "recall on held-out pairs by where negatives come from.",
         (3.4 * panels, 3.6),
