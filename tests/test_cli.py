@@ -436,8 +436,12 @@ def test_fit_tree_saves_a_sampler(tmp_path):
         found["held_out_log_prob"], abs=1e-3
     )
     text = samplex("fit-tree", "--data", DATA, "--out", tmp_path / "folder", "--held-out", 0).stdout
-    assert "samplers.Tree(**checkpoint.read_tensors" in text
-    assert (tmp_path / "folder" / "tree.safetensors").exists()
+    stored = tmp_path / "folder" / "tree.safetensors"
+    assert f"--sampler tree --set sampler.path={stored} --set sampler.dim=8" in text
+    assert stored.exists()
+    settings = [part for name in (f"path={file}", "dim=4") for part in ("--set", f"sampler.{name}")]
+    done = as_json("train", "--data", DATA, "--sampler", "tree", *settings, "--out", tmp_path / "run")
+    assert done["status"] == "finished"
 
 
 def test_diagnose_writes_table_plot_and_json(run_dir):

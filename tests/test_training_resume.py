@@ -132,6 +132,9 @@ SPECIAL = {
     "one_vs_each": ("linear", "mixture", ["head.loss=one_vs_each", "optimizer.lr=0.01"]),
     "full_softmax": ("lstm_tied", "uniform", ["head.loss=full_softmax"]),
     "refit": ("mlp", "tree", ["sampler.features=hidden", "sampler.refit_every=1"]),
+    "refit_in_a_mixture": ("lstm", "mixture", ['sampler.components=["tree", "bigram"]', "sampler.smoothing=1",
+                                               "sampler.dim=4", "sampler.refit_steps=3"]),
+    "mask_known": ("two_tower", "unigram", ["head.mask_known=true"]),
     "dense_embedding": ("embedding_bag", "uniform", ["model.sparse=false"]),
 }  # fmt: skip
 

@@ -146,9 +146,10 @@ def fit_tree(
         about = {"data": path, "fingerprint": dataset.fingerprint(), "reg": str(reg), "examples": str(len(y))}
         checkpoint.write_tensors(file, {**parts, "mean": mean, "projection": projection}, about)
     out.say(report)
-    out.say(f"saved in {file} after {seconds:.1f} s. In Python:")
-    out.say("  from samplex_cuda import samplers; from samplex_cuda.training import checkpoint")
-    out.say(f"  tree = samplers.Tree(**checkpoint.read_tensors({str(file)!r}))")
+    out.say(f"saved in {file} after {seconds:.1f} s. Train with it:")
+    used = "" if fitted.weights.shape[1] == configs.Sampler().dim else f" --set sampler.dim={fitted.weights.shape[1]}"
+    out.say(f"  samplex train ... --sampler tree --set sampler.path={file}{used}")
+    out.say(f"In Python: samplex_cuda.training.models.read_tree({str(file)!r})")
     payload = {"out": str(file), "num_classes": fitted.num_classes, "depth": fitted.depth, "examples": len(y)}
     payload |= {"seconds": round(seconds, 3), "train_log_prob": fitted.train_log_prob, "report": report}
     if other:
