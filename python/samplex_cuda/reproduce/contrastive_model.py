@@ -62,7 +62,7 @@ class Encoder(torch.nn.Module):
         >>> import torch
         >>> from samplex_cuda.reproduce.contrastive_model import Encoder
         >>> encoder = Encoder(8, 64, 16, 2, torch.Generator().manual_seed(0))
-        >>> [list(w.shape) for w in encoder.weights], encoder(torch.randn(5, 8)).shape
+        >>> [list(w.shape) for w in encoder.weights], encoder(torch.randn(5, 8, dtype=torch.float64)).shape
         ([[64, 8], [64, 64], [16, 64]], torch.Size([5, 16]))
     """
 
