@@ -76,7 +76,7 @@ def one_step(r: Run) -> None:
         "d^(-1/4), an upper bound",
         f"err_s falls like d^({rate:.2f})",
         holds=rate <= -0.25,
-        note="-1/2 is the true rate",
+        note="close to -1/2",
     )
     r.claim(
         "the step shows the importance of tokens",
@@ -179,10 +179,11 @@ def max_margin_flow(r: Run) -> None:
     marks = [m for m in (20.0, 100.0, 400.0, 1000.0) if m <= norm] or [20.0]
     rows: list[list[object]] = [[rate, *[f.cosine_at(m) for m in marks], f.selected] for rate, (_, f) in found.items()]
     rows.append(["10, q (g - f)", *[textbook.cosine_at(m) for m in marks], textbook.selected])
+    ended = f"it ends at |p| = {textbook.norms[-1]:.0f} with cosine {textbook.cosines[-1]:.3f}"
     columns = ["rate of the first step", *[f"cosine at |p| = {m:g}" for m in marks], "important tokens selected"]
     r.table("Theorem 4.3: the direction of p, n = 8, T = 4, d = 1,024", columns, rows,
             "The last line takes the gradient as q (g - f), as eager torch does: from margins of about 36 on it is "
-            "rounding noise.")  # fmt: skip
+            f"rounding noise; in as many steps {ended}.")  # fmt: skip
     flows = [f for _, f in found.values()]
     last = [f.cosine_at(marks[-1]) for f in flows]
     falls = all(b <= a + 1e-12 for f in flows for a, b in zip(f.losses, f.losses[1:], strict=False))
@@ -196,7 +197,7 @@ def max_margin_flow(r: Run) -> None:
         "in the limit",
         f"cosine {min(last):.6f} at |p| = {marks[-1]:g}",
         holds=min(last) > (0.98 if norm < 100 else 0.999),
-        note=f"{textbook.cosine_at(marks[-1]):.2f} with the textbook gradient" if norm >= 100 else "",
+        note=f"{textbook.cosines[-1]:.2f} at |p| = {textbook.norms[-1]:.0f} with the textbook gradient",
     )
     start = found[rates[0]][0]
     one, margins = theory.max_margin(data, start.embedding)
