@@ -43,8 +43,10 @@ def estimates(s: Sphere, kind: str, num_features: int, nu: float, seed: int) -> 
     """
     omega = sx.rff.frequencies(s.rows.shape[1], num_features, nu=nu, kind=kind, key=sx.Key(seed))
     extra: dict[str, Any] = {"nu": nu, "gaussian": True} if kind == "positive" else {}
-    left, right = (sx.rff.features(x, omega, kind=kind, **extra) for x in (s.queries, s.rows))
-    return left.double() @ right.double().T
+    left = sx.rff.features(s.queries, omega, kind=kind, **extra).double()
+    # Some classes at a time: all features of many classes would be gigabytes.
+    parts = s.rows.split(max(1, 2**24 // left.shape[1]))
+    return torch.cat([left @ sx.rff.features(x, omega, kind=kind, **extra).double().T for x in parts], dim=1)
 
 
 def law(s: Sphere, values: Tensor) -> Tensor:
