@@ -2,8 +2,8 @@
 
 Data and rule as in `study_eurlex.py` (C = 3,687, 512 principal components, linear with bias, rows start at 0). The
 full softmax is `F.linear` + `F.cross_entropy` with torch's fused Adagrad; the sampled ones update their rows inside
-backward. Rates fall linearly to a tenth of their start. The settings below were chosen on the validation part, for each
-method those that reach its accuracy soonest: batches of 32 to 256, rates of 0.01 to 0.05, 4 to 32 draws were tried. The
+backward. Rates fall linearly to a tenth of their start. Settings were chosen by hand on the validation part, one
+seed: 32 were tried with the tree, 5 with the full softmax; m = 64, frequency and uniform were not tuned. The
 first 16 features are the first principal components, so the tree takes these as they are. Times have the fit of the
 tree, and for the kernel samplers their updates; one step before the clock starts loads what torch loads late.
 
@@ -14,12 +14,13 @@ tree, and for the kernel samplers their updates; one step before the clock start
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from _harness import print_table
-from _study import COLOURS, Clock, Point, axes_of, first_reach, mean, parser, save_plot, store, stored
+from _study import COLOURS, Clock, Point, axes_of, mean, parser, save_plot, store, stored
 from study_adversarial import Data, built_in, eurlex_features
 
 import samplex_cuda as sx
@@ -152,31 +153,38 @@ def study(name: str, parts: Data, quick: bool) -> dict[str, Any]:
     return found
 
 
-def soonest(methods: dict[str, Any], accuracy: float) -> float | None:
-    """Time of the quickest full softmax to a test accuracy."""
-    found = [first_reach(m["curve"], "accuracy", accuracy) for n, m in methods.items() if n.startswith("full")]
-    return min((p["seconds"] for p in found if p), default=None)
+def reach(curve: list[Point], accuracy: float) -> float | None:
+    """When a curve, straight between its points, first has a test accuracy; None: never, or before its first point."""
+    for left, right in pairwise(curve):
+        if left["accuracy"] < accuracy <= right["accuracy"]:
+            part = (accuracy - left["accuracy"]) / (right["accuracy"] - left["accuracy"])
+            return left["seconds"] + part * (right["seconds"] - left["seconds"])
+    return None
 
 
 def report(methods: dict[str, Any]) -> dict[str, Any]:
-    best = max(m["curve"][-1]["accuracy"] for n, m in methods.items() if n.startswith("full"))
+    fulls = {name: m for name, m in methods.items() if name.startswith("full")}
+    best = max(m["curve"][-1]["accuracy"] for m in fulls.values())
     verdicts: dict[str, Any] = {"full_softmax": best}
     lines = []
     for name, m in methods.items():
         end = m["curve"][-1]
-        line = [name, f"{100 * end['accuracy']:.2f} ± {100 * m['test_accuracy_sd']:.2f} %", f"{end['seconds']:.2f} s"]
-        verdicts[name] = {}
-        for label, wanted in (("paper", PAPER), ("within 1 point", best - 0.01), ("end", end["accuracy"])):
-            own, full = first_reach(m["curve"], "accuracy", wanted), soonest(methods, wanted)
-            text = "never" if own is None else f"{own['seconds']:.2f} s"
-            if own is not None and full is not None and not name.startswith("full"):
-                text += f" ({full / own['seconds']:.1f}x)"
-                verdicts[name][label] = {"accuracy": wanted, "seconds": own["seconds"], "full_softmax_seconds": full}
-            if label != "end" or not name.startswith("full"):
-                line.append(text)
-        lines.append([*line, *[""] * (6 - len(line))])
-    head = ["method", "test at the end", "time", f"to {100 * PAPER:.1f} %", f"to {100 * (best - 0.01):.1f} %"]
-    print_table([*head, "to its own end (full softmax / it)"], lines)
+        near = reach(m["curve"], best - 0.01)
+        times = [t for f in fulls.values() if (t := reach(f["curve"], end["accuracy"])) is not None]
+        same = "" if name in fulls or not times else f"{min(times):.2f} s = {min(times) / end['seconds']:.1f}x"
+        verdicts[name] = {"seconds": end["seconds"], "within_1_point_seconds": near}
+        verdicts[name] |= {"full_softmax_seconds": min(times)} if same else {}
+        lines.append(
+            [
+                name,
+                f"{100 * end['accuracy']:.2f} ± {100 * m['test_accuracy_sd']:.2f} %",
+                f"{end['seconds']:.2f} s",
+                "never" if near is None else f"{near:.2f} s",
+                same,
+            ]
+        )
+    head = ["method", "test at the end", "time", f"to {100 * (best - 0.01):.1f} %", "full softmax to its accuracy"]
+    print_table(head, lines)
     return verdicts
 
 
