@@ -149,9 +149,9 @@ inline int64_t rows_of_tile(int64_t d) {
 // How class rows are prefetched: how many rows ahead (a multiple of 4, the rows that are scored together), and how much
 // of each. Measured. On Intel and on AMD since Zen 4 whole rows into the L2 cache, as many lines under way as
 // `prefetch_lines` says: the L1 takes 16 or 24 misses at a time, the L2 twice as many and more (Zen 4: 0.24 ms instead
-// of 0.48 for 16,640 rows of 512 bytes). On older AMD every prefetch takes a miss buffer of the L1, so the first half of
-// a row is asked for, and the stream prefetcher, which has buffers of its own, brings the rest: 12 to 17 % faster than
-// whole rows. A loop that walks `tables` tables at once has that many rows under way for each step.
+// of 0.48 for 16,640 rows of 512 bytes). On older AMD every prefetch takes a miss buffer of the L1, so the first half
+// of a row is asked for, and the stream prefetcher, which has buffers of its own, brings the rest: 12 to 17 % faster
+// than whole rows. A loop that walks `tables` tables at once has that many rows under way for each step.
 struct RowPrefetch {
   int64_t rows, bytes;
   bool into_l1;

@@ -413,7 +413,7 @@ def biases(r: Run, s: laws.Sphere, features: list[int]) -> None:
         axes.set_yscale("log")
         axes.set_xlabel("features D")
         axes.set_ylabel("bias, % of the gradient")
-        axes.legend(ncols=2, fontsize=7.5)
+        axes.legend(ncols=2, fontsize=7.5, handlelength=3.5)
     sharp = {kind: found[f"{kind}, {s.tau:.3g}"] for kind in KINDS}
     r.claim(
         "Corollary 1: nu = tau",
