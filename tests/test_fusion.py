@@ -436,3 +436,19 @@ def test_the_short_way_is_not_taken_where_more_is_asked_for():
     assert head._fusion.plain_loss(h, torch.tensor([1, 2, 50]), None) is None
     with pytest.raises(IndexError, match="50"):
         head(h, torch.tensor([1, 2, 50]))
+    head.sampler.sample = head.sampler.sample  # somebody's own
+    assert head._fusion.plain_loss(h, y, None) is None
+
+
+def test_a_sampler_of_ones_own_is_asked():
+    class Last(sx.samplers.Uniform):
+        def sample(self, h, num_samples, **options):
+            ids = torch.full((h.shape[0], num_samples), self.num_classes - 1)
+            return sx.Draw(ids, torch.zeros(ids.shape))
+
+    head = sx.SampledClassifier(4, 50, Last(50), num_samples=5)
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+    before = head.weight.detach().clone()
+    head(torch.randn(3, 4), torch.tensor([1, 2, 3])).backward()
+    changed = (head.weight != before).any(1).nonzero().flatten().tolist()
+    assert changed == [1, 2, 3, 49]

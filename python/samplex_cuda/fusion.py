@@ -173,7 +173,9 @@ class Fusion:
         sampler: Any = head.sampler
         if not (
             head.loss == "sampled_softmax"
-            and isinstance(sampler, StaticSampler)
+            # Not one whose `sample` somebody has replaced.
+            and getattr(type(sampler), "sample", None) is StaticSampler.sample
+            and "sample" not in sampler.__dict__
             and not (head.shared or head.absolute or head.label_smoothing)
             and head.sampler_update is None
             and head.class_weight is None
