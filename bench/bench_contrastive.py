@@ -140,7 +140,7 @@ def main() -> int:
     config = {"n": KEYS, "d": DIM, "B": BATCH, "k": K}
     for row_id, what, dense_only, draw, target in (
         ("bank_100k", "given negatives", False, False, 8.0),
-        ("bank_100k_drawn", "draw included", False, True, None),
+        ("bank_100k_drawn", "draw included", False, True, 8.0),
         ("bank_100k_dense", "dense gradient of the keys", True, False, None),
     ):
         if not wanted(options, row_id):
