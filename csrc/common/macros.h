@@ -21,8 +21,10 @@
 
 #ifdef __GNUC__
 #define SX_ALWAYS_INLINE inline __attribute__((always_inline))
+#define SX_NOINLINE __attribute__((noinline))
 #else
 #define SX_ALWAYS_INLINE inline
+#define SX_NOINLINE
 #endif
 
 #ifndef SX_ISA_NS

@@ -59,6 +59,37 @@ struct Rows {
     }
   }
 
+#if defined(__AVX2__)
+  // h . w[j] in lane j, eight rows at a time; d % Vec::kSize == 0
+  static Vec dot8(const float* h, const T* const* w, int64_t d) {
+    Vec s[8];
+    for (int j = 0; j < 8; ++j) s[j] = Vec::zero();
+    for (int64_t c = 0; c < d; c += Vec::kSize) {
+      const Vec x = Vec::load(h + c);
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; ++j) s[j] = fma(x, Vec::load(w[j] + c), s[j]);
+    }
+    return sums_of(s);
+  }
+
+  // acc += sum_j coef[j] * w[j]; d % Vec::kSize == 0
+  static void axpy8(float* acc, const float* coef, const T* const* w, int64_t d) {
+    Vec k[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) k[j] = Vec::all(coef[j]);
+    for (int64_t c = 0; c < d; c += Vec::kSize) {
+      // Two sums: one chain of eight would wait for itself.
+      Vec x = fma(k[0], Vec::load(w[0] + c), Vec::load(acc + c)), y = k[1] * Vec::load(w[1] + c);
+#pragma GCC unroll 3
+      for (int j = 2; j < 8; j += 2) {
+        x = fma(k[j], Vec::load(w[j] + c), x);
+        y = fma(k[j + 1], Vec::load(w[j + 1] + c), y);
+      }
+      (x + y).store(acc + c);
+    }
+  }
+#endif
+
   static void axpy1(A* acc, A coef, const T* w, int64_t d) {
     for (int64_t c = 0; c < d; ++c) acc[c] += coef * to_acc(w[c]);
   }
@@ -171,9 +202,17 @@ SX_ALWAYS_INLINE void prefetch_row(const T* row, const RowPrefetch& how) {
   const char* bytes = reinterpret_cast<const char*>(row);
   if (how.into_l1) {
     for (int64_t at = 0; at < how.bytes; at += 64) __builtin_prefetch(bytes + at, 0, 3);
-  } else {
-    for (int64_t at = 0; at < how.bytes; at += 64) __builtin_prefetch(bytes + at, 0, 2);
+    return;
   }
+  // Four lines a turn: these instructions are a tenth of a loop over rows.
+  int64_t at = 0;
+  for (; at + 256 <= how.bytes; at += 256) {
+    __builtin_prefetch(bytes + at, 0, 2);
+    __builtin_prefetch(bytes + at + 64, 0, 2);
+    __builtin_prefetch(bytes + at + 128, 0, 2);
+    __builtin_prefetch(bytes + at + 192, 0, 2);
+  }
+  for (; at < how.bytes; at += 64) __builtin_prefetch(bytes + at, 0, 2);
 }
 
 }  // namespace SX_ISA_NS

@@ -31,6 +31,7 @@ struct Vec {
   friend Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
   friend Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
   friend Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+  friend Vec sqrt(Vec x) { return {_mm512_sqrt_ps(x.v)}; }
   // a * b + c
   friend Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
   // A nan in `x` is dropped: max(x, keep) = keep.
@@ -85,6 +86,7 @@ struct Vec {
   friend Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
   friend Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
   friend Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+  friend Vec sqrt(Vec x) { return {_mm256_sqrt_ps(x.v)}; }
   friend Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
   friend Vec max(Vec x, Vec keep) { return {_mm256_max_ps(x.v, keep.v)}; }
   friend Vec min(Vec x, Vec keep) { return {_mm256_min_ps(x.v, keep.v)}; }
@@ -179,6 +181,42 @@ inline Vec load_tail(const T* p, int n) {
   T padded[Vec::kSize];
   for (int i = 0; i < Vec::kSize; ++i) padded[i] = i < n ? p[i] : T(0.0f);
   return Vec::load(padded);
+}
+
+// The sums of eight vectors in lanes 0 .. 7 (the rest: 0), by 26 additions and shuffles instead of eight times 7.
+inline Vec sums_of(const Vec* x) {
+#if defined(__AVX512F__)
+  __m256 y[8];
+  for (int j = 0; j < 8; ++j) y[j] = _mm256_add_ps(_mm512_castps512_ps256(x[j].v), _mm512_extractf32x8_ps(x[j].v, 1));
+#else
+  __m256 y[8];
+  for (int j = 0; j < 8; ++j) y[j] = x[j].v;
+#endif
+  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
+  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(y[4], y[5]), _mm256_hadd_ps(y[6], y[7]));
+  const __m256 sums = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+#if defined(__AVX512F__)
+  return {_mm512_zextps256_ps512(sums)};
+#else
+  return {sums};
+#endif
+}
+
+// Eight numbers in lanes 0 .. 7, and what is above them.
+inline Vec load8(const float* p, float above) {
+#if defined(__AVX512F__)
+  return {_mm512_insertf32x8(_mm512_set1_ps(above), _mm256_loadu_ps(p), 0)};
+#else
+  (void)above;
+  return Vec::load(p);
+#endif
+}
+inline void store8(Vec x, float* p) {
+#if defined(__AVX512F__)
+  _mm256_storeu_ps(p, _mm512_castps512_ps256(x.v));
+#else
+  x.store(p);
+#endif
 }
 
 inline void store_tail(Vec x, float* p, int n) {

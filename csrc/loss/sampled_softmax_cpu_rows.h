@@ -22,7 +22,7 @@ struct Scratch {
   void* memory;
 
   Scratch(int64_t d, int64_t entries) {
-    const int64_t row = (d + 15) / 16 * 16, list = (entries + 15) / 16 * 16;
+    const int64_t row = (d + 15) / 16 * 16, list = (entries + 7 + 15) / 16 * 16;
     const size_t bytes = size_t(3 * row + 3 * list) * sizeof(A) + size_t(list) * sizeof(int64_t);
     memory = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
     h = static_cast<A*>(memory);
@@ -52,6 +52,7 @@ struct SampledSoftmaxRow {
   const RowPrefetch ahead_of;
   const bool one_target;    // the usual row: one target, no further positives
   const bool plain_shared;  // shared draws in their usual form: `run_shared`
+  const bool plain_rows;    // draws of each row in theirs: `run_plain`
   int64_t num_targets = 0;  // of the current row, without padding
   int64_t num_entries = 0;  // that take part
 
@@ -67,7 +68,9 @@ struct SampledSoftmaxRow {
         tile_rows(rows_of_tile<T>(params.dim)),
         ahead_of(row_prefetch<T>(params.dim)),
         one_target(params.num_targets == 1 && params.known_offsets == nullptr),
-        plain_shared(params.shared && one_target && !params.absolute && params.label_smoothing == 0) {
+        plain_shared(params.shared && one_target && !params.absolute && params.label_smoothing == 0),
+        plain_rows(!params.shared && one_target && !params.absolute && params.label_smoothing == 0 &&
+                   params.coef_lse == nullptr && params.num_samples > 0 && can_run_plain(params.dim)) {
     if (!plain_shared) return;
     const A* log_q = static_cast<const A*>(p.log_q);
     for (int64_t k = 0; k < m; ++k) s.signs[k] = correction(log_q[k]);
@@ -236,8 +239,130 @@ struct SampledSoftmaxRow {
     Rows<T>::scale_row(d_loss, coef[0], row, p.dim);
   }
 
+#if defined(__AVX2__)
+  static constexpr int64_t kGroup = 8;
+  // Two groups of rows stay in the L1 cache.
+  static bool can_run_plain(int64_t d) {
+    return sizeof(A) == 4 && d > 0 && d % Vec::kSize == 0 && 2 * kGroup * d * int64_t(sizeof(T)) <= 16384;
+  }
+
+  // The draws k .. k + 7 of a row: their class rows, and products with h. A group at the end is filled up with its last
+  // draw.
+  Vec plain_dots(const int64_t* ids, int64_t k, const T** rows) const {
+    for (int64_t j = 0; j < kGroup; ++j) rows[j] = weight_row(ids[k + j < m ? k + j : m - 1]);
+    return Rows<T>::dot8(s.h, rows, p.dim);
+  }
+  // Half a group of rows, `ahead_of.rows` after draw `flat` of the flat [B, m] list.
+  SX_ALWAYS_INLINE void plain_prefetch(int64_t flat) const {
+    const int64_t end = p.batch * m;
+    const int64_t begin = flat + ahead_of.rows;
+    for (int64_t i = begin; i < begin + kGroup / 2 && i < end; ++i) {
+      prefetch_row(weight_row(p.ids[i]), ahead_of);
+    }
+  }
+
+  // One target, draws of its own, nothing else. Groups of eight draws, each scored while the one before enters the
+  // online softmax: the way from products to coefficients is long, and would stand between two groups. Half of the
+  // prefetches go before the scores, half before the sums, so that memory never rests. False: a case for `run`.
+  bool run_plain(int64_t b) {
+    const int64_t target = p.target[b], *const ids = p.ids + b * m;
+    if (b + 1 < p.batch && uint64_t(p.target[b + 1]) < uint64_t(p.num_classes)) {
+      prefetch_row(weight_row(p.target[b + 1]), ahead_of);
+    }
+    if (!is_target(target)) return false;
+    const A total = load_scalar<A>(p.class_weight, target, A(1));
+    const int64_t d = p.dim, groups = (m + kGroup - 1) / kGroup;
+    const A* log_q = static_cast<const A*>(p.log_q) + b * m;
+    int64_t hits = 0;
+    for (int64_t k = 0; k < m; ++k) {
+      const bool hit = ids[k] == target;
+      s.logits[1 + k] = hit ? kOut : correction(log_q[k]);
+      hits += hit;
+    }
+    for (int64_t k = m; k < groups * kGroup; ++k) s.logits[1 + k] = kOut;
+    const T* hidden = static_cast<const T*>(p.hidden) + b * d;
+    for (int64_t c = 0; c < d; ++c) s.h[c] = to_acc(hidden[c]);
+    const T* const own_row = weight_row(target);
+    Vec first = Vec::zero();
+    for (int64_t c = 0; c < d; c += Vec::kSize) {
+      const Vec x = Vec::load(own_row + c);
+      first = fma(Vec::load(s.h + c), x, first);
+      x.store(s.push + c);
+    }
+    const A own = scale * (first.sum() + load_scalar<A>(p.bias, target, A(0)));
+    // Every draw masked, a class weight of 0, an infinite h.
+    if (hits == m || total == 0 || !is_finite(own)) return false;
+    s.logits[0] = own;
+
+    A max = own;
+    Vec sums = Vec::zero();
+    A own_sum = 1, coef[Vec::kSize];
+    const T* rows[2][kGroup];
+    plain_prefetch(b * m);
+    Vec dots = plain_dots(ids, 0, rows[0]);
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t k = group * kGroup;
+      const T** const mine = rows[group % 2];
+      Vec next = dots;
+      if (group + 1 < groups) {
+        plain_prefetch(b * m + k + kGroup);
+        next = plain_dots(ids, k + kGroup, rows[(group + 1) % 2]);
+      }
+      if (p.bias.data != nullptr) {
+        A biased[Vec::kSize];
+        dots.store(biased);
+        for (int64_t j = 0; j < kGroup; ++j) biased[j] += load_scalar<A>(p.bias, ids[k + j < m ? k + j : m - 1], A(0));
+        dots = Vec::load(biased);
+      }
+      const Vec logits = fma(dots, Vec::all(scale), load8(s.logits + 1 + k, kOut));
+      store8(logits, s.logits + 1 + k);
+      if (above(logits, Vec::all(max)) != 0) {
+        A lanes[Vec::kSize];
+        logits.store(lanes);
+        const A most = Rows<T>::max_of(lanes, kGroup);
+        if (most > max) {  // or there is a nan, which comes through by itself
+          const A shrink = exp_acc(max - most);
+          sums = sums * Vec::all(shrink);
+          own_sum *= shrink;
+          if (p.need_grad) Rows<T>::scale_to(s.push, s.push, shrink, d);
+          max = most;
+        }
+      }
+      const Vec e = vexp(logits - Vec::all(max));
+      sums = sums + e;
+      plain_prefetch(b * m + k + kGroup / 2);
+      if (p.need_grad) {
+        e.store(coef);
+        Rows<T>::axpy8(s.push, coef, mine, d);
+      }
+      dots = next;
+    }
+    const A sum = own_sum + sums.sum(), lse = max + log_acc(sum);
+    static_cast<A*>(p.denom)[b] = total;
+    static_cast<A*>(p.lse)[b] = lse;
+    static_cast<A*>(p.loss)[b] = total * (lse - own);
+    if (!p.need_grad) return true;
+    A* out = static_cast<A*>(p.coef_loss) + b * row_entries;
+    Rows<T>::exp_to(s.logits, lse, total * scale, out, row_entries);
+    if (lse != lse) clear_masked(b, out);
+    out[0] -= total * scale;
+    const Vec of_push = Vec::all(total * scale / sum), of_own = Vec::all(total * scale);
+    A* d_loss = static_cast<A*>(p.d_loss) + b * d;
+    for (int64_t c = 0; c < d; c += Vec::kSize) {
+      (of_push * Vec::load(s.push + c) - of_own * Vec::load(own_row + c)).store(d_loss + c);
+    }
+    return true;
+  }
+#else
+  static bool can_run_plain(int64_t) { return false; }
+  bool run_plain(int64_t) { return false; }
+#endif
+
   void run(int64_t b) {
     if (plain_shared) return run_shared(b);
+    if constexpr (sizeof(A) == 4) {
+      if (plain_rows && run_plain(b)) return;
+    }
     if (!list_entries(b)) return zero_outputs(b);
     const bool trivial = num_entries == num_targets;  // every draw is masked: nothing to learn from this row
     const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;

@@ -38,14 +38,7 @@ inline void first_attempt(const StaticSampleParams& p, Block& s) {
   int64_t* ids = p.ids + s.first;
   switch (p.law) {
     case StaticLaw::kUniform:
-      if (p.exclude == nullptr) {
-        for (int i = 0; i < s.count; ++i) ids[i] = below(s.bits0[i], p.num_classes);
-      } else {
-        for (int i = 0; i < s.count; ++i) {
-          const StaticRow& row = p.rows[s.b[i]];
-          ids[i] = row.left == 0 ? 0 : uniform_skip(p, row, below(s.bits0[i], row.left));
-        }
-      }
+      for (int i = 0; i < s.count; ++i) ids[i] = below(s.bits0[i], p.num_classes);
       for (int i = 0; i < s.count; ++i) s.log_weight[i] = 0.0;
       break;
     case StaticLaw::kLogUniform: {
@@ -71,8 +64,33 @@ inline void first_attempt(const StaticSampleParams& p, Block& s) {
   }
 }
 
+// Uniform draws past excluded ids never meet one, and share one log_q a row: whole rows at a time.
+inline void draw_uniform_excluding(const StaticSampleParams& p, const Block& s) {
+  int64_t* const ids = p.ids + s.first;
+  float* const log_q = p.log_q + s.first;
+  for (int i = 0; i < s.count;) {
+    const StaticRow& row = p.rows[s.b[i]];
+    const int64_t rest = (s.b[i] + 1) * p.num_samples - (s.first + i);  // of the row's draws
+    const int begin = i, end = rest < s.count - i ? i + int(rest) : s.count;
+    const float log_q_of_row = row.left == 0 ? 0.0f : float(0.0 - row.log_mass);
+    if (row.left == 0) {
+      for (; i < end; ++i) ids[i] = stand_in(p, row);
+    } else if (row.end - row.begin == 1) {  // the target alone, nearly always
+      const int64_t out = p.exclude[row.begin], left = row.left;
+      for (; i < end; ++i) {
+        const int64_t r = below(s.bits0[i], left);
+        ids[i] = r + int64_t(r >= out);
+      }
+    } else {
+      for (; i < end; ++i) ids[i] = uniform_skip(p, row, below(s.bits0[i], row.left));
+    }
+    for (int k = begin; k < end; ++k) log_q[k] = log_q_of_row;
+  }
+}
+
 inline void draw_block(const StaticSampleParams& p, const StaticRow& whole, PhiloxKey key, Block& s) {
   philox_block(s, key);
+  if (p.law == StaticLaw::kUniform && p.exclude != nullptr) return draw_uniform_excluding(p, s);
   first_attempt(p, s);
   float* log_q = p.log_q + s.first;
   if (p.exclude == nullptr) {
@@ -88,7 +106,7 @@ inline void draw_block(const StaticSampleParams& p, const StaticRow& whole, Phil
       log_q[i] = 0.0f;
       continue;
     }
-    if (p.law != StaticLaw::kUniform && is_excluded(p, row, ids[i])) {
+    if (is_excluded(p, row, ids[i])) {
       const StaticDraw drawn = draw_excluding(p, row, key, s.b[i], s.first + i - s.b[i] * p.num_samples, 1);
       ids[i] = drawn.id;
       s.log_weight[i] = drawn.log_weight;

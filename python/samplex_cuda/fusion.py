@@ -170,7 +170,9 @@ class Fusion:
             key: of the draw, as in `SampledClassifier.forward`.
         """
         head, weight = self.head, self.weight
-        sampler: Any = head.sampler
+        # Straight from the module's tables: its __getattr__ is a function of Python, four times a step.
+        sampler: Any = head._modules["sampler"]
+        bias = head._parameters["bias"]
         if not (
             head.loss == "sampled_softmax"
             # Not one whose `sample` somebody has replaced.
@@ -190,20 +192,25 @@ class Fusion:
             and h.device == y.device == weight.device
             and h.is_contiguous()
             and y.is_contiguous()
-            and head.weight is weight
-            and (head.bias is None or (self.bias is head.bias and head.bias.dtype is torch.float32))
+            and head._parameters["weight"] is weight
+            and (bias is None or (self.bias is bias and bias.dtype is torch.float32))
             and torch.is_grad_enabled()
         ):
             return None
         with torch._C._AutoDispatchBelowAutograd():
             pair = key_tensor(sampler._op, key, h.device)
-            exclude = y.clamp_min(-1).unsqueeze_(1)
+            exclude = y.unsqueeze(1)
             try:
                 ids, log_q = sampler._sample_op(pair, y.shape[0], head.num_samples, exclude, None)
             except RuntimeError:
-                return None  # a target out of range: the general way says so in Python's terms
+                # A target of ignore_index, which counts as nothing excluded, or one out of range. For that the general
+                # way has the words; the key it draws with does not matter.
+                try:
+                    ids, log_q = sampler._sample_op(pair, y.shape[0], head.num_samples, exclude.clamp_min(-1), None)
+                except RuntimeError:
+                    return None
         options = (float(head.scale), head.ignore_index, REDUCTIONS[head.reduction])
-        loss: Tensor = _PlainLoss.apply(h, weight, head.bias, self, (y, ids, log_q), options)
+        loss: Tensor = _PlainLoss.apply(h, weight, bias, self, (y, ids, log_q), options)
         return loss
 
     def take(

@@ -38,6 +38,16 @@ class Case(loss_cases.Case):
         return float(s.abs().max()) + b + 8.0  # - log_q - log m of make_case
 
 
+class LossAlone(Case):
+    """A case without the second output: the usual form has code of its own on the CPU."""
+
+    def outputs(self, h, weight, bias, *, sparse=True) -> dict[str, torch.Tensor]:
+        return {"loss": self.call(reduction="none", sparse=sparse, h=h, weight=weight, bias=bias)}
+
+    def expected(self, h, weight, bias) -> dict[str, torch.Tensor]:
+        return {"loss": super().expected(h, weight, bias)["loss"]}
+
+
 def make_case(
     rows=5,
     samples=8,
@@ -55,6 +65,7 @@ def make_case(
     ignore="none",
     positives=False,
     seed=0,
+    form=Case,
 ) -> Case:
     """Few classes, so that draws repeat and hit targets. Logits have a spread of about 2."""
     g = torch.Generator().manual_seed(seed)
@@ -84,7 +95,7 @@ def make_case(
         counts = torch.randint(0, 6, (rows,), generator=g)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         options["positives"] = (offsets, choose(int(counts.sum())))
-    return Case(h, weight, target.squeeze(1) if targets == 1 else target, ids, log_q, b, options)
+    return form(h, weight, target.squeeze(1) if targets == 1 else target, ids, log_q, b, options)
 
 
 def op_args(

@@ -292,6 +292,32 @@ def test_summing_on_the_way_gives_the_bits_of_reducing_first():
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_table_beyond_the_cache_gets_the_bits_of_a_small_one(simd_level, rule):
+    """Rows of a weight of 32 MiB and more are written past the cache."""
+    classes, d = 40_000, 256
+    e = entries(classes, 50, 30, d, torch.float32, "cpu")
+    e[3][1] = e[3][0]  # some rows with two entries
+    touched, at = torch.unique(torch.cat([e[0].flatten(), e[3].flatten()]), return_inverse=True)
+    at[: e[0].numel()][e[0].flatten() < 0] = -100
+    of_small = [at[: e[0].numel()].view(-1, 1), e[1], e[2], at[e[0].numel() :].view(e[3].shape), *e[4:]]
+    before = torch.randn(classes, d)
+    big, small = before.clone(), before[touched.clamp_min(0)]
+    of_big = states_of(rule, big)
+    states = [of_big, [s[touched.clamp_min(0)] for s in of_big]]
+    for table, kept, found in ((big, states[0], e), (small, states[1], of_small)):
+        OPS.row_update_(table, *[*kept, None, None][:2], None, None, None, *found, None, *[rule_numbers(rule)] * 2)
+    real = touched >= 0
+    assert big.numel() * 4 >= 32 << 20 > small.numel() * 4
+    assert torch.equal(big[touched[real]], small[real])
+    assert not torch.equal(big[touched[real]], before[touched[real]])
+    rest = torch.ones(classes, dtype=torch.bool)
+    rest[touched[real]] = False
+    assert torch.equal(big[rest], before[rest])
+    for state, of_one in zip(*states, strict=True):
+        assert torch.equal(state[touched[real]], of_one[real])
+
+
 # ------------------------------------------------------------------------------------------------ stochastic rounding
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("start", [1.0, -1.0, 2e-6])

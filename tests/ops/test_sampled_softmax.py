@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loss_cases import check_case, dense, leaf, name_of, pairwise
-from softmax_cases import make_case, op_args
+from softmax_cases import LossAlone, make_case, op_args
 
 from samplex_cuda import functional
 from samplex_cuda.reference.sampled_softmax import sampled_softmax as reference
@@ -39,6 +39,49 @@ GRID = pairwise({
 @pytest.mark.parametrize("row", GRID, ids=name_of)
 def test_values_and_gradients_match_the_reference(backend, row):
     check_case(make_case(**row), backend)
+
+
+USUAL = pairwise({
+    "dim": [8, 16, 24, 48, 128, 256, 512, 528],
+    "samples": [1, 7, 8, 9, 16, 17, 61, 64, 65],
+    "dtype": [torch.float32, torch.bfloat16, torch.float16],
+    "ignore": ["none", "padding", "class", "beyond"],
+    "rows": [1, 5, 40],
+    "bias": ["none", "weight", "float32"],
+    "scale": [1.0, 2.5],
+    "class_weight": [False, True],
+    "classes": [3, 40],  # with 3, rows without a draw of their own come up
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("row", USUAL, ids=name_of)
+def test_the_usual_form_without_its_second_output(simd_level, row):
+    class Cpu:
+        device = torch.device("cpu")
+
+    check_case(
+        make_case(form=LossAlone, **(row | {"classes": max(row["classes"], 8 * (row["ignore"] == "class"))})), Cpu
+    )
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("where", ["h", "weight of a draw", "weight of the target", "log_q"])
+def test_a_bad_number_in_the_usual_form_spoils_its_own_row_only(simd_level, where, bad):
+    case = make_case(6, 20, 32, classes=4000, form=LossAlone)
+    if where == "h":
+        case.h[2, 5] = bad
+    elif where == "log_q":
+        case.log_q[2, 11] = bad
+    else:
+        case.weight[case.ids[2, 11] if where == "weight of a draw" else case.target[2], 5] = bad
+    h, weight = leaf(case.h), leaf(case.weight)
+    loss = case.call(reduction="none", sparse=False, h=h, weight=weight)
+    want = reference(case.h.double(), case.weight.double(), case.target, case.ids, case.log_q, **case.options)[0]
+    others = torch.arange(6) != 2
+    torch.testing.assert_close(loss[others], want[others].float())
+    assert loss[2].isfinite() == want[2].isfinite()
+    d_h, _ = torch.autograd.grad(loss[others].sum(), [h, weight])
+    assert d_h[others].isfinite().all()
 
 
 @pytest.mark.parametrize("targets", [1, 3])
