@@ -183,6 +183,7 @@ inline int64_t rows_of_tile(int64_t d) {
 // of 0.48 for 16,640 rows of 512 bytes). On older AMD every prefetch takes a miss buffer of the L1, so the first half
 // of a row is asked for, and the stream prefetcher, which has buffers of its own, brings the rest: 12 to 17 % faster
 // than whole rows. A loop that walks `tables` tables at once has that many rows under way for each step.
+constexpr int64_t kMostAhead = 32;
 struct RowPrefetch {
   int64_t rows, bytes;
   bool into_l1;
@@ -192,7 +193,7 @@ inline RowPrefetch row_prefetch(int64_t d, int64_t tables = 1) {
   const int64_t bytes = d * int64_t(sizeof(T)), lines = prefetch_lines();
   if (lines == 0) return {bytes <= 1024 ? 8 : 16, bytes <= 256 ? bytes : 256, true};
   const int64_t rows = lines * 64 / (bytes * tables + 1) + 1;
-  return {rows > 32 ? 32 : (rows + 3) / 4 * 4, bytes, false};
+  return {rows > kMostAhead ? kMostAhead : (rows + 3) / 4 * 4, bytes, false};
 }
 
 // SX_ALWAYS_INLINE, here and in the callers: GCC takes a function that only prefetches for one without effect, and

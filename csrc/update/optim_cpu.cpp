@@ -9,10 +9,11 @@
 namespace samplex::cpu {
 namespace {
 
-// A thread's gradient row and widened weight row.
+// Rows of a thread: gradients that are summed, and a widened weight row.
 void* buffer_of(const OptimParams& params) {
   static thread_local std::vector<std::max_align_t> memory;
-  const size_t numbers = size_t(2 * params.dim), wanted = numbers * sizeof(double) / sizeof(std::max_align_t) + 1;
+  const size_t numbers = size_t(kUpdateBuffer * params.dim),
+               wanted = numbers * sizeof(double) / sizeof(std::max_align_t) + 1;
   if (memory.size() < wanted) memory.resize(wanted);
   return memory.data();
 }

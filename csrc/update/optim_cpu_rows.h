@@ -12,21 +12,25 @@
 namespace samplex {
 inline namespace SX_ISA_NS {
 
-// The gradient of a row that one entry alone touches, coef * row: never stored.
+// The gradient coef * row. Of a row that one entry alone touches it is never stored.
+template <typename A>
 struct ScaledRow {
-  const float* row;
-  float coef;
+  const A* row;
+  A coef;
 };
 
 template <typename A>
 inline A gradient_at(const A* g, int64_t c) {
   return g[c];
 }
-inline float gradient_at(const ScaledRow& g, int64_t c) { return g.coef * g.row[c]; }
+template <typename A>
+inline A gradient_at(const ScaledRow<A>& g, int64_t c) {
+  return g.coef * g.row[c];
+}
 
 #if defined(__AVX2__)
 inline Vec gradient_vec(const float* g, int64_t c) { return Vec::load(g + c); }
-inline Vec gradient_vec(const ScaledRow& g, int64_t c) { return Vec::all(g.coef) * Vec::load(g.row + c); }
+inline Vec gradient_vec(const ScaledRow<float>& g, int64_t c) { return Vec::all(g.coef) * Vec::load(g.row + c); }
 
 // `updated` on a vector of numbers: the same operations in the same order.
 template <RowRuleKind Kind>
@@ -239,8 +243,32 @@ SX_NOINLINE int64_t sum_entries(const EntryReader& entries, int64_t i, int64_t d
   return i;
 }
 
-// Most rows have one entry, and the loop is short for them: rows come from the second cache, and the next one is on its
-// way to the first only while it fits the core's window together with this one.
+// A row and its gradient, ready for the update.
+template <typename A>
+struct ReadyRow {
+  int64_t id;
+  ScaledRow<A> g;
+  bool single;  // one entry
+};
+constexpr int64_t kReady = 128;
+
+// Nothing else in this loop: rows come from the L2 cache, and the next row's loads are under way only while they fit
+// the core's window together with this row. `after` are ids that follow the rows.
+template <RowRuleKind Kind, typename T, bool kStream, typename A = acc_t<T>>
+SX_NOINLINE void update_ready(const OptimParams& p, const RuleNumbers<A>& r, const ReadyRow<A>* rows, int64_t n,
+                              const int64_t* after, const RowPrefetch& how, const RowPrefetch& how_state, A* wide) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t ahead = i + how.rows < n ? rows[i + how.rows].id : after[i + how.rows - n];
+    prefetch_rows_of<Kind, T>(p, ahead, how, how_state);
+    // A row that several entries share is a frequent class, and better left in the cache.
+    if (kStream && rows[i].single)
+      update_row<Kind, T, kStream>(p, r, rows[i].id, rows[i].g, wide);
+    else
+      update_row<Kind, T, false>(p, r, rows[i].id, rows[i].g, wide);
+  }
+}
+
+// `buffer` holds cpu::kUpdateBuffer rows: one to widen a weight row, and sums of rows that several entries touch.
 template <RowRuleKind Kind, typename T>
 inline void update_range(const OptimParams& p, const cpu::RowReduceRange& range, acc_t<T>* buffer) {
   using A = acc_t<T>;
@@ -248,40 +276,39 @@ inline void update_range(const OptimParams& p, const cpu::RowReduceRange& range,
   constexpr int64_t kTables = 1 + has_state0(Kind) + has_state1(Kind);
   const RowPrefetch how = row_prefetch<T>(p.dim, kTables), how_state = row_prefetch<A>(p.dim, kTables);
   const EntryReader entries(p, range);
-  A* const wide = buffer + p.dim;
-  const bool floats =
-      sizeof(A) == 4 && p.entries.source[0].dtype == DType::kFloat32 && p.entries.source[1].dtype == DType::kFloat32;
+  const DType own = sizeof(A) == 4 ? DType::kFloat32 : DType::kFloat64;
   const bool stream = sizeof(T) == 4 && p.dim % 16 == 0 && reinterpret_cast<uintptr_t>(p.weight.values) % 64 == 0 &&
                       p.num_rows * p.dim * int64_t(sizeof(T)) >= kStreamTable;
-  const auto prefetch_from = [&](int64_t i) __attribute__((always_inline)) {
-    const int64_t id = entries.id(i + how.rows < range.readable ? i + how.rows : range.readable - 1);
-    prefetch_rows_of<Kind, T>(p, id, how, how_state);
-    if (p.bias.values != nullptr) prefetch_bias<A>(p.bias, id);
-  };
+  const bool with_bias = p.bias.values != nullptr;
+  ReadyRow<A> rows[kReady];
+  int64_t after[kMostAhead];
   for (int64_t i = 0; i < range.num_keys;) {
-    const int64_t id = entries.id(i), begin = i;
-    prefetch_from(i);
-    A coef_sum = 0;
-    const bool alone = floats && (i + 1 == range.num_keys || entries.id(i + 1) != id);
-    if (__builtin_expect(alone, 1)) {
-      if constexpr (sizeof(A) == 4) {
-        const EntryReader::Place x = entries.place(i);
-        const float coef = EntryReader::coef<float>(x);
-        const ScaledRow g = {static_cast<const float*>(x.source.rows) + x.row * p.dim, coef};
-        // A row that several entries share is a frequent class, and better left in the cache.
-        if (stream)
-          update_row<Kind, T, sizeof(T) == 4>(p, r, id, g, wide);
-        else
-          update_row<Kind, T>(p, r, id, g, wide);
-        coef_sum = EntryReader::bias<float>(x, coef);
+    int64_t n = 0, sums = 0;
+    while (i < range.num_keys && n < kReady && sums < cpu::kUpdateBuffer - 1) {
+      const int64_t id = entries.id(i);
+      const EntryReader::Place x = entries.place(i);
+      const bool single = i + 1 == range.num_keys || entries.id(i + 1) != id;
+      A coef_sum = 0;
+      if (single && x.source.dtype == own) {
+        const A coef = EntryReader::coef<A>(x);
+        rows[n++] = {id, {static_cast<const A*>(x.source.rows) + x.row * p.dim, coef}, single};
+        coef_sum = EntryReader::bias<A>(x, coef);
         ++i;
+      } else {
+        A* const sum = buffer + ++sums * p.dim;
+        i = sum_entries<A>(entries, i, p.dim, sum, coef_sum);
+        rows[n++] = {id, {sum, A(1)}, single};
       }
-    } else {
-      i = sum_entries<A>(entries, i, p.dim, buffer, coef_sum);
-      for (int64_t passed = begin + 1; passed < i; ++passed) prefetch_from(passed);
-      update_row<Kind, T>(p, r, id, static_cast<const A*>(buffer), wide);
+      if (with_bias) {
+        prefetch_bias<A>(p.bias, entries.id(i + how.rows < range.readable ? i + how.rows : range.readable - 1));
+        update_bias<A>(p.bias, p.key, id, coef_sum);
+      }
     }
-    if (p.bias.values != nullptr) update_bias<A>(p.bias, p.key, id, coef_sum);
+    for (int64_t k = 0; k < how.rows; ++k) after[k] = entries.id(i + k < range.readable ? i + k : range.readable - 1);
+    if (stream)
+      update_ready<Kind, T, sizeof(T) == 4>(p, r, rows, n, after, how, how_state, buffer);
+    else
+      update_ready<Kind, T, false>(p, r, rows, n, after, how, how_state, buffer);
   }
 #if defined(__AVX2__)
   if (stream) _mm_sfence();  // streamed rows are visible before the thread says that it is done

@@ -55,7 +55,8 @@ struct OptimParams {
 
 namespace cpu {
 void launch_optim_entries(const OptimParams& params);
-// Bodies by ISA. `buffer` holds 2 d numbers of type A.
+// Bodies by ISA. `buffer` holds kUpdateBuffer * d numbers of type A.
+constexpr int64_t kUpdateBuffer = 17;
 void optim_range_avx2(const OptimParams& params, const RowReduceRange& range, void* buffer);
 void optim_range_avx512(const OptimParams& params, const RowReduceRange& range, void* buffer);
 void optim_rows_avx2(const OptimParams& params, int64_t begin, int64_t end, void* buffer);

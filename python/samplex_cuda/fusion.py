@@ -80,6 +80,11 @@ class _PlainLoss(torch.autograd.Function):
         return d_hidden, None, None, None, None, None
 
 
+# Past `torch.autograd.Function.apply`, which looks for functorch wrappers in every argument; `plain_loss` has asked
+# whether there can be any.
+_plain_apply = super(torch.autograd.Function, _PlainLoss).apply
+
+
 class Fusion:
     """What ties a head to the optimizer that updates it inside backward; made by `SampledClassifier.fuse_optimizer`.
 
@@ -195,6 +200,7 @@ class Fusion:
             and head._parameters["weight"] is weight
             and (bias is None or (self.bias is bias and bias.dtype is torch.float32))
             and torch.is_grad_enabled()
+            and not torch._C._are_functorch_transforms_active()
         ):
             return None
         with torch._C._AutoDispatchBelowAutograd():
@@ -210,7 +216,7 @@ class Fusion:
                 except RuntimeError:
                     return None
         options = (float(head.scale), head.ignore_index, REDUCTIONS[head.reduction])
-        loss: Tensor = _PlainLoss.apply(h, weight, bias, self, (y, ids, log_q), options)
+        loss: Tensor = _plain_apply(h, weight, bias, self, (y, ids, log_q), options)
         return loss
 
     def take(
@@ -306,7 +312,6 @@ class Fusion:
         if not overflow:
             self._apply(arrived)
 
-    @torch.no_grad()
     def _apply(self, arrived: list[_Entries]) -> None:
         e = arrived[0] if len(arrived) == 1 else _joined(arrived)
         rule, states, key = self.optimizer._begin(self.weight)
@@ -318,7 +323,9 @@ class Fusion:
             bias_rule, states, bias_key = self.optimizer._begin(self.bias)
             bias_states = [*states, None, None][:2]
             key = bias_key if key is None else key
-        row_update_(self.weight.detach(), *weight_states, bias, *bias_states, *e, key, rule, bias_rule)
+        # Below autograd: backward has gradients off, but for create_graph, which the loss refuses.
+        with torch._C._AutoDispatchBelowAutograd():
+            row_update_(self.weight.detach(), *weight_states, bias, *bias_states, *e, key, rule, bias_rule)
         torch.autograd.graph.increment_version([self.weight] if self.bias is None else [self.weight, self.bias])
         # A step was made, though not by step(): schedulers ask.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
