@@ -62,6 +62,17 @@ def test_more_rows_than_warps(backend):
     np.testing.assert_array_equal(ids[:3].cpu().numpy(), few)
 
 
+@pytest.mark.parametrize(
+    ("batch", "k", "n"), [(60, 64, 5000), (40, 7, 30), (8, 63, 90_000), (2, 512, 4000), (2, 513, 600)]
+)
+def test_simd_levels(simd_level, batch, k, n):
+    """Rows whose offers all differ are made at once, those with a repetition step by step."""
+    exclude = list(range(batch))
+    ids = subset_sample(key_on("cpu"), batch, k, n, torch.tensor(exclude))
+    want = reference.subset_sample(KEY, batch, k, n, exclude)
+    np.testing.assert_array_equal(ids.numpy(), want)
+
+
 def test_same_bits_for_every_thread_count():
     threads = torch.get_num_threads()
     try:
