@@ -18,35 +18,16 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from typer.testing import CliRunner
+from cli_cases import one_thread, samplex  # noqa: F401  the first is a fixture of every test
 
 import samplex_cuda as sx
 from samplex_cuda import cli
 from samplex_cuda.cli import common
 from samplex_cuda.cli import train as training
-from samplex_cuda.cli.app import app
 from samplex_cuda.training import checkpoint, load_model, read_metrics
 
 COMMANDS = ["train", "evaluate", "predict", "fit-tree", "diagnose", "bench", "reproduce", "info", "demo", "config"]
 DATA = "builtin:classes=200,dim=8,examples=1200"
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are tiny, and other tests run beside these
-    yield
-    torch.set_num_threads(threads)
-
-
-def samplex(*words, code=0):
-    """Output of a command that ends with `code`."""
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
 
 
 def as_json(*words, code=0):

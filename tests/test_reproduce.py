@@ -14,30 +14,12 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from typer.testing import CliRunner
+from cli_cases import one_thread, samplex  # noqa: F401  the first is a fixture of every test
 
 from samplex_cuda import reproduce
-from samplex_cuda.cli.app import app
 from samplex_cuda.reproduce import report
 
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the sizes are tiny, and other tests run beside these
-    yield
-    torch.set_num_threads(threads)
-
-
-def samplex(*words, code=0):
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
 
 
 def fake_paper(run):

@@ -30,7 +30,28 @@ from samplex_cuda.datasets import HierarchicalZipf
 __all__ = ["BuiltIn", "Dense", "Sparse", "Tokens"]
 
 
-class Dense(Dataset):
+class _Labelled(Dataset):
+    """Rows with labels of their own; `label_rule` says which of them count."""
+
+    def _take_labels(self, name: str, argument: str, y: Any, rows: int, num_classes: int | None, rule: str) -> None:
+        self._labels = _labels_of(name, argument, y, rows, rule)
+        self.multi_label = self._labels.several
+        self.num_classes = _classes(name, self._labels, num_classes)
+
+    def __len__(self) -> int:
+        """Number of rows, without the ones that the rule drops."""
+        return self._labels.rows
+
+    def targets(self, rows: Tensor) -> Tensor:
+        """See `Dataset.targets`."""
+        return _long(self._labels.get(self._labels.stored(self._rows(rows))))
+
+    def known(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See `Dataset.known`."""
+        return self._labels.others(self._labels.stored(self._rows(rows)))
+
+
+class Dense(_Labelled):
     """Rows of numbers with one or several labels each.
 
     Batches hold "x" float32 [B, K] and "y".
@@ -58,22 +79,8 @@ class Dense(Dataset):
     def __init__(self, x: Any, y: Any, num_classes: int | None = None, *, label_rule: str = "all") -> None:
         super().__init__()
         self.x = _as_array("Dense", "x", x, (2,), "fiub")
-        self._labels = _labels_of("Dense", "y", y, len(self.x), label_rule)
-        self.multi_label = self._labels.several
         self.num_features = int(self.x.shape[1])
-        self.num_classes = _classes("Dense", self._labels, num_classes)
-
-    def __len__(self) -> int:
-        """Number of rows, without the ones that the rule drops."""
-        return self._labels.rows
-
-    def targets(self, rows: Tensor) -> Tensor:
-        """See `Dataset.targets`."""
-        return _long(self._labels.get(self._labels.stored(self._rows(rows))))
-
-    def known(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
-        """See `Dataset.known`."""
-        return self._labels.others(self._labels.stored(self._rows(rows)))
+        self._take_labels("Dense", "y", y, len(self.x), num_classes, label_rule)
 
     def batch(self, rows: Tensor) -> dict[str, Tensor]:
         """See `Dataset.batch`."""
@@ -85,7 +92,7 @@ class Dense(Dataset):
         return {"x": self.x, **self._labels.parts()}
 
 
-class Sparse(Dataset):
+class Sparse(_Labelled):
     """Sparse rows (CSR) with any number of labels each: bags of words, tags.
 
     Batches hold "ids" int64 [nnz], "offsets" int64 [B + 1] (with the end: `include_last_offset=True` of
@@ -135,22 +142,8 @@ class Sparse(Dataset):
                 f"Sparse: values must be [{len(self.indices)}] to fit indices, got {_describe(self.values)}"
             )
         y = labels if label_indptr is None else (label_indptr, labels)
-        self._labels = _labels_of("Sparse", "labels", y, len(self.indptr) - 1, label_rule)
-        self.multi_label = self._labels.several
         self.num_features = _check_int("Sparse", "num_features", num_features, 1)
-        self.num_classes = _classes("Sparse", self._labels, num_classes)
-
-    def __len__(self) -> int:
-        """Number of rows, without the ones that the rule drops."""
-        return self._labels.rows
-
-    def targets(self, rows: Tensor) -> Tensor:
-        """See `Dataset.targets`."""
-        return _long(self._labels.get(self._labels.stored(self._rows(rows))))
-
-    def known(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
-        """See `Dataset.known`."""
-        return self._labels.others(self._labels.stored(self._rows(rows)))
+        self._take_labels("Sparse", "labels", y, len(self.indptr) - 1, num_classes, label_rule)
 
     def batch(self, rows: Tensor) -> dict[str, Tensor]:
         """See `Dataset.batch`."""
