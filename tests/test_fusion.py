@@ -452,3 +452,12 @@ def test_a_sampler_of_ones_own_is_asked():
     head(torch.randn(3, 4), torch.tensor([1, 2, 3])).backward()
     changed = (head.weight != before).any(1).nonzero().flatten().tolist()
     assert changed == [1, 2, 3, 49]
+
+
+def test_a_weight_outside_the_parameter_table_goes_the_general_way():
+    """Pruning and parametrisations move it; the short way looks into the table."""
+    head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5, bias=False)
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+    head.__dict__["weight"] = head._parameters.pop("weight")
+    assert head._fusion.plain_loss(torch.randn(4, 8), torch.arange(4), sx.Key(1)) is None
+    assert head(torch.randn(4, 8), torch.arange(4), key=sx.Key(1)).isfinite()

@@ -176,8 +176,8 @@ class Fusion:
         """
         head, weight = self.head, self.weight
         # Straight from the module's tables: its __getattr__ is a function of Python, four times a step.
-        sampler: Any = head._modules["sampler"]
-        bias = head._parameters["bias"]
+        sampler: Any = head._modules.get("sampler")
+        bias = head._parameters.get("bias")
         if not (
             head.loss == "sampled_softmax"
             # Not one whose `sample` somebody has replaced.
@@ -197,7 +197,7 @@ class Fusion:
             and h.device == y.device == weight.device
             and h.is_contiguous()
             and y.is_contiguous()
-            and head._parameters["weight"] is weight
+            and head._parameters.get("weight") is weight
             and (bias is None or (self.bias is bias and bias.dtype is torch.float32))
             and torch.is_grad_enabled()
             and not torch._C._are_functorch_transforms_active()
