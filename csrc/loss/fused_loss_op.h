@@ -11,10 +11,15 @@
 
 namespace samplex::glue {
 
+// Rows of `weight`, in memory that is used again from step to step.
 inline Tensor gather_rows(const Tensor& weight, const Tensor& ids) {
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(weight), torch::stable::detail::from(int64_t(0)),
-                                    torch::stable::detail::from(ids)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::index_select", "", stack.data(), TORCH_ABI_VERSION));
+  const bool wide = weight.scalar_type() == ScalarType::Float || weight.scalar_type() == ScalarType::Double;
+  const Shape shape{ids.size(0), weight.size(1)};
+  const Tensor rows =
+      wide ? empty_pooled(weight, shape, weight.scalar_type()) : empty(weight, shape, weight.scalar_type());
+  std::array<StableIValue, 4> stack{torch::stable::detail::from(weight), torch::stable::detail::from(int64_t(0)),
+                                    torch::stable::detail::from(ids), torch::stable::detail::from(rows)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::index_select", "out", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -33,7 +38,7 @@ inline Tensor product_into(const Tensor& result, const Tensor& a, const Tensor& 
 }
 
 inline Tensor product(const Tensor& a, const Tensor& b) {
-  return product_into(empty(a, {a.size(0), b.size(1)}, a.scalar_type()), a, b);
+  return product_into(empty_pooled(a, {a.size(0), b.size(1)}, a.scalar_type()), a, b);
 }
 
 // to += more, both [n] numbers of type A in `to`'s layout.
@@ -133,7 +138,7 @@ inline void run_loss_mean(const char* op, Reduction reduction, const void* row_l
 inline Tensor scaled_rows(const Tensor& rows, double factor) {
   const ScalarType acc = acc_type(rows.scalar_type());
   const bool converted = rows.scalar_type() != acc;
-  const Tensor from = as_acc(rows), to = converted ? from : empty(rows, {rows.size(0), rows.size(1)}, acc);
+  const Tensor from = as_acc(rows), to = converted ? from : empty_pooled(rows, {rows.size(0), rows.size(1)}, acc);
   const auto scale = [n = rows.numel(), factor](const auto* x, auto* out) {
     using A = std::remove_reference_t<decltype(*out)>;
     for (int64_t i = 0; i < n; ++i) out[i] = A(factor) * x[i];

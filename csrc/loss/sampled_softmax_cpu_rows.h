@@ -74,6 +74,8 @@ struct SampledSoftmaxRow {
     if (!plain_shared) return;
     const A* log_q = static_cast<const A*>(p.log_q);
     for (int64_t k = 0; k < m; ++k) s.signs[k] = correction(log_q[k]);
+    // Once for all rows; `shares` is free here.
+    for (int64_t k = 0; k < m; ++k) s.shares[k] = load_scalar<A>(p.bias, p.ids[k], A(0));
   }
 
   // inf in log_q would silently drop the draw (or win it all): 0 * inf makes it nan, so that the bad row shows.
@@ -198,11 +200,8 @@ struct SampledSoftmaxRow {
     A* logits = static_cast<A*>(p.dots) + b * p.dots_stride;  // ours to overwrite
     int64_t hits = 0;
     for (int64_t k = 0; k < m; ++k) hits += p.ids[k] == target;
-    if (p.bias.data != nullptr) {
-      product[0] += load_scalar<A>(p.bias, target, A(0));
-      for (int64_t k = 0; k < m; ++k) logits[k] += load_scalar<A>(p.bias, p.ids[k], A(0));
-    }
-    for (int64_t k = 0; k < m; ++k) logits[k] = logits[k] * scale + s.signs[k];
+    product[0] += load_scalar<A>(p.bias, target, A(0));
+    for (int64_t k = 0; k < m; ++k) logits[k] = (logits[k] + s.shares[k]) * scale + s.signs[k];
     if (hits > 0) {
       for (int64_t k = 0; k < m; ++k) logits[k] = p.ids[k] == target ? kOut : logits[k];
     }

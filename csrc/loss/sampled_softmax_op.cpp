@@ -1,7 +1,8 @@
 // sampled_softmax and sampled_softmax_bwd: schemas, checks, allocation. See sampled_softmax_params.h for the formulas.
 //
 // Shared draws go through GEMMs: their class rows are gathered once ([m, d]), torch multiplies, and the kernel only
-// keeps the softmax. No [B, m, d] and no [C, d] tensor exists on any path.
+// keeps the softmax. No [B, m, d] and no [C, d] tensor exists on any path. Without `need_hidden` one of the three
+// GEMMs, the gradient of h, is left out, and the backward's d_hidden means nothing.
 #include <algorithm>
 #include <cmath>
 #include <tuple>
@@ -22,7 +23,7 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
                         const std::optional<Tensor>& class_weight, const std::optional<Tensor>& known_offsets,
                         const std::optional<Tensor>& known_ids, double scale, double label_smoothing,
                         int64_t ignore_index, int64_t reduction_code, bool absolute, bool need_grad, bool with_lse,
-                        bool sparse) {
+                        bool sparse, bool need_hidden) {
   (void)sparse;  // read by the autograd formula only
   begin_op();
   const DType dtype = dtype_tag(kOp, "weight", weight);
@@ -112,7 +113,7 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   params.debug = debug_checks();
   SX_RUN(kOp, weight, launch_sampled_softmax, params);
 
-  if (need_grad && shared && m > 0) {
+  if (need_grad && need_hidden && shared && m > 0) {
     add_shared_draws(saved, at.d_loss, at.coef_loss, B, P, *class_rows);
     if (with_lse) add_shared_draws(saved, at.d_lse, at.coef_lse, B, P, *class_rows);
   }
@@ -155,8 +156,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
   m.def(
       "sampled_softmax(Tensor hidden, Tensor weight, Tensor target, Tensor ids, Tensor log_q, Tensor? bias, "
       "Tensor? class_weight, Tensor? known_offsets, Tensor? known_ids, float scale, float label_smoothing, "
-      "int ignore_index, int reduction, bool absolute, bool need_grad, bool with_lse, bool sparse) -> "
-      "(Tensor loss, Tensor lse, Tensor saved)",
+      "int ignore_index, int reduction, bool absolute, bool need_grad, bool with_lse, bool sparse, "
+      "bool need_hidden=True) -> (Tensor loss, Tensor lse, Tensor saved)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "sampled_softmax_bwd(Tensor grad_loss, Tensor? grad_lse, Tensor hidden, Tensor target, Tensor ids, Tensor saved, "

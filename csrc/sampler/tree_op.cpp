@@ -4,54 +4,17 @@
 //   tree_log_prob      ids [B, n] -> [B, n] float32, the same law
 //   tree_sample_and_score  features [B, K], ids [B] or [B, n] -> draws, log_q [B, m], scores as ids: the three in one
 //   call tree_log_prob_all  -> [B, C] float32 tree_topk          -> log_p [B, k] float32, ids [B, k] int64
+#include "sampler/tree_op.h"
+
 #include <tuple>
 
-#include "common/glue.h"
 #include "common/ids.h"
 #include "common/philox.h"
-#include "sampler/tree_params.h"
 
 namespace samplex::glue {
 namespace {
 
 using MaybeTensor = std::optional<Tensor>;
-
-// The tree for rows x [B, k], or projected by x [K, k].
-TreeTable table_of(const char* op, const char* arg, const Tensor& x, const Tensor& nodes, const Tensor& leaf_class,
-                   const Tensor& class_leaf) {
-  check(nodes.scalar_type() == ScalarType::Float || nodes.scalar_type() == ScalarType::BFloat16, op,
-        ": nodes must be float32 or bfloat16, got ", describe(nodes));
-  check(x.dim() == 2, op, ": ", arg, " must be [B, k] float32, got ", describe(x));
-  const int64_t k = x.size(1);
-  check(k >= 1 && k <= kTreeMostFeatures, op, ": ", arg, " must be [B, k] with k in [1, ", kTreeMostFeatures, "], got ",
-        describe(x));
-  check_tensor(op, arg, x, {-1, k}, "[B, k]", ScalarType::Float, nodes);
-  check_tensor(op, "nodes", nodes, {-1, -1}, "[2^depth, stride]", nodes.scalar_type(), nodes);
-  const int64_t leaves = nodes.size(0), item = nodes.scalar_type() == ScalarType::Float ? 4 : 2;
-  int depth = 0;
-  while (depth < kTreeMostDepth && (int64_t(1) << depth) < leaves) ++depth;
-  check(leaves == int64_t(1) << depth, op, ": nodes must have 2^depth rows, got ", describe(nodes));
-  const int64_t stride = (k + 1) * item + 31;
-  check(nodes.size(1) == stride / 32 * 32 / item, op, ": nodes must be [2^depth, ", stride / 32 * 32 / item, "] for ",
-        arg, " [B, ", k, "], got ", describe(nodes));
-  check_tensor(op, "leaf_class", leaf_class, {leaves}, "[2^depth]", ScalarType::Long, nodes);
-  check_tensor(op, "class_leaf", class_leaf, {-1}, "[C]", ScalarType::Long, nodes);
-  const int64_t classes = class_leaf.size(0);
-  check(classes >= 1 && classes <= leaves, op, ": class_leaf must be [C] with C in [1, ", leaves, "], got ",
-        describe(class_leaf));
-  TreeTable table{};
-  table.nodes = in_any(nodes);
-  check(reinterpret_cast<uintptr_t>(table.nodes) % 32 == 0, op, ": nodes must be aligned to 32 bytes, got a view that ",
-        "is not");
-  table.leaf_class = in<int64_t>(leaf_class);
-  table.class_leaf = in<int64_t>(class_leaf);
-  table.num_classes = classes;
-  table.dim = k;
-  table.stride = nodes.size(1);
-  table.depth = depth;
-  table.dtype = item == 4 ? DType::kFloat32 : DType::kBFloat16;
-  return table;
-}
 
 // Excluded leaves: rows ascending, -1 for none; values are checked on the CPU only.
 MaybeTensor take_exclude(const char* op, TreeSampleParams& p, const Tensor& x, const MaybeTensor& exclude,
@@ -146,7 +109,7 @@ std::tuple<Tensor, Tensor> tree_sample(Tensor key, Tensor x, Tensor nodes, Tenso
   begin_op();
   check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, x);
   TreeSampleParams p{};
-  p.tree = table_of(op, "x", x, nodes, leaf_class, class_leaf);
+  p.tree = tree_table_of(op, "x", x, nodes, leaf_class, class_leaf);
   p.batch = x.size(0);
   p.num_samples = num_samples;
   check_draws(op, p, x);
@@ -160,7 +123,7 @@ Tensor tree_log_prob(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_class, Tens
   constexpr const char* op = "tree_log_prob";
   begin_op();
   TreeSampleParams p{};
-  p.tree = table_of(op, "x", x, nodes, leaf_class, class_leaf);
+  p.tree = tree_table_of(op, "x", x, nodes, leaf_class, class_leaf);
   p.batch = x.size(0);
   check_tensor(op, "ids", ids, {p.batch, -1}, "[B, n]", ScalarType::Long, x);
   check_ids(op, "ids", ids, p.tree.num_classes);
@@ -177,7 +140,7 @@ std::tuple<Tensor, Tensor, Tensor> tree_sample_and_score(Tensor key, Tensor feat
   begin_op();
   check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, features);
   TreeSampleParams p{};
-  p.tree = table_of(op, "projection", projection, nodes, leaf_class, class_leaf);
+  p.tree = tree_table_of(op, "projection", projection, nodes, leaf_class, class_leaf);
   check(features.dim() == 2, op, ": features must be [B, K] float32, got ", describe(features));
   p.batch = features.size(0);
   p.num_samples = num_samples;
@@ -196,7 +159,7 @@ Tensor tree_log_prob_all(Tensor x, Tensor nodes, Tensor leaf_class, Tensor class
   constexpr const char* op = "tree_log_prob_all";
   begin_op();
   TreeAllParams p{};
-  p.tree = table_of(op, "x", x, nodes, leaf_class, class_leaf);
+  p.tree = tree_table_of(op, "x", x, nodes, leaf_class, class_leaf);
   p.batch = x.size(0);
   p.x = in<float>(x);
   Tensor log_p = empty(x, {p.batch, p.tree.num_classes}, ScalarType::Float);
@@ -216,7 +179,7 @@ std::tuple<Tensor, Tensor> tree_topk(Tensor x, Tensor nodes, Tensor leaf_class, 
   constexpr const char* op = "tree_topk";
   begin_op();
   TreeTopkParams p{};
-  p.tree = table_of(op, "x", x, nodes, leaf_class, class_leaf);
+  p.tree = tree_table_of(op, "x", x, nodes, leaf_class, class_leaf);
   p.batch = x.size(0);
   check(beam >= 1 && beam <= kTreeMostBeam, op, ": beam must be in [1, ", kTreeMostBeam, "], got ", beam);
   check(k >= 1 && k <= beam && k <= p.tree.num_classes, op, ": k must be in [1, min(beam, C)] = [1, ",

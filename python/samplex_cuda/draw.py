@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,3 +26,27 @@ class Draw(NamedTuple):
     ids: Tensor
     log_q: Tensor
     replacement: bool = True
+
+    def merged(self) -> Draw:
+        """Shared draws with each class once, for losses that weigh a draw by 1 / (m q): the same loss for less work.
+
+        A class that came n times in m draws weighs n / (m q); among u distinct classes it does so with
+        log_q + log(m / (n u)). Batches that share draws from a law with a short head come to a fraction of their rows.
+
+        Returns:
+            ids [u], ascending, and their log_q; `replacement` is False. On a GPU this waits for the device.
+
+        Example:
+            >>> import torch
+            >>> from samplex_cuda.draw import Draw
+            >>> ids, log_q, _ = Draw(torch.tensor([5, 2, 5, 5]), torch.tensor([0.6, 0.1, 0.6, 0.6]).log()).merged()
+            >>> ids, (log_q.exp() * 2)  # 1 / the weights 1 / (4 x 0.1) and 3 / (4 x 0.6)
+            (tensor([2, 5]), tensor([0.4000, 0.8000]))
+        """
+        if self.ids.dim() != 1:
+            raise ValueError(f"Draw.merged: ids must be [m], shared by the batch, got {list(self.ids.shape)}")
+        ids, place, times = self.ids.unique(return_inverse=True, return_counts=True)
+        if ids.shape == self.ids.shape:
+            return self
+        once = self.log_q.new_empty(ids.shape).scatter_(0, place, self.log_q)  # copies of a class have one log_q
+        return Draw(ids, once - times.log() + math.log(self.ids.shape[0] / ids.shape[0]), False)

@@ -42,6 +42,7 @@ def _(
     need_grad: bool,
     with_lse: bool,
     sparse: bool,
+    need_hidden: bool = True,
 ) -> tuple[Tensor, ...]:
     batch, dim = hidden.shape
     entries = _targets_per_row(target) + ids.shape[-1]
@@ -114,7 +115,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, grad_
     d_hidden, d_weight, d_bias = _gradients(
         ctx.plan, (need[0], need[1], need[5]), ctx.saved_tensors, ctx.with_lse, grad_loss, grad_lse
     )
-    return (d_hidden, d_weight, None, None, None, d_bias) + (None,) * 11
+    return (d_hidden, d_weight, None, None, None, d_bias) + (None,) * 12
 
 
 torch.library.register_autograd("samplex::sampled_softmax", _backward, setup_context=_setup_context)
@@ -134,7 +135,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rest: tuple[Any, ...]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            loss, lse, saved = _op(hidden, weight, *rest[:3], bias, *rest[3:])
+            loss, lse, saved = _op(hidden, weight, *rest[:3], bias, *rest[3:], ctx.needs_input_grad[0])
         reduction, _, need_grad, with_lse, sparse = rest[9:]
         bias_dtype = None if bias is None else bias.dtype
         ctx.plan = LossPlan(

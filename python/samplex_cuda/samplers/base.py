@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from samplex_cuda.draw import Draw
-from samplex_cuda.rng import Key
+from samplex_cuda.ops.static_sample import uniform_sample
+from samplex_cuda.rng import Key, fold_in, key_tensor
 
 __all__ = ["Exclude", "Sampler"]
 
@@ -19,6 +20,8 @@ Exclude: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 MAX_BATCH = 1 << 32
 MAX_SAMPLES = 1 << 24
+_UNIFORM_BITS = 52
+_BLOCK = 1 << 22  # numbers of [B, n] at a time
 
 
 def describe(t: Tensor) -> str:
@@ -51,6 +54,7 @@ class Sampler(torch.nn.Module):
     num_classes: int
     follows_rows = False  # whether the law depends on the class table, so that `update` and `rebuild` do something
     has_bias = False  # whether they also take the bias of the class table
+    conditional = True  # whether each row has a law of its own
 
     def sample(
         self,
@@ -68,7 +72,8 @@ class Sampler(torch.nn.Module):
         Args:
             h: [*, d] queries; the leading dimensions are flattened to B.
             num_samples: m.
-            shared: one set of draws [m] for the whole batch instead of [B, m].
+            shared: one set of draws [m] for the whole batch instead of [B, m]. Where each row has a law of its own
+                they come from the mean of these laws, and log_q is of that mean.
             key: where the randomness comes from; see `samplex_cuda.Key`. None: torch's default generator.
             exclude: classes a row must not draw, int64: [B] | [B, P] padded with -1 | CSR (offsets [B + 1], ids).
                 The draws follow the law conditioned on the other classes, and log_q is of that law. A row with no
@@ -94,6 +99,80 @@ class Sampler(torch.nn.Module):
         """
         raise NotImplementedError
 
+    @torch.no_grad()
+    def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
+        """Log-probability of given ids under the law of shared draws: the mean of the rows' laws.
+
+        Args:
+            h: [*, d] queries, flattened to B rows; one with a nan or inf has no part in the law.
+            ids: int64 of any shape.
+            context: as in `sample`.
+
+        Returns:
+            float32, the shape of `ids`.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> tree = sx.samplers.Tree(torch.ones(2, 1), torch.zeros(2), torch.tensor([0, 1]))
+            >>> tree.log_prob_shared(torch.tensor([[3.0], [-3.0]]), torch.tensor([0, 1])).exp()
+            tensor([0.5000, 0.5000])
+        """
+        check_int64(self._op, "ids", ids)
+        rows, there = self._lawful(h, context)
+        flat = ids.reshape(1, -1)
+        out = torch.empty(flat.shape[1], dtype=torch.float32, device=ids.device)
+        some = max(1, _BLOCK // max(1, rows))
+        for begin in range(0, flat.shape[1], some):
+            part = flat[:, begin : begin + some].expand(rows, -1)
+            log_p = self.log_prob(h, part, context=context).double()
+            log_p = log_p.masked_fill(~there[:, None], -torch.inf)
+            out[begin : begin + some] = (log_p.logsumexp(0) - there.sum().log()).float()
+        return out.reshape(ids.shape)
+
+    def _sample_shared(
+        self,
+        h: Tensor | None,
+        count: int,
+        key: Key | Tensor | None,
+        exclude: Exclude | None,
+        context: Tensor | None,
+        batch_size: int | None,
+    ) -> Draw:
+        """Draws [m] from the mean of the rows' laws: a row by chance, then a class of that row."""
+        self._check_shared(exclude)
+        rows, there = self._lawful(h, context)
+        if h is not None:
+            self._check_batch(h, batch_size, None)
+        device = there.device
+        pair = key_tensor(self._op, key, device)
+        if rows == 0 or count == 0:
+            return Draw(*_no_law(count, device))
+        bits = uniform_sample(fold_in(pair, 0), 1, count, 1 << _UNIFORM_BITS)[0][0]
+        place = (bits.double().mul_(2.0**-_UNIFORM_BITS) * there.sum()).long()
+        which = torch.argsort(there.logical_not(), stable=True)[place]  # rows with a law first
+        queries = None if h is None else h.reshape(-1, h.shape[-1])[which]
+        given = None if context is None else context.reshape(-1)[which]
+        number = None if h is not None else count
+        ids = self.sample(queries, 1, key=fold_in(pair, 1), context=given, batch_size=number).ids[:, 0]
+        return Draw(ids, self.log_prob_shared(h, ids, context=context))
+
+    def _check_shared(self, exclude: Exclude | None) -> None:
+        if exclude is not None:
+            raise ValueError(
+                f"{self._op}: exclude must be None with shared=True (shared draws are masked by the loss instead), "
+                f"got {type(exclude).__name__}"
+            )
+
+    def _lawful(self, h: Tensor | None, context: Tensor | None) -> tuple[int, Tensor]:
+        """B, and which rows have a law: those without nan and inf."""
+        if h is not None:
+            rows = self._rows_of(h)
+            return rows, h.reshape(rows, -1).isfinite().all(1)
+        if not isinstance(context, Tensor):
+            raise ValueError(f"{self._op}: h must be a tensor [*, d] with shared=True, got None")
+        rows = context.numel()
+        return rows, torch.ones(rows, dtype=torch.bool, device=context.device)
+
     def sample_and_score(
         self,
         h: Tensor | None,
@@ -112,7 +191,7 @@ class Sampler(torch.nn.Module):
             h: [*, d] queries, flattened to B rows.
             num_samples: m.
             ids: int64 [B] | [B, n], as in `log_prob`.
-            shared: as in `sample`.
+            shared: as in `sample`; then the log-probabilities, too, are of the law that the batch shares.
             key: as in `sample`.
             context: as in `sample`.
 
@@ -127,6 +206,8 @@ class Sampler(torch.nn.Module):
             (torch.Size([4, 5]), torch.Size([4]))
         """
         draw = self.sample(h, num_samples, shared=shared, key=key, context=context)
+        if shared and self.conditional:
+            return draw, self.log_prob_shared(h, ids, context=context)
         return draw, self.log_prob(h, ids, context=context)
 
     def log_prob_all(self, h: Tensor | None = None) -> Tensor:
@@ -221,6 +302,11 @@ class Sampler(torch.nn.Module):
             if part.device != device:
                 raise ValueError(f"{self._op}: exclude must be on {device}, got {part.device}")
         return exclude
+
+
+def _no_law(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Shared draws of a batch without rows, which no loss looks at."""
+    return torch.zeros(count, dtype=torch.int64, device=device), torch.full((count,), torch.nan, device=device)
 
 
 def _holds(exclude: Exclude, ids: Tensor) -> Tensor:

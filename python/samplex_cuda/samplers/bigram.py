@@ -168,11 +168,12 @@ class Bigram(Sampler):
     ) -> Draw:
         """Draw `num_samples` classes for each row of `context`, int64 [*]; see `Sampler.sample`.
 
-        h may be None; it only says how many rows there are. Draws cannot be `shared`: each context has its law.
+        h may be None; it only says how many rows there are. `shared` draws come
+        from the mean of the contexts' laws.
         """
         count = self._check_count(num_samples)
         if shared:
-            raise ValueError("bigram: shared must be False, each context has a law of its own; got True")
+            return self._sample_shared(h, count, key, exclude, context, batch_size)
         rows = self._check_context(h, context, batch_size)
         flat, starts = sort_exclude(self._check_exclude(exclude, rows.device, rows.shape[0]))
         pair = key_tensor(self._op, key, rows.device)

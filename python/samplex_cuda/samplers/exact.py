@@ -95,7 +95,7 @@ class ExactSampler(Sampler):
     ) -> Draw:
         """Draw `num_samples` classes for each row of h [*, d]; see `Sampler.sample`.
 
-        `exclude` is exact: the law conditioned on the other classes. Draws cannot be `shared`: each row has its law.
+        `exclude` is exact: the law conditioned on the other classes. `shared` draws come from the mean of the rows' laws.
         A key draws the same for every `chunk_size`, but where a uniform comes within rounding (1e-7) of a border
         between classes. A row of h with nan gives log_q = nan.
         """
@@ -103,7 +103,7 @@ class ExactSampler(Sampler):
         if count > MAX_SAMPLES // 2:
             raise ValueError(f"{self._op}: num_samples must be in [0, 2^23], got {count}")
         if shared:
-            raise ValueError(f"{self._op}: shared must be False, each row has a law of its own; got True")
+            return self._sample_shared(h, count, key, exclude, context, batch_size)
         flat = self._check_h(h, batch_size)
         excluded = self._excluded(exclude, flat)
         pair = key_tensor(self._op, key, flat.device)

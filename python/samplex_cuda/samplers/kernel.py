@@ -127,7 +127,7 @@ class KernelSampler(Sampler):
     ) -> Draw:
         """Draw `num_samples` classes for each query h [*, d]; see `Sampler.sample`.
 
-        `exclude` is exact: the law conditioned on the other classes. Draws cannot be `shared`: each row has its law.
+        `exclude` is exact: the law conditioned on the other classes. `shared` draws come from the mean of the rows' laws.
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -139,7 +139,7 @@ class KernelSampler(Sampler):
         """
         count = self._check_count(num_samples)
         if shared:
-            raise ValueError(f"{self._op}: shared must be False, each row has a law of its own; got True")
+            return self._sample_shared(h, count, key, exclude, context, batch_size)
         query, phi = self._query(h)
         self._check_batch(query, batch_size, None)
         flat, offsets = sort_exclude(self._check_exclude(exclude, query.device, query.shape[0]))

@@ -25,7 +25,7 @@ class Mixture(Sampler):
     frequent negatives to hard ones. Components draw as often as the row with most draws from them needs.
 
     With `exclude` the components are re-weighted by 1 - q_c(excluded), so that the law is the conditional one exactly;
-    that number is never computed as a difference. `shared` draws work where every component has them.
+    that number is never computed as a difference.
 
     Args:
         components: pairs (sampler, weight), the weights positive; they are divided by their sum.
@@ -71,6 +71,11 @@ class Mixture(Sampler):
         return any(sampler._needs_context for sampler in self._parts())
 
     @property
+    def conditional(self) -> bool:  # type: ignore[override]
+        """Whether a component has another law for each row."""
+        return any(sampler.conditional for sampler in self._parts())
+
+    @property
     def follows_rows(self) -> bool:  # type: ignore[override]
         """Whether a component depends on the class table."""
         return any(sampler.follows_rows for sampler in self._parts())
@@ -95,21 +100,17 @@ class Mixture(Sampler):
         """Draw `num_samples` classes for each row, or once for the batch; see `Sampler.sample`."""
         count = self._check_count(num_samples)
         if shared:
-            if exclude is not None:
-                raise ValueError(
-                    "mixture: exclude must be None with shared=True (shared draws are masked by the loss instead), got "
-                    f"{type(exclude).__name__}"
-                )
-            pair = key_tensor(self._op, key, self._device(h, key))
+            self._check_shared(exclude)
+            pair = key_tensor(self._op, key, self._device(h, context, key))
             which = self._choose(pair, self.weights.log()[None], 1, count)[0]
             ids = torch.zeros(count, dtype=torch.int64, device=pair.device)
             for number, sampler in enumerate(self._parts()):
                 mine = which == number
-                drawn = sampler.sample(h, count, shared=True, key=fold_in(pair, number), batch_size=batch_size).ids
+                drawn = sampler.sample(
+                    h, count, shared=True, key=fold_in(pair, number), context=context, batch_size=batch_size
+                ).ids
                 ids = torch.where(mine, drawn[(mine.cumsum(0) - 1).clamp_(min=0)] if count else drawn, ids)
-            # Samplers that can share do not look at h.
-            terms = [sampler.log_prob(None, ids).double() for sampler in self._parts()]
-            return Draw(ids, (torch.stack(terms, 1) + self.weights.log()).logsumexp(1).float())
+            return Draw(ids, self.log_prob_shared(h, ids, context=context))
         batch, device = self._rows(h, context, batch_size, exclude)
         exclude = self._check_exclude(exclude, device, batch)
         pair = key_tensor(self._op, key, device)
@@ -145,6 +146,13 @@ class Mixture(Sampler):
         wanted = ids.unsqueeze(1) if single else ids.expand(batch, -1) if ids.dim() == 1 else ids
         out = self._log_q(h, wanted, self._log_weights(h, exclude, context, batch), exclude, context)
         return out.squeeze(1) if single else out
+
+    @torch.no_grad()
+    def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
+        """Log-probability of given ids of any shape under the mixture of the components' shared laws."""
+        check_int64(self._op, "ids", ids)
+        terms = [sampler.log_prob_shared(h, ids, context=context).double() for sampler in self._parts()]
+        return (torch.stack(terms, -1) + self.weights.log()).logsumexp(-1).float()
 
     @torch.no_grad()
     def log_prob_all(self, h: Tensor | None = None, *, context: Tensor | None = None) -> Tensor:

@@ -46,6 +46,8 @@ class StaticSampler(Sampler):
         True
     """
 
+    conditional = False
+
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         if isinstance(num_classes, bool) or not isinstance(num_classes, int):
@@ -97,11 +99,7 @@ class StaticSampler(Sampler):
         """
         count = self._check_count(num_samples)
         if shared:
-            if exclude is not None:
-                raise ValueError(
-                    f"{self._op}: exclude must be None with shared=True (shared draws are masked by the loss instead), "
-                    f"got {type(exclude).__name__}"
-                )
+            self._check_shared(exclude)
             if h is not None or batch_size is not None:
                 self._check_batch(h, batch_size, None)
             pair = key_tensor(self._op, key, self._device(h, key))
@@ -146,6 +144,11 @@ class StaticSampler(Sampler):
         if exclude is None:  # the same for every row: once
             return _call(lambda: self._log_prob_op(ids.unsqueeze(0).contiguous(), None, None)).expand(batch, -1)
         return _call(lambda: self._log_prob_op(ids.expand(batch, -1).contiguous(), flat, offsets))
+
+    def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
+        """Log-probability of given ids of any shape under the law of shared draws, which is every row's law."""
+        check_int64(self._op, "ids", ids)
+        return _call(lambda: self._log_prob_op(ids.reshape(1, -1).contiguous(), None, None)).reshape(ids.shape)
 
     def log_prob_all(self, h: Tensor | None = None) -> Tensor:
         """Log-probability of every class: [B, C], a view of one row of C numbers.

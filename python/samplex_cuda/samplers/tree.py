@@ -10,14 +10,13 @@ from torch import Tensor
 import samplex_cuda.tree as fitting
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import tree as ops
+from samplex_cuda.ops import tree_shared
 from samplex_cuda.ops.static_sample import sort_exclude
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, describe
 from samplex_cuda.samplers.static import _call
 
 __all__ = ["Tree"]
-
-_NOT_SHARED = "tree: shared must be False, each row has a law of its own; got True"
 
 
 class Tree(Sampler):
@@ -131,7 +130,8 @@ class Tree(Sampler):
             dtype: of the stored nodes.
             seed: of the randomised PCA.
             progress: show a progress bar on a terminal.
-            options: passed on to `samplex_cuda.tree.fit_tree`.
+            options: passed on to `samplex_cuda.tree.fit_tree`; `unseen=False` gives classes without an example
+                probability 0.
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -241,13 +241,16 @@ class Tree(Sampler):
     ) -> Draw:
         """Draw `num_samples` classes for each row of the features h [*, K]; see `Sampler.sample`.
 
-        `exclude` is exact: the law conditioned on the other classes. Draws cannot be `shared`: each row has its law.
+        `exclude` is exact: the law conditioned on the other classes. `shared` draws come from the mean of the rows'
+        laws, and cost little more for many draws than for few: a node is scored once for all that pass it.
         """
         count = self._check_count(num_samples)
-        if shared:
-            raise ValueError(_NOT_SHARED)
         x = self.project(h)
         self._check_batch(x, batch_size, None)
+        if shared:
+            self._check_shared(exclude)
+            pair = key_tensor(self._op, key, x.device)
+            return Draw(*tree_shared.tree_sample_shared(pair, x, *self._tables(), count))
         leaves, offsets = self._excluded_leaves(exclude, x)
         pair = key_tensor(self._op, key, x.device)
         return Draw(*ops.tree_sample(pair, x, *self._tables(), count, leaves, offsets))
@@ -263,6 +266,13 @@ class Tree(Sampler):
         out = _call(lambda: ops.tree_log_prob(x, wanted, *self._tables(), *excluded))
         return out.squeeze(1) if squeeze else out
 
+    def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
+        """Log-probability of given ids of any shape under the law of shared draws; see `Sampler.log_prob_shared`."""
+        check_int64(self._op, "ids", ids)
+        wanted = ids.reshape(-1).contiguous()
+        out = _call(lambda: tree_shared.tree_log_prob_shared(self.project(h), wanted, *self._tables()))
+        return out.reshape(ids.shape)
+
     def sample_and_score(
         self,
         h: Tensor | None,
@@ -277,7 +287,7 @@ class Tree(Sampler):
         check_int64(self._op, "ids", ids)
         count = self._check_count(num_samples)
         if shared:
-            raise ValueError(_NOT_SHARED)
+            return super().sample_and_score(h, num_samples, ids, shared=True, key=key)
         x = self._features(h)
         if self._identity:
             return self.sample(h, num_samples, key=key), self.log_prob(h, ids)

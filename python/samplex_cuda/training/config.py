@@ -162,6 +162,9 @@ class Sampler:
     backoff: float = _key(0.1, "bigram: share of the unigram law", least=0.0, most=1.0)
     dim: int = _key(16, "tree: features a node looks at", least=1)
     reg: float = _key(0.1, "tree: strength of the regulariser of a node", above=0.0)
+    unseen: bool = _key(
+        True, "tree: false gives classes without an example probability 0, so that they are never drawn"
+    )
     features: str = _key("auto", "tree: what it looks at, the input or the encoder's h; auto: the input if any",
                          choices=("auto", "input", "hidden"))  # fmt: skip
     fit_rows: int = _key(200_000, "tree, PCA: training examples that are used, at most", least=1)
@@ -190,7 +193,7 @@ class Head:
 
     loss: str = _key("sampled_softmax", "see docs/losses.md", choices=LOSSES)
     num_samples: int = _key(64, "draws per row, or per batch with `shared`", least=1)
-    shared: bool = _key(False, "draw once for the whole batch")
+    shared: bool = _key(False, "draw once for the whole batch; a law of each row counts as the mean of these laws")
     bias: bool = _key(True, "a bias per class")
     scale: float = _key(1.0, "inverse temperature: factor of the logits")
     absolute: bool = _key(False, "logits are absolute values")
@@ -460,8 +463,9 @@ def _check_together(source: str, c: Config) -> None:
     if c.sampler.path and "tree" not in names:
         fail("sampler", "path", "empty but for a tree", c.sampler.path)
     own_law = [n for n in names if n in ("bigram", "tree", "quadratic", "rff", "softmax")]
-    if c.head.shared and own_law and c.head.loss != "full_softmax":
-        fail("head", "shared", f"false with the sampler {own_law[0]}, whose law is another for each row", True)
+    if c.head.shared and own_law and c.head.loss == "negative_sampling":
+        fail("head", "shared", f"false with negative_sampling and the sampler {own_law[0]}, whose law is another for "
+             "each row", True)  # fmt: skip
     if c.head.reg and c.head.loss != "negative_sampling":
         fail("head", "reg", f'0 with loss = "{c.head.loss}"', c.head.reg)
     if c.head.mask_known and c.head.loss in ("full_softmax", "negative_sampling", "nce"):

@@ -218,7 +218,7 @@ def _tree(config: Config, dataset: Dataset, encoder: Encoder, fit: bool, again: 
         z, y = (torch.cat(part) for part in zip(*parts, strict=True))
     if look == "map":
         # Already components: a projection that changes nothing.
-        fitted = fitting.fit_tree(z, y, classes, reg=s.reg)
+        fitted = fitting.fit_tree(z, y, classes, reg=s.reg, unseen=s.unseen)
         return samplers.Tree(
             fitted.weights, fitted.bias, fitted.leaf_class, mean=torch.zeros(dim), projection=torch.eye(dim)
         )
@@ -237,7 +237,7 @@ def _streamed_tree(config: Config, dataset: Dataset, encoder: Any, rows: Tensor,
     for batch in _chunks(dataset, rows):
         parts.append(_pairs((encoder.inputs(batch) - mean) @ projection, batch["y"]))
     z, y = (torch.cat(part) for part in zip(*parts, strict=True))
-    fitted = fitting.fit_tree(z, y, dataset.num_classes, reg=config.sampler.reg)
+    fitted = fitting.fit_tree(z, y, dataset.num_classes, reg=config.sampler.reg, unseen=config.sampler.unseen)
     return samplers.Tree(fitted.weights, fitted.bias, fitted.leaf_class, mean=mean, projection=projection)
 
 

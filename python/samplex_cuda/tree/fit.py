@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,8 @@ class FittedTree:
 
     Attributes:
         weights: fp32 [L, k]; row 0 is not used.
-        bias: fp32 [L]; +inf: always right, -inf: always left (the other side holds padding only).
+        bias: fp32 [L]; +inf: always right, -inf: always left (the other side holds padding only, or with
+            `unseen=False` no class that has an example).
         leaf_class: int64 [L], the class of each leaf, -1 for padding.
         num_classes: C.
         class_counts: int64 [C], training examples of each class.
@@ -211,6 +212,7 @@ def fit_tree(
     max_rounds: int = 15,
     discrete: bool = True,
     seed: int = 0,
+    unseen: bool = True,
     progress: bool = True,
     threads: int | None = None,
 ) -> FittedTree:
@@ -232,6 +234,8 @@ def fit_tree(
         max_rounds: discrete steps per node, at most.
         discrete: False leaves the median splits as they are.
         seed: accepted for symmetry with `fit_pca`; the fit draws nothing.
+        unseen: False gives classes without an example probability exactly 0: they are never drawn, and what they had
+            goes to their neighbours in the tree.
         progress: a bar with level and log-likelihood, where stderr is a terminal and `rich` is installed.
         threads: of torch's pool; by default those torch uses.
 
@@ -282,16 +286,37 @@ def fit_tree(
             after_level,
             False,
         )
-    return FittedTree(
+    counts = torch.bincount(labels, minlength=num_classes)
+    tree = FittedTree(
         weights=weights,
         bias=bias,
         leaf_class=leaf_class,
         num_classes=num_classes,
-        class_counts=torch.bincount(labels, minlength=num_classes),
+        class_counts=counts,
         levels=levels,
         train_log_prob=sum(level["log_likelihood"] for level in levels) / len(labels),
         reg=float(reg),
     )
+    if not unseen and bool((counts == 0).any()):
+        _close_unseen(tree)
+        tree = replace(tree, train_log_prob=tree.mean_log_prob(features, labels))
+    return tree
+
+
+def _close_unseen(tree: FittedTree) -> None:
+    """Nodes with examples on one side only send every row there, so that the other side has probability 0."""
+    seen = torch.zeros(len(tree.bias), dtype=torch.bool)
+    real = tree.leaf_class >= 0
+    seen[real] = tree.class_counts[tree.leaf_class[real]] > 0
+    first = len(tree.bias) // 2  # of the level above
+    while first:
+        on_left, on_right = seen.view(-1, 2).unbind(1)
+        for side, bias in ((on_right & ~on_left, math.inf), (on_left & ~on_right, -math.inf)):
+            nodes = first + torch.nonzero(side).squeeze(1)
+            tree.weights[nodes] = 0.0
+            tree.bias[nodes] = bias
+        seen = on_left | on_right
+        first //= 2
 
 
 def cross_validate_reg(

@@ -1,0 +1,37 @@
+// The arithmetic of a shared draw, the same on every backend (see tree_law.h for what that takes).
+#pragma once
+
+#include "sampler/tree_law.h"
+#include "sampler/tree_shared_params.h"
+
+namespace samplex {
+inline namespace SX_ISA_NS {
+
+// P(right) and P(left) of a node with z = w . x + b: the likelier child has 1 / (1 + e), the other e / (1 + e).
+struct TreeSplit {
+  float right, left;
+};
+SX_HOST_DEVICE inline TreeSplit tree_split(float z, float e) {  // e = exp(-|z|)
+  const float likely = 1.0f / (1.0f + e), other = e * likely;
+  const bool up = z >= 0;
+  return {up ? likely : other, up ? other : likely};
+}
+
+SX_HOST_DEVICE inline TreeSplit tree_split(float z) { return tree_split(z, tree_exp(z < 0 ? -z : z)); }
+
+// Sum of 64 lanes, by halves.
+SX_HOST_DEVICE inline double tree_shared_sum(double* lanes) {
+  for (int step = kTreeSharedLanes / 2; step > 0; step /= 2) {
+    for (int j = 0; j < step; ++j) lanes[j] = lanes[j] + lanes[j + step];
+  }
+  return lanes[0];
+}
+
+// log of the product of the branch probabilities of a path: -inf where one is 0, nan without a row that has a law.
+SX_HOST_DEVICE inline float tree_shared_log(double q) {
+  if (q < 1e-290) return negative_infinity<float>();
+  return float(exact_log(q) + 0.0 * q);
+}
+
+}  // namespace SX_ISA_NS
+}  // namespace samplex
