@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -416,6 +417,10 @@ def test_fit_tree_saves_a_sampler(tmp_path):
     assert float(tree.log_prob(batch["x"], batch["y"][:, None]).mean()) == pytest.approx(
         found["held_out_log_prob"], abs=1e-3
     )
+    closed = as_json("fit-tree", "--data", DATA, "--out", tmp_path / "closed.safetensors", "--rows", 60, "--no-unseen")
+    assert math.isfinite(closed["held_out_log_prob"])  # examples of classes that training lacks are left out
+    tree = sx.samplers.Tree(**checkpoint.read_tensors(tmp_path / "closed.safetensors"))
+    assert bool((tree.log_prob_all(torch.zeros(1, tree.num_features)) == -math.inf).any())
     text = samplex("fit-tree", "--data", DATA, "--out", tmp_path / "folder", "--held-out", 0).stdout
     stored = tmp_path / "folder" / "tree.safetensors"
     assert f"--sampler tree --set sampler.path={stored} --set sampler.dim=8" in text

@@ -308,7 +308,7 @@ ERRORS = {
     "bias": (lambda w, s: Quadratic(w, bias=w[:, 0][:3]), ValueError, "bias must be [20] floating point, got [3] float32"),
     "h": (lambda w, s: s.sample(torch.zeros(3, 5), 2), ValueError, "h must be [*, 4] floating point, got [3, 5] float32"),
     "no h": (lambda w, s: s.sample(None, 2), ValueError, "h must be [*, 4] floating point, got NoneType"),
-    "shared": (lambda w, s: s.sample(w[:3], 2, shared=True), ValueError, "shared must be False"),
+    "shared": (lambda w, s: s.sample(w[:3], 2, shared=True, exclude=torch.arange(3)), ValueError, "exclude must be None with shared=True"),
     "samples": (lambda w, s: s.sample(w[:3], -1), ValueError, "num_samples must be in [0, 2^24], got -1"),
     "exclude": (lambda w, s: s.sample(w[:3], 2, exclude=torch.tensor([0, 1, 20])), IndexError, "exclude must be -1 or in [0, 20), got 20"),
     "ids": (lambda w, s: s.log_prob(w[:3], torch.tensor([0, 1, 99])), IndexError, "ids must be in [0, 20), got 99"),

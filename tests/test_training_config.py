@@ -73,7 +73,10 @@ BAD = [
         '[sampler]\nname = "mixture"\ncomponents = ["tree", "uniform"]\nweights = [1]',
         r"\[sampler\] weights must be 2 numbers above 0, one for each component, got \[1\]",
     ),
-    ('[sampler]\nname = "tree"\n[head]\nshared = true', r"\[head\] shared must be false with the sampler tree"),
+    (
+        '[sampler]\nname = "tree"\n[head]\nshared = true\nloss = "negative_sampling"',
+        r"\[head\] shared must be false with negative_sampling and the sampler tree",
+    ),
     (
         '[optimizer]\nfused = true\n[head]\nloss = "full_softmax"',
         r'\[optimizer\] fused must be false or "auto" with head.loss = "full_softmax", got true',

@@ -152,7 +152,8 @@ def test_sample_and_score_is_sample_and_log_prob():
     draw, log_p = static.sample_and_score(h, 5, target, key=sx.Key(3))
     assert torch.equal(draw.ids, static.sample(h, 5, key=sx.Key(3)).ids)
     assert torch.equal(log_p, static.log_prob(h, target))
-    with pytest.raises(ValueError, match=r"tree: shared must be False"):
-        tree.sample_and_score(h, 5, target, shared=True)
+    draw, log_p = tree.sample_and_score(h, 5, target, shared=True, key=sx.Key(3))
+    assert torch.equal(draw.ids, tree.sample(h, 5, shared=True, key=sx.Key(3)).ids)
+    assert torch.equal(log_p, tree.log_prob_shared(h, target))
     with pytest.raises(IndexError, match=r"ids must be in \[0, 10\)"):
         tree.sample_and_score(h, 5, target + 10)

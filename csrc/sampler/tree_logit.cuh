@@ -6,8 +6,8 @@
 
 namespace samplex::SX_BACKEND_NS {
 
-// w . x + b with the weights of a node in 16-byte loads.
-template <typename T>
+// w . x + b with the weights of a node in 16-byte loads; with kWideRow those of x too, which must be aligned for it.
+template <typename T, bool kWideRow = false>
 SX_DEVICE inline float tree_logit_vector(const TreeTable& tree, int64_t node, const float* x) {
   constexpr int kWidth = 16 / sizeof(T);
   const T* w = tree_node<T>(tree, node);
@@ -20,8 +20,16 @@ SX_DEVICE inline float tree_logit_vector(const TreeTable& tree, int64_t node, co
     float weights[kTreeLanes];
 #pragma unroll
     for (int j = 0; j < kTreeLanes; j += kWidth) load_values<kWidth>(w + c + j, weights + j);
+    if constexpr (kWideRow) {
+      float row[kTreeLanes];
 #pragma unroll
-    for (int j = 0; j < kTreeLanes; ++j) lanes[j] = lanes[j] + weights[j] * x[c + j];
+      for (int j = 0; j < kTreeLanes; j += 4) load_values<4>(x + c + j, row + j);
+#pragma unroll
+      for (int j = 0; j < kTreeLanes; ++j) lanes[j] = lanes[j] + weights[j] * row[j];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kTreeLanes; ++j) lanes[j] = lanes[j] + weights[j] * x[c + j];
+    }
   }
 #pragma unroll
   for (int j = 0; j < kTreeLanes; ++j) {

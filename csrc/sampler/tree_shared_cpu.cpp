@@ -127,18 +127,20 @@ class Descent {
     const int64_t middle = sort_draws(at, node);
     const double total = node.sum_right + node.sum_left;
     double* const deeper = buffers + 2 * rows_;
-    go({2 * at.node, at.begin, middle, at.level + 1, at.q * (node.sum_left / total), node.left}, last, deeper, arrive);
-    go({2 * at.node + 1, middle, at.end, at.level + 1, at.q * (node.sum_right / total), node.right}, last, deeper,
-       arrive);
+    const double q_left = tree_shared_step(at.q, node.sum_left, total);
+    const double q_right = tree_shared_step(at.q, node.sum_right, total);
+    go({2 * at.node, at.begin, middle, at.level + 1, q_left, node.left}, last, deeper, arrive);
+    go({2 * at.node + 1, middle, at.end, at.level + 1, q_right, node.right}, last, deeper, arrive);
   }
 
   // A node that sends every row to one side: the masses stay, and so does what scoring it would give.
   template <typename F>
   void pass(const Place& at, bool right, int last, double* buffers, const F& arrive) {
-    const TreeSharedNode node = {nullptr, nullptr, nullptr, nullptr, 0, 0, right ? 1.0 : 0.0, right ? 0.0 : 1.0};
+    const double all = at.q == at.q ? 1.0 : 0.0;  // without a law every draw goes left, as in any node
+    const TreeSharedNode node = {nullptr, nullptr, nullptr, nullptr, 0, 0, right ? all : 0.0, right ? 0.0 : all};
     const int64_t middle = sort_draws(at, node);
-    // Only a given class can be on the other side: it has probability 0.
-    const double q_left = right ? 0.0 : at.q, q_right = right ? at.q : 0.0;
+    // Only a given class can be on the other side: it has probability 0, or nan where there is no law.
+    const double none = 0.0 * at.q, q_left = right ? none : at.q, q_right = right ? at.q : none;
     go({2 * at.node, at.begin, middle, at.level + 1, q_left, at.mass}, last, buffers, arrive);
     go({2 * at.node + 1, middle, at.end, at.level + 1, q_right, at.mass}, last, buffers, arrive);
   }

@@ -34,21 +34,30 @@ SX_DEVICE inline TreeSharedSums tree_shared_sums(double right, double left, doub
   return {scratch[0][kWarpSize], scratch[1][kWarpSize]};
 }
 
-template <typename T>
+// Where the rows of a block are: their masses [B], and behind them P(right) and P(left) of the node it is at, [B, 2].
+struct TreeSharedRows {
+  double* mass;
+  float* split;
+};
+
+template <typename T, bool kWideRow>
 __global__ void __launch_bounds__(kTreeSharedThreads) tree_shared_kernel(TreeSharedParams p) {
   __shared__ double scratch[2][kWarpSize + 1];
-  SX_DYN_SMEM(double, own);  // [B] where it fits
-  double* const mass = p.masses != nullptr ? p.masses + int64_t(blockIdx.x) * p.batch : own;
+  SX_DYN_SMEM(double, own);  // [2 B] where it fits
+  TreeSharedRows rows;
+  rows.mass = p.masses != nullptr ? p.masses + int64_t(blockIdx.x) * 2 * p.batch : own;
+  rows.split = reinterpret_cast<float*>(rows.mass + p.batch);
   const TreeTable& tree = p.tree;
   const int64_t leaves = int64_t(1) << tree.depth;
   PhiloxKey key = {0, 0};
   if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
+  // Every thread keeps to the rows of its lane, so that only the sums need barriers.
   for (int64_t draw = blockIdx.x; draw < p.num_samples; draw += gridDim.x) {
     for (int64_t b = threadIdx.x; b < p.batch; b += kTreeSharedThreads) {
       const float* x = p.x + b * tree.dim;
       float zero = 0.0f;
       for (int64_t c = 0; c < tree.dim; ++c) zero = zero + 0.0f * x[c];
-      mass[b] = zero == 0.0f ? 1.0 : 0.0;
+      rows.mass[b] = zero == 0.0f ? 1.0 : 0.0;
     }
     const int64_t leaf = p.given != nullptr ? tree.class_leaf[p.given[draw]] : 0;
     double q = 1.0;
@@ -57,9 +66,11 @@ __global__ void __launch_bounds__(kTreeSharedThreads) tree_shared_kernel(TreeSha
     for (int level = 0; level < tree.depth; ++level) {
       double right = 0.0, left = 0.0;
       for (int64_t b = threadIdx.x; b < p.batch; b += kTreeSharedThreads) {
-        const double here = mass[b];
+        const double here = rows.mass[b];
         if (here == 0.0) continue;
-        const TreeSplit split = tree_split(tree_logit_vector<T>(tree, node, p.x + b * tree.dim));
+        const TreeSplit split = tree_split(tree_logit_vector<T, kWideRow>(tree, node, p.x + b * tree.dim));
+        rows.split[2 * b] = split.right;
+        rows.split[2 * b + 1] = split.left;
         right = right + here * double(split.right);
         left = left + here * double(split.left);
       }
@@ -78,12 +89,10 @@ __global__ void __launch_bounds__(kTreeSharedThreads) tree_shared_kernel(TreeSha
         }
         to_right = uniform53(bits) * total < sums.right;
       }
-      q = q * ((to_right ? sums.right : sums.left) / total);
+      q = tree_shared_step(q, to_right ? sums.right : sums.left, total);
       for (int64_t b = threadIdx.x; level + 1 < tree.depth && b < p.batch; b += kTreeSharedThreads) {
-        const double here = mass[b];
-        if (here == 0.0) continue;
-        const TreeSplit split = tree_split(tree_logit_vector<T>(tree, node, p.x + b * tree.dim));
-        mass[b] = here * double(to_right ? split.right : split.left);
+        const double here = rows.mass[b];
+        if (here != 0.0) rows.mass[b] = here * double(rows.split[2 * b + (to_right ? 0 : 1)]);
       }
       node = 2 * node + to_right;
     }

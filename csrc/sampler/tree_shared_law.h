@@ -27,9 +27,18 @@ SX_HOST_DEVICE inline double tree_shared_sum(double* lanes) {
   return lanes[0];
 }
 
+// Less than this is nothing: its logarithm would come from a subnormal number.
+constexpr double kTreeSharedLeast = 1e-290;
+
+// Probability of the way to a child, from that of the way to its parent. Below a child with probability 0 every mass is
+// 0, and the path stays impossible instead of 0 / 0; nan stays nan.
+SX_HOST_DEVICE inline double tree_shared_step(double q, double part, double total) {
+  return q < kTreeSharedLeast ? 0.0 : q * (part / total);
+}
+
 // log of the product of the branch probabilities of a path: -inf where one is 0, nan without a row that has a law.
 SX_HOST_DEVICE inline float tree_shared_log(double q) {
-  if (q < 1e-290) return negative_infinity<float>();
+  if (q < kTreeSharedLeast) return negative_infinity<float>();
   return float(exact_log(q) + 0.0 * q);
 }
 

@@ -18,7 +18,7 @@ Tensor run_shared(const char* op, TreeSharedParams p, const Tensor& x) {
   p.log_q = out<float>(log_q);
   std::optional<Tensor> masses;
   if (p.batch > kTreeSharedRows && backend_of(op, x) != Backend::kCpu) {
-    masses = empty(x, {std::min(p.num_samples, kTreeSharedBlocks), p.batch}, ScalarType::Double);
+    masses = empty(x, {std::min(p.num_samples, kTreeSharedBlocks), 2 * p.batch}, ScalarType::Double);
     p.masses = out<double>(*masses);
   }
   SX_RUN(op, x, launch_tree_shared, p);

@@ -27,7 +27,7 @@ struct TreeSharedParams {
   const float* x;        // [B, dim]; a row with a nan or inf has no part in the law
   const int64_t* key;    // [2] seed, offset; nullptr with `given`
   const int64_t* given;  // [m] classes to give the log-probability of; nullptr to draw
-  double* masses;        // [blocks, B] scratch of the GPU kernel where B > kTreeSharedRows, else nullptr
+  double* masses;        // [blocks, 2 B] scratch of the GPU kernel where B > kTreeSharedRows, else nullptr
   int64_t* ids;          // [m] out, nullptr with `given`
   float* log_q;          // [m] out
   int64_t batch, num_samples;

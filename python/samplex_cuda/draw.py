@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+_COPIES = 0.5  # expected further copies of a draw from which it pays to look for them
 
 
 class Draw(NamedTuple):
@@ -26,6 +29,19 @@ class Draw(NamedTuple):
     ids: Tensor
     log_q: Tensor
     replacement: bool = True
+
+    def repeats(self) -> bool:
+        """Whether `merged` pays: shared draws with many copies, where the answer needs no wait for a device.
+
+        Example:
+            >>> import samplex_cuda as sx
+            >>> short, long = sx.samplers.Unigram([8, 1, 1]), sx.samplers.Uniform(1_000_000)
+            >>> [law.sample(None, 64, shared=True).repeats() for law in (short, long)]
+            [True, False]
+        """
+        if torch.compiler.is_compiling() or self.ids.device.type != "cpu" or self.ids.dim() != 1:
+            return False
+        return self.ids.shape[0] > 1 and float(self.log_q.exp().mean()) * self.ids.shape[0] > _COPIES
 
     def merged(self) -> Draw:
         """Shared draws with each class once, for losses that weigh a draw by 1 / (m q): the same loss for less work.
@@ -49,4 +65,5 @@ class Draw(NamedTuple):
         if ids.shape == self.ids.shape:
             return self
         once = self.log_q.new_empty(ids.shape).scatter_(0, place, self.log_q)  # copies of a class have one log_q
-        return Draw(ids, once - times.log() + math.log(self.ids.shape[0] / ids.shape[0]), False)
+        log_q = once.double() - times.double().log() + math.log(self.ids.shape[0] / ids.shape[0])
+        return Draw(ids, log_q.to(once.dtype), False)

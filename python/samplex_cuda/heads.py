@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda import functional
-from samplex_cuda.draw import Draw
 from samplex_cuda.fusion import Fusion
 from samplex_cuda.prediction import (
     Prior,
@@ -38,14 +37,6 @@ __all__ = ["SampledClassifier", "Staleness"]
 _LOSSES = ("sampled_softmax", "negative_sampling", "nce", "one_vs_each", "augment_reduce", "full_softmax")
 _NOISE_LOSSES = ("negative_sampling", "nce")  # every draw counts, hits too
 _REDUCTIONS = ("mean", "sum", "none")
-_COPIES = 0.5  # expected further copies of a draw from which merging shared draws pays
-
-
-def _repeats(draw: Draw) -> bool:
-    """Whether shared draws hold so many copies that finding them pays: where the answer needs no wait for a device."""
-    if torch.compiler.is_compiling() or draw.ids.device.type != "cpu" or draw.ids.shape[0] < 2:
-        return False
-    return float(draw.log_q.exp().mean()) * draw.ids.shape[0] > _COPIES
 
 
 class Staleness(NamedTuple):
@@ -198,8 +189,8 @@ class SampledClassifier(nn.Module):
             )
         if shared and loss == "negative_sampling" and getattr(sampler, "conditional", False):
             raise ValueError(
-                "SampledClassifier: shared must be False with loss='negative_sampling' and a sampler whose law is another "
-                "for each row: scores would be relative to the law of a batch, which prediction does not know; got True"
+                "SampledClassifier: shared must be False with loss='negative_sampling' and a sampler with a law for "
+                "each row: scores would be relative to the law of a batch, which prediction does not know; got True"
             )
         if getattr(sampler, "follows_rows", False) and getattr(sampler, "has_bias", False) and not bias:
             raise ValueError("SampledClassifier: bias must be True with a sampler that has a bias, got False")
@@ -413,7 +404,7 @@ class SampledClassifier(nn.Module):
                 draw, target_log_q = sampler.sample_and_score(seen, self.num_samples, known, **common)
             else:
                 draw = sampler.sample(seen, self.num_samples, exclude=exclude, **common)
-            if self.shared and not noise and not self.label_smoothing and _repeats(draw):
+            if self.shared and not noise and not self.label_smoothing and draw.repeats():
                 draw = draw.merged()
             if self.sampler_update is not None:
                 self._steps += 1

@@ -358,7 +358,12 @@ def test_errors():
         (lambda: sampler.sample(None, 3), ValueError, r"bigram: context must be int64 \[\*\], .* got None"),
         (lambda: sampler.sample(None, 3, context=CONTEXT.int()), TypeError, "bigram: context must be int64"),
         (lambda: sampler.sample(torch.zeros(7, 2), 3, context=CONTEXT), ValueError, "bigram: context must have 7 ids"),
-        (lambda: sampler.sample(None, 3, context=CONTEXT, shared=True), ValueError, "bigram: shared must be False"),
+        (
+            lambda: sampler.sample(None, 3, shared=True),
+            ValueError,
+            r"bigram: context must be int64 \[\*\], .* got None",
+        ),
+        (lambda: sampler.sample(torch.zeros(7, 2), 3, context=CONTEXT, shared=True), ValueError, "must have 7 ids"),
         (
             lambda: sampler.sample(None, 3, context=torch.tensor([0, 6])),
             IndexError,

@@ -192,6 +192,7 @@ def fit_tree(
     rows: Annotated[int, typer.Option(min=1, help="Examples that are used, at most.")] = 200_000,
     held_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="Part that is kept for the report.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Of the split and the choice of rows.")] = 0,
+    unseen: Annotated[bool, typer.Option(help="Classes without an example keep a small probability; else 0.")] = True,
     as_json: Json = False,
 ) -> None:
     """Fit a tree sampler to data, report how well it fits, and save it."""
@@ -211,6 +212,7 @@ def fit_tree(
             rows=rows,
             held_out=held_out,
             seed=seed,
+            unseen=unseen,
         ),
     )
 

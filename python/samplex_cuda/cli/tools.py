@@ -99,6 +99,7 @@ def fit_tree(
     rows: int,
     held_out: float,
     seed: int,
+    unseen: bool = True,
 ) -> tuple[dict[str, Any], int]:
     """Fits a tree sampler to the features and labels of a file; returns the JSON object and the exit code.
 
@@ -135,13 +136,18 @@ def fit_tree(
         with out.busy(f"fitting a tree over {dataset.num_classes:,} classes to {len(y):,} examples"):
             mean, projection = fitting.fit_pca(x, min(dim, dataset.num_features), seed=seed)
             fitted = fitting.fit_tree(
-                fitting.project(x, mean, projection), y, dataset.num_classes, reg=reg, seed=seed, progress=False
-            )
+                fitting.project(x, mean, projection), y, dataset.num_classes, reg=reg, seed=seed, unseen=unseen,
+                progress=False,
+            )  # fmt: skip
         seconds = time.perf_counter() - begin
-        other = () if test is None else _examples(test, rows, seed)
-        report = fitting.describe_fit(
-            fitted, *((fitting.project(other[0], mean, projection), other[1]) if other else ())
-        )
+        other: tuple[Tensor, ...] = ()
+        if test is not None:
+            held_x, held_y = _examples(test, rows, seed)
+            # Without `unseen`, the examples of a class that training lacks have log-probability -inf.
+            known = torch.nonzero(fitted.class_counts[held_y] > 0).squeeze(1) if not unseen else slice(None)
+            other = (fitting.project(held_x, mean, projection)[known], held_y[known])
+            other = other if len(other[1]) else ()
+        report = fitting.describe_fit(fitted, *other)
         parts = {"weights": fitted.weights, "bias": fitted.bias, "leaf_class": fitted.leaf_class}
         about = {"data": path, "fingerprint": dataset.fingerprint(), "reg": str(reg), "examples": str(len(y))}
         checkpoint.write_tensors(file, {**parts, "mean": mean, "projection": projection}, about)
@@ -153,8 +159,7 @@ def fit_tree(
     payload = {"out": str(file), "num_classes": fitted.num_classes, "depth": fitted.depth, "examples": len(y)}
     payload |= {"seconds": round(seconds, 3), "train_log_prob": fitted.train_log_prob, "report": report}
     if other:
-        held = fitted.log_prob_by_level(fitting.project(other[0], mean, projection), other[1])
-        payload["held_out_log_prob"] = float(held.sum())
+        payload["held_out_log_prob"] = fitted.mean_log_prob(*other)
     return payload, OK
 
 

@@ -22,7 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Draws", "Measured", "RowLaw", "Rows", "enumerate_law", "enumerate_laws", "estimate_law", "measure"]
+from samplex_cuda.draw import Draw
+
+__all__ = [
+    "Draws",
+    "Measured",
+    "RowLaw",
+    "Rows",
+    "SharedLaw",
+    "enumerate_law",
+    "enumerate_laws",
+    "estimate_law",
+    "measure",
+]
 
 # Numbers held at a time in float64: 8 MB for each of the tensors a pass works on, some thirty.
 ELEMENTS = 1 << 20
@@ -146,6 +158,47 @@ def _law_of(sampler: Any, seen: Tensor, context: Tensor | None) -> Tensor:
     if sampler._needs_context:
         return sampler.log_prob_all(seen, context=context).double()
     return sampler.log_prob_all(seen).double().expand(seen.shape[0], -1)
+
+
+class SharedLaw:
+    """The law of draws that all rows share, where the sampler has another one for each row: the mean of these.
+
+    Args:
+        sampler: any sampler.
+        seen: [B, f], what it looks at; these rows count as the batch.
+        context: [B] or None.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> from samplex_cuda.diagnostics.laws import SharedLaw
+        >>> tree = sx.samplers.Tree(torch.ones(2, 1), torch.zeros(2), torch.tensor([0, 1]))
+        >>> SharedLaw(tree, torch.tensor([[3.0], [-3.0]]), None).log_prob_all(torch.zeros(4, 1)).exp()
+        tensor([[0.5000, 0.5000]])
+    """
+
+    _needs_context = False
+
+    def __init__(self, sampler: Any, seen: Tensor, context: Tensor | None) -> None:
+        self.sampler, self.seen, self.context = sampler, seen, context
+        self.num_classes = sampler.num_classes
+        self._all: Tensor | None = None
+
+    def sample(self, h: Tensor, num_samples: int, *, key: Tensor, exclude: None, context: Tensor | None) -> Draw:
+        """[B, m] independent draws; whose rows they are does not matter."""
+        shape = (h.shape[0], num_samples)
+        drawn = self.sampler.sample(self.seen, shape[0] * shape[1], shared=True, key=key, context=self.context)
+        return Draw(drawn.ids.reshape(shape), drawn.log_q.reshape(shape))
+
+    def log_prob(self, h: Tensor, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
+        """As `Sampler.log_prob`."""
+        return self.sampler.log_prob_shared(self.seen, ids, context=self.context)
+
+    def log_prob_all(self, h: Tensor) -> Tensor:
+        """log q of every class, [1, C] float32."""
+        if self._all is None:
+            every = torch.arange(self.num_classes, device=self.seen.device)
+            self._all = self.sampler.log_prob_shared(self.seen, every, context=self.context)[None]
+        return self._all
 
 
 @torch.no_grad()

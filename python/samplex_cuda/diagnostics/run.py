@@ -156,15 +156,19 @@ def diagnose(
         gradient = None
         broken: list[str] = []
         looks = [_look(head, sampler, flat, seen) for sampler in chosen.values()]
+        used: list[Any] = [
+            laws.SharedLaw(sampler, look, given) if head.shared and sampler.conditional else sampler
+            for sampler, look in zip(chosen.values(), looks, strict=True)
+        ]
         row_laws: list[laws.RowLaw | None] = [None] * len(looks)
         if exact:
             say("laws")
-            pairs = list(zip(chosen.values(), looks, strict=True))
+            pairs = list(zip(used, looks, strict=True))
             row_laws = list(laws.enumerate_laws(pairs, rows, given, shared=bool(head.shared)))
         for number, (name, sampler) in enumerate(chosen.items()):
             say(f"{name}: bias and variance")
             look, key = looks[number], fold_in(torch.tensor([seed, number]), number)
-            law, squares = _one(head, name, sampler, rows, look, given, sizes, row_laws[number], key)
+            law, squares = _one(head, name, sampler, used[number], rows, look, given, sizes, row_laws[number], key)
             if math.isnan(law.kl):
                 broken.append(f"{name}: its law is not a number on these rows; it was left out.")
                 continue
@@ -275,6 +279,7 @@ def _one(
     head: Any,
     name: str,
     sampler: Any,
+    used: Any,
     rows: laws.Rows,
     look: Tensor,
     context: Tensor | None,
@@ -282,7 +287,7 @@ def _one(
     row_law: laws.RowLaw | None,
     key: Tensor,
 ) -> tuple[Law, Tensor]:
-    """Numbers of a sampler, and the sum of p^2 over the negatives of the rows looked at."""
+    """Numbers of a sampler, by the law that is used of it, and the sum of p^2 over the negatives of the rows."""
     own = sampler is head.sampler
     if own and head.num_samples:
         sizes = sorted({*sizes, head.num_samples})
@@ -291,12 +296,12 @@ def _one(
     if row_law is None or bool((row_law.v / sizes[0] > TRUSTED).any()):
         each = max(2 * sizes[-1], min(1 << 14, POOL // rows.count))
         draws = laws.Draws(
-            sampler, rows, look, context, count=min(rows.count, max(1, POOL // each)), each=each, shared=shared,
+            used, rows, look, context, count=min(rows.count, max(1, POOL // each)), each=each, shared=shared,
             key=key.to(look.device),
         )  # fmt: skip
     if row_law is None:
         assert draws is not None
-        row_law = laws.estimate_law(sampler, rows, look, context, draws)
+        row_law = laws.estimate_law(used, rows, look, context, draws)
     stale_rows, drift = _lag(head, sampler)
     law = Law(
         name=name,
@@ -435,7 +440,8 @@ def _time_law(
 
         def draw(m: int = m, now: Tensor = now, given: Tensor | None = given, y: Tensor = y, key: Key = key) -> Any:
             if shared:
-                return sampler.sample(now, m, shared=True, key=key)
+                drawn = sampler.sample(now, m, shared=True, key=key, context=given)
+                return drawn.merged() if drawn.repeats() and not head.label_smoothing else drawn
             return sampler.sample(now, m, key=key, exclude=y, context=given)
 
         def step(draw: Callable[[], Any] = draw, leaves: list[Tensor] = leaves, y: Tensor = y) -> Any:
@@ -462,7 +468,7 @@ def _time_law(
 
 def _can_share(sampler: Any, look: Tensor, context: Tensor | None) -> bool:
     try:
-        sampler.sample(look, 1, shared=True, key=Key(0))
+        sampler.sample(look, 1, shared=True, key=Key(0), context=context)
     except (ValueError, TypeError):
         return False
     return True

@@ -167,7 +167,7 @@ class Sampler(torch.nn.Module):
         """B, and which rows have a law: those without nan and inf."""
         if h is not None:
             rows = self._rows_of(h)
-            return rows, h.reshape(rows, -1).isfinite().all(1)
+            return rows, h.reshape(rows, h.shape[-1]).isfinite().all(1)
         if not isinstance(context, Tensor):
             raise ValueError(f"{self._op}: h must be a tensor [*, d] with shared=True, got None")
         rows = context.numel()

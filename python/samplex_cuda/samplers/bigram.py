@@ -173,6 +173,7 @@ class Bigram(Sampler):
         """
         count = self._check_count(num_samples)
         if shared:
+            self._check_context(h, context, batch_size)
             return self._sample_shared(h, count, key, exclude, context, batch_size)
         rows = self._check_context(h, context, batch_size)
         flat, starts = sort_exclude(self._check_exclude(exclude, rows.device, rows.shape[0]))

@@ -95,7 +95,7 @@ class ExactSampler(Sampler):
     ) -> Draw:
         """Draw `num_samples` classes for each row of h [*, d]; see `Sampler.sample`.
 
-        `exclude` is exact: the law conditioned on the other classes. `shared` draws come from the mean of the rows' laws.
+        `exclude` is exact: the law conditioned on the other classes. `shared` draws: from the mean of the rows' laws.
         A key draws the same for every `chunk_size`, but where a uniform comes within rounding (1e-7) of a border
         between classes. A row of h with nan gives log_q = nan.
         """

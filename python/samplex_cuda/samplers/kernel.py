@@ -127,7 +127,7 @@ class KernelSampler(Sampler):
     ) -> Draw:
         """Draw `num_samples` classes for each query h [*, d]; see `Sampler.sample`.
 
-        `exclude` is exact: the law conditioned on the other classes. `shared` draws come from the mean of the rows' laws.
+        `exclude` is exact: the law conditioned on the other classes. `shared` draws: from the mean of the rows' laws.
 
         Example:
             >>> import torch, samplex_cuda as sx
