@@ -113,6 +113,7 @@ def block() -> str:
         ("predict", _targets("prediction")),
         ("static_sample", _samplers),
         ("tree", _targets("adversarial tree")),
+        ("tree_shared", _targets("shared draws of the tree")),
         ("tree_fit", _targets("fit of the tree")),
         ("kernel_tree", _targets("kernel trees: `Quadratic`, `RandomFourier`")),
         ("profile_cuda", _targets("CUDA kernel, profile under emulation")),
