@@ -126,7 +126,7 @@ class Sampler(torch.nn.Module):
             part = flat[:, begin : begin + some].expand(rows, -1)
             log_p = self.log_prob(h, part, context=context).double()
             log_p = log_p.masked_fill(~there[:, None], -torch.inf)
-            out[begin : begin + some] = (log_p.logsumexp(0) - there.sum().log()).float()
+            out[begin : begin + some] = (log_p.logsumexp(0) - there.sum().double().log()).float()
         return out.reshape(ids.shape)
 
     def _sample_shared(
