@@ -2,7 +2,8 @@
 
     python training_kill.py FOLDER KILLS SEED
 
-One process imports torch and forks a child for each start, so that a start costs milliseconds. Prints a JSON report.
+One process imports torch, trains a few steps to load the rest, and forks a child for each start, so that a start costs
+milliseconds. Prints a JSON report.
 """
 
 from __future__ import annotations
@@ -14,54 +15,73 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from training_cases import case
 
 from samplex_cuda.training import Trainer, checkpoint, read_metrics
 
-STEPS = int(sys.argv[2]) * 20 + 100 if len(sys.argv) > 2 else 500
-SETTINGS = (
-    f"training.steps={STEPS}",
-    "training.epochs=1000",
-    "training.checkpoint_every=5",
-    "training.eval_every=50",
-    "training.log_every=7",
-    "training.keep=2",
-)
+EVERY = 3  # steps between two checkpoints
+FURTHEST = 9  # steps that a start does, about, before its kill
+CALLS = ("write", "fsync", "rename", "replace")  # what puts a checkpoint onto the disk
 
 
-def train(folder: Path, slow: float, suicide: int, report: int) -> None:
-    """What a child does: train to the end, or until the kill. `suicide`: the write during which it kills itself."""
-    run, data, valid = case("mlp", "quadratic", *SETTINGS)
-    started = (folder / "config.toml").exists()
-    trainer = Trainer.resume(folder, data, valid) if started else Trainer(run, data, valid, folder)
-    os.write(report, f"{trainer.progress.step}\n".encode())
+def trainer_of(folder: Path, steps: int) -> Trainer:
+    """A new run, or the one in the folder from its newest checkpoint on."""
+    run, data, valid = case(
+        "mlp",
+        "quadratic",
+        f"training.steps={steps}",
+        "training.epochs=1000",
+        f"training.checkpoint_every={EVERY}",
+        "training.eval_every=8",
+        "training.log_every=7",
+        "training.keep=2",
+    )
+    if (folder / "config.toml").exists():
+        return Trainer.resume(folder, data, valid)
+    return Trainer(run, data, valid, folder)
+
+
+def train(folder: Path, steps: int, suicide: int, report: int) -> None:
+    """What a child does: train to the end, or until the kill. `suicide`: the call of CALLS in which it kills itself."""
+    tell = os.write
+    trainer = trainer_of(folder, steps)
+    tell(report, f"{trainer.progress.step}\n".encode())
     checkpoint._CHUNK = 1024  # many writes, so that a kill finds one
-    real, count = os.write, 0
+    count = 0
 
-    def write(handle: int, piece: object) -> int:
-        nonlocal count
-        count += 1
-        if count == suicide:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(handle, piece)
+    def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == suicide:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **options)
 
-    os.write = write
-    trainer.on_event = lambda event: time.sleep(slow) if event["event"] == "progress" else None
+        return call
+
+    for name in CALLS:
+        setattr(os, name, deadly(getattr(os, name)))
+    trainer.on_event = lambda event: tell(report, b"\n") if event["event"] == "progress" else None
     trainer.fit()
 
 
-def start(folder: Path, slow: float = 0.0, suicide: int = 0) -> tuple[int, int]:
-    """Forks a child; (pid, step it begins with)."""
+def start(folder: Path, steps: int, *, suicide: int = 0, after: int = 0, delay: float = 0.0) -> tuple[int, int, int]:
+    """Trains in a child; (its exit status, the step it began with, the last step it did).
+
+    It ends by itself, by its own hand (`suicide`), or is killed `delay` seconds after it did `after` steps.
+    """
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
             os.close(read)
-            train(folder, slow, suicide, write)
+            train(folder, steps, suicide, write)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -70,37 +90,53 @@ def start(folder: Path, slow: float = 0.0, suicide: int = 0) -> tuple[int, int]:
             os._exit(code)
     os.close(write)
     with os.fdopen(read) as file:
-        first = file.readline()
-    return pid, int(first) if first else -1
+        begin = int(file.readline() or -1)
+        done = begin
+        for _ in range(after):
+            done += len(file.readline())
+        if after:
+            time.sleep(delay)
+            os.kill(pid, signal.SIGKILL)
+        done += len(file.read())  # to the end, so that a full pipe does not hold the child up
+    return os.waitpid(pid, 0)[1], begin, done
+
+
+def half_written(parts: Path) -> list[str]:
+    """Checkpoints, of `checkpoints` and of `best`, that were begun and are not whole."""
+    found = []
+    for path in [*parts.glob("checkpoints/.tmp-*"), *parts.glob("best/.tmp-*")]:
+        try:
+            checkpoint.verify(path)
+        except checkpoint.CheckpointError:
+            found.append(path.name)
+    return found
 
 
 def main(folder: str, kills: int, seed: int) -> None:
     torch.set_num_threads(1)
+    steps = FURTHEST * kills + 60
+    trainer_of(Path(folder, "warm"), 2).fit()
     rng = random.Random(seed)
     whole, parts = Path(folder, "whole"), Path(folder, "parts")
-    pid, _ = start(whole)
-    assert os.waitpid(pid, 0)[1] == 0
-    begins, left, killed = [], 0, 0
+    assert start(whole, steps) == (0, 0, steps)
+    report: dict[str, Any] = {"kills": [], "every": EVERY}
     for number in range(kills):
-        inside = number % 2 == 0
         before = checkpoint.latest(parts)
-        pid, begin = start(parts, slow=0.002, suicide=rng.randrange(1, 120) if inside else 0)
-        begins.append([begin, int(before.name.split("-")[1]) if before else 0])
-        if not inside:
-            time.sleep(rng.uniform(0.0, 0.15))
-            os.kill(pid, signal.SIGKILL)
-        status = os.waitpid(pid, 0)[1]
-        killed += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        folders = [p for p in (parts / "checkpoints", parts / "best", parts) if p.is_dir()]
-        left += any(path.name.startswith(".tmp-") for p in folders for path in p.iterdir())
-    pid, last = start(parts)
-    assert os.waitpid(pid, 0)[1] == 0
+        inside = number % 2 == 0  # while it writes; else whenever it is
+        how = {"suicide": rng.randrange(1, 90)} if inside else {"after": rng.randrange(1, FURTHEST)}
+        status, begin, done = start(parts, steps, delay=rng.uniform(0.0, 0.01), **how)
+        report["kills"].append({
+            "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
+            "inside": inside,
+            "begin": begin,
+            "done": done,
+            "newest": int(before.name.split("-")[1]) if before else 0,
+            "half_written": half_written(parts),
+        })  # fmt: skip
+    status, report["last"], _ = start(parts, steps)
+    assert status == 0
     (a, meta_a), (b, meta_b) = (checkpoint.load(checkpoint.latest(p)) for p in (whole, parts))
-    report = {
-        "killed": killed,
-        "left": left,
-        "begins": begins,
-        "last": last,
+    report |= {
         "steps": [meta_a["progress"]["step"], meta_b["progress"]["step"]],
         "names": [sorted(a), sorted(b)],
         "different": [name for name in a if name in b and not torch.equal(a[name], b[name])],
