@@ -121,7 +121,8 @@ def test_scores_beside_shared_draws_are_of_the_shared_law():
     assert not Mixture([(static, 1), (Uniform(C), 1)]).conditional
 
 
-def test_the_normaliser_is_right_in_expectation():
+@pytest.mark.parametrize("stratified", [False, True])
+def test_the_normaliser_is_right_in_expectation(stratified):
     """E[sum of exp(o')] over shared draws of the tree is the sum over the other classes (the target is masked)."""
     g = torch.Generator().manual_seed(0)
     weight, h, target = 0.3 * torch.randn(C, D, generator=g), rows(), torch.arange(7)
@@ -132,14 +133,61 @@ def test_the_normaliser_is_right_in_expectation():
     squares = torch.zeros(7, dtype=torch.float64)
     count = 400
     for number in range(count):
-        ids, log_q, _ = tree.sample(h, 64, shared=True, key=sx.Key(9, number))
+        ids, log_q, _ = tree.sample(h, 64, shared=True, key=sx.Key(9, number), stratified=stratified)
         _, lse = sx.functional.sampled_softmax(h, weight, target, ids, log_q, return_lse=True, reduction="none")
         found = lse.double().exp() - exact[torch.arange(7), target]
         sums += found
         squares += found.square()
-    mean, error = sums / count, ((squares / count - (sums / count).square()) / count).sqrt()
-    assert bool(((mean - want).abs() < 4.5 * error).all())
-    assert bool((error < 0.05 * want).all())
+    mean, variance = sums / count, squares / count - (sums / count).square()
+    assert bool(((mean - want).abs() < 4.5 * (variance / count).sqrt()).all())
+    # What independent draws have, exactly: (sum of e^2 / q - S^2) / m. Strata never vary more.
+    others = exact.clone()
+    others[torch.arange(7), target] = 0.0
+    independent = ((others.square() / mean_law(tree, h, None)).sum(1) - others.sum(1).square()) / 64
+    ratio = variance / independent
+    assert bool((ratio < (0.9 if stratified else 1.5)).all())
+    if not stratified:
+        assert bool((ratio > 0.6).all())
+
+
+# ------------------------------------------------------------------------------------------------ strata
+@pytest.mark.parametrize("loss", ["sampled_softmax", "one_vs_each", "augment_reduce"])
+def test_a_head_draws_in_strata(loss):
+    more = {"num_examples": 7} if loss == "augment_reduce" else {}
+    head = head_of(make_tree(), loss, m=40, stratified=True, **more)
+    index = torch.arange(7)
+    got = head(rows(), torch.arange(7), key=sx.Key(3), index=index)
+    drawn = head.sampler.sample(rows(), 40, shared=True, stratified=True, key=sx.Key(3))
+    assert not drawn.replacement
+    weight, target = head.weight, torch.arange(7)
+    if loss == "augment_reduce":
+        log_eta = torch.full((7,), math.log(C))
+        want = sx.functional.augment_reduce(rows(), weight, target, *drawn[:2], log_eta, bias=head.bias)
+    else:
+        want = getattr(sx.functional, loss)(rows(), weight, target, *drawn[:2], bias=head.bias)
+    torch.testing.assert_close(got, want)
+    assert "stratified=True" in repr(head)
+
+
+def test_draws_in_strata_merge_in_their_order():
+    draw = make_tree().sample(rows(), 200, shared=True, stratified=True, key=sx.Key(1))
+    merged, sorted_ = draw.merged(), Draw(draw.ids, draw.log_q).merged()
+    assert merged.ids.shape[0] < 200
+    assert torch.equal(merged.ids, draw.ids.unique_consecutive())
+    order = merged.ids.argsort()
+    assert torch.equal(merged.ids[order], sorted_.ids)
+    assert torch.equal(merged.log_q[order], sorted_.log_q)
+
+
+def test_strata_are_for_shared_draws_of_a_tree():
+    with pytest.raises(ValueError, match="stratified must be False without shared=True, got True"):
+        make_tree().sample(rows(), 5, stratified=True)
+    message = "stratified must be False but with shared=True, a Tree and one of sampled_softmax"
+    for sampler, loss in ((Uniform(C), "sampled_softmax"), (make_tree(), "nce")):
+        with pytest.raises(ValueError, match=message):
+            head_of(sampler, loss, stratified=True)
+    with pytest.raises(ValueError, match=f"{message}.*got True with shared=False, Tree and 'sampled_softmax'"):
+        sx.SampledClassifier(D, C, make_tree(), num_samples=5, stratified=True)
 
 
 # ------------------------------------------------------------------------------------------------ merged draws
@@ -206,13 +254,14 @@ def test_a_head_with_few_copies_does_not_look_for_them(monkeypatch):
     head(rows(), torch.arange(7))
 
 
+@pytest.mark.parametrize("stratified", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_head_learns_from_shared_draws_of_a_tree(fused):
+def test_a_head_learns_from_shared_draws_of_a_tree(fused, stratified):
     g = torch.Generator().manual_seed(0)
     centres = torch.randn(C, D, generator=g) * 3
     y = torch.randint(0, C, (2000,), generator=g)
     x = centres[y] + 0.3 * torch.randn(2000, D, generator=g)
-    head = head_of(Tree.fit(x, y, num_classes=C, dim=4, progress=False), m=64)
+    head = head_of(Tree.fit(x, y, num_classes=C, dim=4, progress=False), m=64, stratified=stratified)
     optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.5)
     if fused:
         head.fuse_optimizer(optimizer)

@@ -78,6 +78,14 @@ BAD = [
         r"\[head\] shared must be false with negative_sampling and the sampler tree",
     ),
     (
+        '[sampler]\nname = "tree"\n[head]\nstratified = true',
+        r"\[head\] stratified must be false but with shared draws of a tree and one of sampled_softmax, .*, got true",
+    ),
+    (
+        '[head]\nshared = true\nstratified = true',
+        r"\[head\] stratified must be false but with shared draws of a tree",
+    ),
+    (
         '[optimizer]\nfused = true\n[head]\nloss = "full_softmax"',
         r'\[optimizer\] fused must be false or "auto" with head.loss = "full_softmax", got true',
     ),

@@ -1,4 +1,5 @@
 // Shared draws on the CPU: down the tree once, depth first, with the draws that pass a node sorted into its children.
+// Draws in strata are sorted from the start.
 // With several threads the subtrees below a level are tasks of their own.
 #include <algorithm>
 #include <vector>
@@ -27,6 +28,7 @@ struct Place {
   int64_t node, begin, end;  // the draws are order[begin, end)
   int level;
   double q;            // probability of the way to it
+  double low;          // where its interval of [0, 1) begins; for draws in strata
   const double* mass;  // [tiles * 64] of the rows
 };
 
@@ -39,7 +41,9 @@ class Descent {
         rows_(tiles_ * kTile),
         width_((p.tree.dim + kTreeLanes - 1) / kTreeLanes * kTreeLanes),
         stride_((p.num_samples + 7) / 8 * 8),
-        levels_(p.given != nullptr ? 0 : (p.tree.depth + 1) / 2 * 2),
+        levels_(p.given != nullptr || p.tree.depth == 0 ? 0
+                : p.stratified                          ? 2
+                                                        : (p.tree.depth + 1) / 2 * 2),
         memory_(sizeof(double) * (rows_ * (1 + 2 * p.tree.depth) + levels_ * stride_) + sizeof(float) * rows_ * width_ +
                 sizeof(int32_t) * 2 * p.num_samples) {
     root_ = static_cast<double*>(memory_.data());
@@ -61,12 +65,15 @@ class Descent {
       some_ = true;
     }
     for (int64_t i = 0; i < p.num_samples; ++i) order_[i] = int32_t(i);
-    if (p.given == nullptr) draw_uniforms();
+    if (levels_ > 0) draw_uniforms();
+    if (p.stratified && levels_ > 0) {
+      for (int64_t i = 0; i < p.num_samples; ++i) uniforms_[i] = tree_stratum(i, uniforms_[i], p.num_samples);
+    }
   }
 
   void run() {
     // Without a row that has a law there is none: 0 / 0 in every node.
-    const Place root = {1, 0, p_.num_samples, 0, some_ || p_.tree.depth == 0 ? 1.0 : quiet_nan<double>(), root_};
+    const Place root = {1, 0, p_.num_samples, 0, some_ || p_.tree.depth == 0 ? 1.0 : quiet_nan<double>(), 0.0, root_};
     const int threads = num_threads(), depth = p_.tree.depth;
     int cut = depth;  // the level whose subtrees are tasks
     if (threads > 1) {
@@ -125,13 +132,13 @@ class Descent {
     TreeSharedNode node = {x_, at.mass, leaves ? nullptr : buffers, leaves ? nullptr : buffers + rows_, tiles_, width_,
                            0,  0};
     body_(p_.tree, at.node, node);
-    const int64_t middle = sort_draws(at, node);
     const double total = node.sum_right + node.sum_left;
     double* const deeper = buffers + 2 * rows_;
     const double q_left = tree_shared_step(at.q, node.sum_left, total);
     const double q_right = tree_shared_step(at.q, node.sum_right, total);
-    go({2 * at.node, at.begin, middle, at.level + 1, q_left, node.left}, last, deeper, arrive);
-    go({2 * at.node + 1, middle, at.end, at.level + 1, q_right, node.right}, last, deeper, arrive);
+    const int64_t middle = p_.stratified ? split_strata(at, q_left, q_right) : sort_draws(at, node);
+    go({2 * at.node, at.begin, middle, at.level + 1, q_left, at.low, node.left}, last, deeper, arrive);
+    go({2 * at.node + 1, middle, at.end, at.level + 1, q_right, at.low + q_left, node.right}, last, deeper, arrive);
   }
 
   // A node that sends every row to one side: the masses stay, and so does what scoring it would give.
@@ -139,11 +146,11 @@ class Descent {
   void pass(const Place& at, bool right, int last, double* buffers, const F& arrive) {
     const double all = at.q == at.q ? 1.0 : 0.0;  // without a law every draw goes left, as in any node
     const TreeSharedNode node = {nullptr, nullptr, nullptr, nullptr, 0, 0, right ? all : 0.0, right ? 0.0 : all};
-    const int64_t middle = sort_draws(at, node);
     // Only a given class can be on the other side: it has probability 0, or nan where there is no law.
     const double none = 0.0 * at.q, q_left = right ? none : at.q, q_right = right ? at.q : none;
-    go({2 * at.node, at.begin, middle, at.level + 1, q_left, at.mass}, last, buffers, arrive);
-    go({2 * at.node + 1, middle, at.end, at.level + 1, q_right, at.mass}, last, buffers, arrive);
+    const int64_t middle = p_.stratified ? split_strata(at, q_left, q_right) : sort_draws(at, node);
+    go({2 * at.node, at.begin, middle, at.level + 1, q_left, at.low, at.mass}, last, buffers, arrive);
+    go({2 * at.node + 1, middle, at.end, at.level + 1, q_right, at.low + q_left, at.mass}, last, buffers, arrive);
   }
 
   // Both lie side by side: on their way from memory while this node is scored.
@@ -183,6 +190,14 @@ class Descent {
     }
     std::copy(aside_ + at.begin, aside_ + others, order_ + left);
     return left;
+  }
+
+  // The same for draws in strata, which are in order already.
+  int64_t split_strata(const Place& at, double q_left, double q_right) const {
+    const double* places = uniforms_;
+    return std::partition_point(places + at.begin, places + at.end,
+                                [&](double place) { return !tree_stratum_right(place, at.low, q_left, q_right); }) -
+           places;
   }
 
   void finish(const Place& at) {

@@ -63,6 +63,10 @@ __global__ void __launch_bounds__(kTreeSharedThreads) tree_shared_kernel(TreeSha
     double q = 1.0;
     int64_t node = 1;
     uint64_t bits = 0, next_bits = 0;
+    double place = 0.0, low = 0.0;  // of a draw in strata: where it is, and where the node's interval begins
+    if (p.stratified) {
+      place = tree_stratum(draw, uniform53(philox_u64(philox_at(key, 0, draw, 0), 0)), p.num_samples);
+    }
     for (int level = 0; level < tree.depth; ++level) {
       double right = 0.0, left = 0.0;
       for (int64_t b = threadIdx.x; b < p.batch; b += kTreeSharedThreads) {
@@ -76,9 +80,13 @@ __global__ void __launch_bounds__(kTreeSharedThreads) tree_shared_kernel(TreeSha
       }
       const TreeSharedSums sums = tree_shared_sums(right, left, scratch);
       const double total = sums.right + sums.left;
+      const double q_right = tree_shared_step(q, sums.right, total), q_left = tree_shared_step(q, sums.left, total);
       bool to_right;
       if (p.given != nullptr) {
         to_right = goes_right(tree, leaf, level);
+      } else if (p.stratified) {
+        to_right = tree_stratum_right(place, low, q_left, q_right);
+        if (to_right) low = low + q_left;
       } else {
         if (level % 2 == 0) {
           const PhiloxWords words = philox_at(key, 0, draw, level / 2);
@@ -89,7 +97,7 @@ __global__ void __launch_bounds__(kTreeSharedThreads) tree_shared_kernel(TreeSha
         }
         to_right = uniform53(bits) * total < sums.right;
       }
-      q = tree_shared_step(q, to_right ? sums.right : sums.left, total);
+      q = to_right ? q_right : q_left;
       for (int64_t b = threadIdx.x; level + 1 < tree.depth && b < p.batch; b += kTreeSharedThreads) {
         const double here = rows.mass[b];
         if (here != 0.0) rows.mass[b] = here * double(rows.split[2 * b + (to_right ? 0 : 1)]);

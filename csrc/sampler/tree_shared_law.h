@@ -36,6 +36,15 @@ SX_HOST_DEVICE inline double tree_shared_step(double q, double part, double tota
   return q < kTreeSharedLeast ? 0.0 : q * (part / total);
 }
 
+// Draws in strata. Where draw i of m is in [0, 1), from its uniform number:
+SX_HOST_DEVICE inline double tree_stratum(int64_t i, double u, int64_t m) { return (double(i) + u) / double(m); }
+
+// Whether a draw at `place` goes right in a node whose interval begins at `low`. Rounding never sends it to a child
+// with probability 0; without a row that has a law it goes left, as an independent one.
+SX_HOST_DEVICE inline bool tree_stratum_right(double place, double low, double q_left, double q_right) {
+  return q_right >= kTreeSharedLeast && (q_left < kTreeSharedLeast || place >= low + q_left);
+}
+
 // log of the product of the branch probabilities of a path: -inf where one is 0, nan without a row that has a law.
 SX_HOST_DEVICE inline float tree_shared_log(double q) {
   if (q < kTreeSharedLeast) return negative_infinity<float>();

@@ -1,5 +1,7 @@
 // Schemas, checks and allocation of the shared draws of a tree:
-//   tree_sample_shared    rows x [B, k] -> ids [m] int64, log_q [m] float32, from the mean of the rows' laws
+//   tree_sample_shared    rows x [B, k] -> ids [m] int64, log_q [m] float32, from the mean of the rows' laws;
+//   independent
+//                         draws, or draws in strata
 //   tree_log_prob_shared  ids [n] -> [n] float32, the same law
 #include <tuple>
 
@@ -26,7 +28,7 @@ Tensor run_shared(const char* op, TreeSharedParams p, const Tensor& x) {
 }
 
 std::tuple<Tensor, Tensor> tree_sample_shared(Tensor key, Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf,
-                                              int64_t num_samples) {
+                                              int64_t num_samples, bool stratified) {
   constexpr const char* op = "tree_sample_shared";
   begin_op();
   check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, x);
@@ -37,6 +39,7 @@ std::tuple<Tensor, Tensor> tree_sample_shared(Tensor key, Tensor x, Tensor nodes
   check(num_samples >= 0 && num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
         num_samples);
   p.key = in<int64_t>(key);
+  p.stratified = stratified;
   Tensor ids = empty(x, {num_samples}, ScalarType::Long);
   p.ids = out<int64_t>(ids);
   return {ids, run_shared(op, p, x)};
@@ -63,7 +66,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides};
   m.def(
       "tree_sample_shared(Tensor key, Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf, "
-      "SymInt num_samples) -> (Tensor ids, Tensor log_q)",
+      "SymInt num_samples, bool stratified=False) -> (Tensor ids, Tensor log_q)",
       tags);
   m.def("tree_log_prob_shared(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_class, Tensor class_leaf) -> Tensor",
         tags);

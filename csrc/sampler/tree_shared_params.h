@@ -6,6 +6,11 @@
 // and log q of a class is the sum of the logarithms along its path: the law that is drawn from, to the last bit. A node
 // is scored once for all rows and all draws that pass it, so that m draws cost O(B k) for each node they visit, not for
 // each draw and level.
+//
+// Draws in strata are not independent: draw i is the class at the place (i + u_i) / m of [0, 1), where every class has
+// an interval of length q in the order of the leaves. A class still comes m q times in expectation, and never two more
+// or two fewer than that; no sum over the draws has a larger variance than with independent ones. One random number
+// takes a draw all the way, and draws that pass a node lie side by side.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +36,7 @@ struct TreeSharedParams {
   int64_t* ids;          // [m] out, nullptr with `given`
   float* log_q;          // [m] out
   int64_t batch, num_samples;
+  bool stratified;  // draws in strata, in the order of the leaves
 };
 
 SX_DECLARE_LAUNCHER(launch_tree_shared, TreeSharedParams)

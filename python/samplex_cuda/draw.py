@@ -17,7 +17,8 @@ class Draw(NamedTuple):
     Attributes:
         ids: int64, [B, m] per row or [m] shared by the batch.
         log_q: float32, the shape of `ids`. Finite for every id that was drawn.
-        replacement: whether the draws of a row are independent.
+        replacement: whether the draws of a row are independent. Where they are not (draws in strata, merged draws) a
+            class y still weighs 1 in expectation: E[copies of y] = m q(y), so sums of exp(o - log_q) / m are right.
 
     Example:
         >>> import samplex_cuda as sx
@@ -50,7 +51,8 @@ class Draw(NamedTuple):
         log_q + log(m / (n u)). Batches that share draws from a law with a short head come to a fraction of their rows.
 
         Returns:
-            ids [u], ascending, and their log_q; `replacement` is False. On a GPU this waits for the device.
+            ids [u], ascending (draws in strata keep their order), and their log_q; `replacement` is False. On a GPU
+            this waits for the device.
 
         Example:
             >>> import torch
@@ -61,7 +63,8 @@ class Draw(NamedTuple):
         """
         if self.ids.dim() != 1:
             raise ValueError(f"Draw.merged: ids must be [m], shared by the batch, got {list(self.ids.shape)}")
-        ids, place, times = self.ids.unique(return_inverse=True, return_counts=True)
+        find = torch.unique if self.replacement else torch.unique_consecutive  # strata: copies lie side by side
+        ids, place, times = find(self.ids, return_inverse=True, return_counts=True)
         if ids.shape == self.ids.shape:
             return self
         once = self.log_q.new_empty(ids.shape).scatter_(0, place, self.log_q)  # copies of a class have one log_q

@@ -36,6 +36,7 @@ __all__ = ["SampledClassifier", "Staleness"]
 
 _LOSSES = ("sampled_softmax", "negative_sampling", "nce", "one_vs_each", "augment_reduce", "full_softmax")
 _NOISE_LOSSES = ("negative_sampling", "nce")  # every draw counts, hits too
+_WEIGHTED_LOSSES = ("sampled_softmax", "one_vs_each", "augment_reduce")  # a draw weighs 1 / (m q)
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -89,6 +90,9 @@ class SampledClassifier(nn.Module):
             them beforehand; both leave the expected normaliser right. (Negative sampling and NCE do neither.) A sampler
             with a law for each row draws from the mean of these laws. On the CPU classes that were drawn more than
             once are computed once (`Draw.merged`): many draws from a law with a short head are cheap.
+        stratified: shared draws in strata instead of independent ones (`Tree.sample`): the same expectation with less
+            noise, so that fewer draws do. For a `Tree`, and for losses that are sums over weighted draws, so not for
+            negative sampling and NCE.
         scale: inverse temperature; the logit is `scale * (h @ w + b)`.
         absolute: the logit is `|scale * (h @ w + b)|` (for samplers that favour large absolute logits).
         label_smoothing: as in `F.cross_entropy`, over the target and the draws; training only.
@@ -140,6 +144,7 @@ class SampledClassifier(nn.Module):
         bias: bool = True,
         *,
         shared: bool = False,
+        stratified: bool = False,
         scale: float = 1.0,
         absolute: bool = False,
         label_smoothing: float = 0.0,
@@ -192,6 +197,11 @@ class SampledClassifier(nn.Module):
                 "SampledClassifier: shared must be False with loss='negative_sampling' and a sampler with a law for "
                 "each row: scores would be relative to the law of a batch, which prediction does not know; got True"
             )
+        if stratified and not (shared and getattr(sampler, "stratifies", False) and loss in _WEIGHTED_LOSSES):
+            raise ValueError(
+                "SampledClassifier: stratified must be False but with shared=True, a Tree and one of "
+                f"{', '.join(_WEIGHTED_LOSSES)}; got True with shared={shared!r}, {type(sampler).__name__} and {loss!r}"
+            )
         if getattr(sampler, "follows_rows", False) and getattr(sampler, "has_bias", False) and not bias:
             raise ValueError("SampledClassifier: bias must be True with a sampler that has a bias, got False")
         if not math.isfinite(scale):
@@ -230,6 +240,7 @@ class SampledClassifier(nn.Module):
         self.num_samples = num_samples or 0
         self.loss = loss
         self.shared = shared
+        self.stratified = stratified
         self.scale = float(scale)
         self.absolute = absolute
         self.label_smoothing = float(label_smoothing)
@@ -397,7 +408,9 @@ class SampledClassifier(nn.Module):
             noise = self.loss in _NOISE_LOSSES
             exclude = None if self.shared or noise else self._excluded(target)
             sampler: Any = self.sampler
-            common = {"shared": self.shared, "key": key, "context": context}
+            common: dict[str, Any] = {"shared": self.shared, "key": key, "context": context}
+            if self.stratified:
+                common["stratified"] = True
             target_log_q = None
             if self.loss == "nce" or (noise and self.reg):
                 known = torch.where(self._valid(target), target, 0)
@@ -871,6 +884,7 @@ class SampledClassifier(nn.Module):
         ]
         defaults = {
             "shared": False,
+            "stratified": False,
             "scale": 1.0,
             "absolute": False,
             "label_smoothing": 0.0,

@@ -47,10 +47,11 @@ def tables(tree: Tree) -> tuple[torch.Tensor, ...]:
     return tree.nodes, tree.leaf_class, tree.class_leaf
 
 
-def sample(tree: Tree, x: torch.Tensor, m: int, key=(11, 2**40)):
+def sample(tree: Tree, x: torch.Tensor, m: int, key=(11, 2**40), stratified: bool = False):
     """ids and log_q, on the CPU; x goes to where the tree is."""
     at = tree.nodes.device
-    return tuple(t.cpu() for t in tree_sample_shared(torch.tensor(key, device=at), x.to(at), *tables(tree), m))
+    drawn = tree_sample_shared(torch.tensor(key, device=at), x.to(at), *tables(tree), m, stratified)
+    return tuple(t.cpu() for t in drawn)
 
 
 def log_prob(tree: Tree, x: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -70,10 +71,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def check_draws(tree: Tree, x: torch.Tensor, m: int, key=(11, 2**40)) -> int:
+def check_draws(tree: Tree, x: torch.Tensor, m: int, key=(11, 2**40), stratified: bool = False) -> int:
     """Against the reference with the same random numbers; returns how many draws that is sure of."""
-    ids, log_q = sample(tree, x, m, key)
-    want = reference.sample_shared(*key, x, *stored(tree), m)
+    ids, log_q = sample(tree, x, m, key, stratified)
+    want = (reference.sample_strata if stratified else reference.sample_shared)(*key, x, *stored(tree), m)
     sure = want >= 0
     assert torch.equal(ids[sure], want[sure])
     assert torch.equal(log_q, log_prob(tree, x, ids))  # the very bits
@@ -97,8 +98,9 @@ def check_law(tree: Tree, x: torch.Tensor, most: int | None = None) -> None:
 def test_draws_follow_the_reference(backend, classes, dim, dtype):
     tree = make_tree(classes, dim, backend.device, dtype=dtype, seed=classes + dim, spread=3.0)
     m = 5 if backend.emulated else 20
-    sure = sum(check_draws(tree, torch.randn(batch, dim), m) for batch in BATCHES)
-    assert sure >= 0.95 * m * len(BATCHES)
+    for stratified in (False, True):
+        sure = sum(check_draws(tree, torch.randn(batch, dim), m, stratified=stratified) for batch in BATCHES)
+        assert sure >= 0.95 * m * len(BATCHES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,7 +137,7 @@ def test_draws_are_those_of_row_0_of_the_tree(backend):
 
 # ------------------------------------------------------------------------------------------------ bits
 def everything(tree: Tree, x: torch.Tensor, m: int) -> list[torch.Tensor]:
-    return [*sample(tree, x, m), log_prob(tree, x)]
+    return [*sample(tree, x, m), *sample(tree, x, m, stratified=True), log_prob(tree, x)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -236,6 +238,55 @@ def test_a_prefix_of_more_draws(backend):
     assert not torch.equal(sample(tree, x, 130, (12, 2**40))[0], many[0])
 
 
+# ------------------------------------------------------------------------------------------------ strata
+def check_strata(tree: Tree, x: torch.Tensor, ids: torch.Tensor) -> None:
+    """In the order of the leaves, and each class as often as m q says, but for the two strata at its ends."""
+    leaves = tree.class_leaf.cpu()[ids]
+    assert bool((leaves[1:] >= leaves[:-1]).all())
+    expected = log_prob(tree, x).double().exp() * len(ids)
+    # 1e-3: log_q is float32. A copy on either side that is there or not is less than 2 away.
+    assert bool(((ids.bincount(minlength=tree.num_classes) - expected).abs() < 2 + 1e-3).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("classes", "m"), [(1, 3), (2, 1), (37, 20), (37, 400), (64, 130)])
+def test_strata_hold_every_class_to_its_share(backend, classes, m, dtype):
+    tree = make_tree(
+        classes, 5, backend.device, dtype=dtype, seed=classes, spread=2.0, unseen=(3,) if classes > 3 else ()
+    )
+    for batch in (1, 7) if backend.emulated else (1, 7, 70):
+        x = torch.randn(batch, 5)
+        ids, log_q = sample(tree, x, m, stratified=True)
+        check_strata(tree, x, ids)
+        assert torch.equal(log_q, log_prob(tree, x, ids))
+        assert log_q.isfinite().all()
+
+
+def test_strata_of_many_draws():
+    """As many draws as a step may have at C above 2^16: places stay in order, and no class loses its share."""
+    tree, x = make_tree(70_000, 3, seed=1), torch.randn(6, 3)
+    ids, log_q = sample(tree, x, 300_000, stratified=True)
+    check_strata(tree, x, ids)
+    assert log_q.isfinite().all()
+
+
+def test_strata_change_with_the_key_and_repeat_with_it():
+    tree, x = make_tree(500, 4), torch.randn(6, 4)
+    one, again, other = (sample(tree, x, 64, (seed, 5), True)[0] for seed in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bias", [200.0, -200.0, INF, -INF])
+def test_strata_never_meet_probability_zero(backend, bias):
+    """The other side has probability 0 exactly: no rounding of an interval's end may send a draw there."""
+    tree = small_tree([0.0, bias, 0.3, 0.1, bias, -bias, 1.0, 0.2], backend.device)
+    for m in (1, 7, 100):
+        ids, log_q = sample(tree, torch.zeros(3, 1), m, stratified=True)
+        assert log_q.isfinite().all()
+        check_strata(tree, torch.zeros(3, 1), ids)
+
+
 # ------------------------------------------------------------------------------------------------ rows without a law
 @pytest.mark.parametrize("value", [math.nan, INF, -INF])
 def test_rows_with_a_nan_or_inf_are_left_out(backend, value):
@@ -257,11 +308,12 @@ def test_rows_with_a_nan_or_inf_are_left_out(backend, value):
 @pytest.mark.parametrize("batch", [0, 1, 66])
 def test_without_a_row_that_has_a_law_log_q_is_nan(backend, batch, unseen):
     tree, x = make_tree(11, 3, backend.device, unseen=unseen), torch.full((batch, 3), math.nan)
-    ids, log_q = sample(tree, x, 30)
-    assert ids.dtype == torch.int64
-    assert ((ids >= 0) & (ids < 11)).all()
-    assert log_q.shape == (30,)
-    assert log_q.isnan().all()
+    for stratified in (False, True):
+        ids, log_q = sample(tree, x, 30, stratified=stratified)
+        assert ids.dtype == torch.int64
+        assert ((ids >= 0) & (ids < 11)).all()
+        assert log_q.shape == (30,)
+        assert log_q.isnan().all()
     assert log_prob(tree, x).isnan().all()
 
 
@@ -348,7 +400,8 @@ def test_long_ways_of_rare_children(backend):
 def test_opcheck(backend):
     tree, x = make_tree(11, 5, backend.device), torch.randn(3, 5, device=backend.device)
     key, ids = (torch.tensor(t, device=backend.device) for t in ([1, 2], [0, 10, 3, 3]))
-    torch.library.opcheck(torch.ops.samplex.tree_sample_shared.default, (key, x, *tables(tree), 6))
+    for stratified in (False, True):
+        torch.library.opcheck(torch.ops.samplex.tree_sample_shared.default, (key, x, *tables(tree), 6, stratified))
     torch.library.opcheck(torch.ops.samplex.tree_log_prob_shared.default, (x, ids, *tables(tree)))
 
 

@@ -70,3 +70,24 @@ def test_draws_and_keys_are_independent():
     spread = 4 * (chance * (1 - chance) / DRAWS) ** 0.5
     assert abs(float((one[1:] == one[:-1]).double().mean()) - chance) < spread
     assert abs(float((one == two).double().mean()) - chance) < spread
+
+
+@pytest.mark.parametrize("m", [1, 5, 30])
+def test_strata_have_the_law_in_expectation(m):
+    """Each class comes m q times on average over the keys, one that is rarer than a stratum too."""
+    parameters, x = tree_of_twelve(), rows(4)
+    tables, keys = ops_tables(*parameters), 4000
+    counts = torch.zeros(keys, CLASSES, dtype=torch.float64)
+    for number in range(keys):
+        ids, _ = tree_sample_shared(torch.tensor([3, number]), x, *tables, m, True)
+        counts[number] = ids.bincount(minlength=CLASSES)
+    want = m * log_prob_shared(x, *parameters).exp()
+    often = want * keys > 50  # others are too rare for a spread of their own; theirs is that of independent draws
+    assert int(often.sum()) >= 4
+    independent = want * (1 - want / m)
+    error = (torch.where(often, counts.var(0), independent) / keys).sqrt()
+    assert bool(((counts.mean(0) - want).abs() <= 4.5 * error + 1e-9).all())
+    # Strata never vary more than independent draws: m q (1 - q).
+    assert bool((counts.var(0)[often] <= 1.25 * independent[often]).all())
+    if m == 30:
+        assert float(counts.var(0).sum()) < 0.35 * float(independent.sum())

@@ -11,7 +11,13 @@ __all__ = ["tree_log_prob_shared", "tree_sample_shared"]
 
 
 def tree_sample_shared(
-    key: Tensor, x: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor, num_samples: int
+    key: Tensor,
+    x: Tensor,
+    nodes: Tensor,
+    leaf_class: Tensor,
+    class_leaf: Tensor,
+    num_samples: int,
+    stratified: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Draws from the mean over the rows of p_n(. | x_b). The same bits on every backend and number of threads.
 
@@ -24,9 +30,11 @@ def tree_sample_shared(
         leaf_class: [2^depth] int64, -1 for padding.
         class_leaf: [C] int64.
         num_samples: m.
+        stratified: one draw from each m-th part of the law, in the order of the leaves, instead of m independent ones.
 
     Returns:
-        ids [m] int64 and log_q [m] float32. Without a row that has a law (B = 0) log_q is nan.
+        ids [m] int64 and log_q [m] float32, of the same law either way. Without a row that has a law (B = 0) log_q is
+        nan.
 
     Example:
         >>> import torch
@@ -38,7 +46,7 @@ def tree_sample_shared(
         >>> ids.shape, log_q[0].exp()
         (torch.Size([5]), tensor(0.5000))
     """
-    return torch.ops.samplex.tree_sample_shared(key, x, nodes, leaf_class, class_leaf, num_samples)
+    return torch.ops.samplex.tree_sample_shared(key, x, nodes, leaf_class, class_leaf, num_samples, stratified)
 
 
 def tree_log_prob_shared(x: Tensor, ids: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor) -> Tensor:
@@ -57,7 +65,13 @@ def tree_log_prob_shared(x: Tensor, ids: Tensor, nodes: Tensor, leaf_class: Tens
 
 @torch.library.register_fake("samplex::tree_sample_shared")
 def _(
-    key: Tensor, x: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor, num_samples: int
+    key: Tensor,
+    x: Tensor,
+    nodes: Tensor,
+    leaf_class: Tensor,
+    class_leaf: Tensor,
+    num_samples: int,
+    stratified: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty((num_samples,), dtype=torch.int64), x.new_empty((num_samples,))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from samplex_cuda.reference.static_sample import philox_bits
 from samplex_cuda.reference.tree import _leaf_log_prob, log_prob_all
 
-__all__ = ["log_prob_shared", "sample_shared"]
+__all__ = ["log_prob_shared", "sample_shared", "sample_strata"]
 
 
 def log_prob_shared(x: Tensor, weights: Tensor, bias: Tensor, leaf_class: Tensor) -> Tensor:
@@ -55,4 +55,24 @@ def sample_shared(
             sure &= abs(u - right) > 1e-6 or right in (0.0, 1.0)
             low, high = (middle, high) if u < right else (low, middle)
         drawn[draw] = leaf_class[low] if sure else -1
+    return drawn
+
+
+def sample_strata(
+    seed: int, offset: int, x: Tensor, weights: Tensor, bias: Tensor, leaf_class: Tensor, num_samples: int
+) -> Tensor:
+    """Draws in strata with the op's own random numbers, [m]; one within 1e-6 of the edge of an interval gives -1.
+
+    Draw i is the class whose interval holds (i + u_i) / m, where the intervals of the classes lie side by side in the
+    order of the leaves, each as long as its probability. u_i is the first number of the draw's first Philox block.
+    """
+    rows = x[x.isfinite().all(1)]
+    ends = _leaf_log_prob(rows, weights, bias).exp().mean(0).double().cumsum(0)
+    drawn = torch.empty(num_samples, dtype=torch.int64)
+    for draw in range(num_samples):
+        u = (philox_bits(seed, offset, 0, draw, 0)[0] >> 11) * 2.0**-53
+        place = (draw + u) / num_samples
+        leaf = min(int((ends <= place).sum()), len(ends) - 1)
+        sure = float((ends - place).abs().min()) > 1e-6
+        drawn[draw] = leaf_class[leaf] if sure else -1
     return drawn

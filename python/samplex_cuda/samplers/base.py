@@ -55,6 +55,7 @@ class Sampler(torch.nn.Module):
     follows_rows = False  # whether the law depends on the class table, so that `update` and `rebuild` do something
     has_bias = False  # whether they also take the bias of the class table
     conditional = True  # whether each row has a law of its own
+    stratifies = False  # whether `sample` takes `stratified`
 
     def sample(
         self,

@@ -43,6 +43,7 @@ class Tree(Sampler):
     """
 
     _op = "tree"
+    stratifies = True
     nodes: Tensor
     leaf_class: Tensor
     class_leaf: Tensor
@@ -238,19 +239,28 @@ class Tree(Sampler):
         exclude: Exclude | None = None,
         context: Tensor | None = None,
         batch_size: int | None = None,
+        stratified: bool = False,
     ) -> Draw:
         """Draw `num_samples` classes for each row of the features h [*, K]; see `Sampler.sample`.
 
         `exclude` is exact: the law conditioned on the other classes. `shared` draws come from the mean of the rows'
         laws, and cost little more for many draws than for few: a node is scored once for all that pass it.
+
+        With `stratified` shared draws are no longer independent: one comes from each of m equal parts of the law, in
+        the order of the leaves. A class comes m q times in expectation, as before, but never two more or two fewer
+        times than that, so that every sum of the draws varies less, or at the most as much. `Draw.replacement` is
+        False, and copies of a class lie side by side.
         """
         count = self._check_count(num_samples)
+        if stratified and not shared:
+            raise ValueError("tree: stratified must be False without shared=True, got True")
         x = self.project(h)
         self._check_batch(x, batch_size, None)
         if shared:
             self._check_shared(exclude)
             pair = key_tensor(self._op, key, x.device)
-            return Draw(*tree_shared.tree_sample_shared(pair, x, *self._tables(), count))
+            drawn = tree_shared.tree_sample_shared(pair, x, *self._tables(), count, stratified)
+            return Draw(*drawn, not stratified)
         leaves, offsets = self._excluded_leaves(exclude, x)
         pair = key_tensor(self._op, key, x.device)
         return Draw(*ops.tree_sample(pair, x, *self._tables(), count, leaves, offsets))

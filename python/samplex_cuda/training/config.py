@@ -194,6 +194,7 @@ class Head:
     loss: str = _key("sampled_softmax", "see docs/losses.md", choices=LOSSES)
     num_samples: int = _key(64, "draws per row, or per batch with `shared`", least=1)
     shared: bool = _key(False, "draw once for the whole batch; a law of each row counts as the mean of these laws")
+    stratified: bool = _key(False, "tree with `shared`: draws in strata, which are less noisy than independent ones")
     bias: bool = _key(True, "a bias per class")
     scale: float = _key(1.0, "inverse temperature: factor of the logits")
     absolute: bool = _key(False, "logits are absolute values")
@@ -466,6 +467,9 @@ def _check_together(source: str, c: Config) -> None:
     if c.head.shared and own_law and c.head.loss == "negative_sampling":
         fail("head", "shared", f"false with negative_sampling and the sampler {own_law[0]}, whose law is another for "
              "each row", True)  # fmt: skip
+    weighted = ("sampled_softmax", "one_vs_each", "augment_reduce")
+    if c.head.stratified and not (c.head.shared and c.sampler.name == "tree" and c.head.loss in weighted):
+        fail("head", "stratified", f"false but with shared draws of a tree and one of {', '.join(weighted)}", True)
     if c.head.reg and c.head.loss != "negative_sampling":
         fail("head", "reg", f'0 with loss = "{c.head.loss}"', c.head.reg)
     if c.head.mask_known and c.head.loss in ("full_softmax", "negative_sampling", "nce"):

@@ -186,6 +186,7 @@ def build(config: Config, dataset: Dataset, *, fit: bool = True) -> tuple[Encode
             # After the head: the laws of some samplers are made from its rows.
             head.sampler = _sampler(config.sampler.name, config, dataset, encoder, head, fit)
             head._stale = False
+            head.stratified = c.stratified  # `config.check` knows that this sampler can
     return encoder.to(device), head.to(device)
 
 
