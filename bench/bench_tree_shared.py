@@ -5,6 +5,7 @@ Rows (--only takes any part of a name), B = 256 rows, m = 2048 draws, C = 2^17, 
                  the rows and torch.multinomial
   by_rows        vs what any sampler with a law for each row can do: a row by chance and a class of that row for each
                  draw, then log q from the log-probabilities of all draws in all rows
+  strata         draws in strata vs independent draws, copies merged on both sides
   bfloat16       nodes in bfloat16 vs in float32
   draws          time at m = 2048 / time at m = 256
 """
@@ -46,6 +47,10 @@ def make_tree(
 def ours(tree: sx.samplers.Tree, m: int, x: torch.Tensor) -> Draw:
     draw = tree.sample(x, m, shared=True)
     return draw.ids, draw.log_q
+
+
+def merged(tree: sx.samplers.Tree, m: int, stratified: bool, x: torch.Tensor) -> sx.Draw:
+    return tree.sample(x, m, shared=True, stratified=stratified).merged()
 
 
 def by_rows(tree: sx.samplers.Tree, m: int, x: torch.Tensor) -> Draw:
@@ -132,6 +137,11 @@ def main() -> int:
         checked = refcheck(tree, sets[0], {"ours": mine, "by rows": other})
         sides = [side("ours", mine), side("by rows", other)]
         add("by_rows", f"{M} draws for {BATCH} rows, C = 2^17, vs a row by chance for each draw", sides, checked)
+    if wanted(options, "strata"):
+        in_strata = functools.partial(tree.sample, num_samples=M, shared=True, stratified=True)
+        checked = refcheck(tree, sets[0], {"strata": lambda x: in_strata(x)[:2]})
+        sides = [side(n, functools.partial(merged, tree, M, n == "strata")) for n in ("strata", "independent")]
+        add("strata", f"{M} shared draws and merging them, C = 2^17, strata vs independent", sides, checked)
     if wanted(options, "bfloat16"):
         half = make_tree(sx.samplers.Tree, device, torch.bfloat16)
         checked = refcheck(half, sets[0], {"ours": functools.partial(ours, half, M)})
