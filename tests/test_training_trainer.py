@@ -30,6 +30,7 @@ from samplex_cuda.training import (
     load_model,
     open_data,
     read_metrics,
+    run_folder,
 )
 
 
@@ -358,7 +359,7 @@ def test_folders_that_cannot_be_used(tmp_path):
 def test_one_process_a_run(tmp_path):
     run, train, valid = case()
     trainer = Trainer(run, train, valid, tmp_path / "run")
-    with trainer._locked(), pytest.raises(RunError, match="another process is training in it"):
+    with run_folder.lock(trainer.run_dir), pytest.raises(RunError, match="another process is training in it"):
         Trainer.resume(tmp_path / "run", train, valid)
 
 

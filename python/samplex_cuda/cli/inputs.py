@@ -18,7 +18,7 @@ from samplex_cuda.data.arrays import members
 from samplex_cuda.data.opening import guess_format
 from samplex_cuda.training import Config, open_data
 from samplex_cuda.training.data import _open
-from samplex_cuda.training.trainer import _Described
+from samplex_cuda.training.state import Described
 
 __all__ = ["Inputs", "open_inputs", "open_labelled"]
 
@@ -53,7 +53,7 @@ def open_labelled(config: Config, meta: dict[str, Any], path: str | None, form: 
         if valid is None:
             raise UserError("the run has no validation data; give --data")
         return valid
-    about = _Described(meta["data"])
+    about = Described(meta["data"])
     if about.kind in ("dense", "sparse") or _is_builtin(path, form):
         options = {} if _is_builtin(path, form) else config.data.options
         found = _open(path, form or _same_format(config, path), options, config, about)
@@ -139,7 +139,7 @@ def open_inputs(config: Config, meta: dict[str, Any], path: str, form: str | Non
         ...     open_inputs(Config(), {"data": about}, f"{folder}/rows.npy", None).count
         7
     """
-    about: Any = _Described(meta["data"])
+    about: Any = Described(meta["data"])
     file = Path(path)
     if about.kind == "text":
         return _lines(config, file)

@@ -1,21 +1,21 @@
-"""Training from a configuration: models, checkpoints that survive a kill, a resume that gives the same bits."""
+"""Training from a configuration: models, checkpoints that survive a kill, a resume that gives the same bits.
+
+    config       the keys of a run and their checks        data         the data of a configuration
+    models       encoder, head and optimizers by name      encoders, laws   encoders; samplers made from data
+    trainer      the steps of a run, from start to end     evaluation   exact metrics on a data set
+    averaging    averages of the weights                   run_folder   metrics, curves, bad batches, the lock
+    state        what a checkpoint holds; `load_model`     checkpoint   how it gets onto the disk and back
+"""
 
 from samplex_cuda.training import checkpoint, config, models
 from samplex_cuda.training.checkpoint import CheckpointError
 from samplex_cuda.training.config import Config, ConfigError
 from samplex_cuda.training.data import open_data
+from samplex_cuda.training.evaluation import evaluate
 from samplex_cuda.training.models import build, optimizers
-from samplex_cuda.training.trainer import (
-    NonFiniteLossError,
-    Progress,
-    Result,
-    RunError,
-    Trainer,
-    evaluate,
-    load_model,
-    plot_curves,
-    read_metrics,
-)
+from samplex_cuda.training.run_folder import RunError, plot_curves, read_metrics
+from samplex_cuda.training.state import Progress, load_model
+from samplex_cuda.training.trainer import NonFiniteLossError, Result, Trainer
 
 __all__ = [
     "CheckpointError",

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import signal
 import threading
 import time
@@ -27,41 +26,29 @@ from torch import Tensor, nn
 
 from samplex_cuda import optim
 from samplex_cuda.data import Batches, Dataset
-from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.rng import fold_in
 from samplex_cuda.training import checkpoint, models
 from samplex_cuda.training import config as configs
+from samplex_cuda.training.averaging import averaged_parameters, swapped, update_average
 from samplex_cuda.training.checkpoint import CheckpointError
 from samplex_cuda.training.config import Config, ConfigError
 from samplex_cuda.training.data import open_data
+from samplex_cuda.training.evaluation import check_metrics, evaluate
+from samplex_cuda.training.run_folder import RunError, keep_batch, lock, plot_curves, trim_metrics
+from samplex_cuda.training.state import (
+    Progress,
+    about,
+    environment,
+    put_model,
+    put_optimizers,
+    take_model,
+    take_optimizers,
+)
 
-__all__ = [
-    "NonFiniteLossError",
-    "Progress",
-    "Result",
-    "RunError",
-    "Trainer",
-    "evaluate",
-    "load_model",
-    "plot_curves",
-    "read_metrics",
-]
+__all__ = ["NonFiniteLossError", "Result", "Trainer"]
 
 _DRAWS = 0x5A3D_0000_0000_0000  # keys of draws meet those of nothing else under the same seed
 _LOWER_IS_BETTER = ("nll", "perplexity", "loss")
-
-
-class RunError(RuntimeError):
-    """A run folder that cannot be used as asked; the message says why and what to do.
-
-    Example:
-        >>> from samplex_cuda.training import RunError, Trainer
-        >>> try:
-        ...     Trainer.resume("no/such/run")
-        ... except RunError as error:
-        ...     print(error)
-        trainer: no/such/run: has no config.toml, so there is no run to resume
-    """
 
 
 class NonFiniteLossError(RuntimeError):
@@ -76,40 +63,6 @@ class NonFiniteLossError(RuntimeError):
 
 class _InterruptedError(Exception):
     """A signal came while something was under way that will be done again."""
-
-
-@dataclasses.dataclass
-class Progress:
-    """Where a run is; all of it is in a checkpoint.
-
-    Attributes:
-        step: optimizer steps done (skipped ones count).
-        epoch: the epoch that the next batch belongs to.
-        batch: batches of it that were used.
-        status: "running", "finished" or "early_stop".
-        best: the best value of the monitored metric, at `best_step`; `bad` evaluations since.
-
-    Example:
-        >>> from samplex_cuda.training import Progress
-        >>> Progress().step
-        0
-    """
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    status: str = "running"
-    last_log: int = 0
-    last_eval: int = 0
-    loss_sum: float = 0.0
-    loss_count: int = 0
-    best: float | None = None
-    best_step: int = 0
-    bad: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    averaged: int = 0
-    seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -140,285 +93,6 @@ class Result:
     signal: int = 0
 
 
-# ---------------------------------------------------------------------------------------------------- evaluation
-@torch.no_grad()
-def evaluate(
-    encoder: models.Encoder,
-    head: SampledClassifier,
-    dataset: Dataset,
-    *,
-    batch_size: int = 256,
-    metrics: Iterable[str] = ("nll", "accuracy"),
-    rows: int = 0,
-    exclude_history: bool = False,
-    propensities: Tensor | None = None,
-    on_batch: Callable[[int, int], None] | None = None,
-) -> dict[str, float]:
-    """Exact metrics over a data set; encoder and head are left as they were, a carried state included.
-
-    Args:
-        encoder: gives h.
-        head: the classifier.
-        dataset: what to measure on, in its own order.
-        batch_size: examples at a time; text has its own.
-        metrics: "nll" (exact, over all classes), "perplexity", "accuracy" (the best class is one of the targets), and
-            those of `samplex_cuda.metrics`: "precision@5", "recall@20", "ndcg@10", "psp@3", "mrr" (over the largest k
-            that is asked for, or 10).
-        rows: only so many first examples, in whole batches; 0: all.
-        exclude_history: interactions: items that a user knows are no answers.
-        propensities: [C], for "psp@k".
-        on_batch: called with (batches done, batches in all).
-
-    Example:
-        >>> import torch
-        >>> from samplex_cuda import data
-        >>> from samplex_cuda.training import Config, build, evaluate
-        >>> train = data.Dense(torch.randn(20, 6), torch.randint(0, 9, (20,)))
-        >>> sorted(evaluate(*build(Config(), train), train, metrics=["nll", "recall@3"]))
-        ['nll', 'recall@3']
-    """
-    from samplex_cuda.metrics import Evaluator, _topk_without
-
-    names = list(metrics)
-    ks = sorted({min(k, head.num_classes) for k in _check_metrics("evaluate: metrics", names)} or {1})
-    if "mrr" in names and ks == [1]:
-        ks = [min(10, head.num_classes)]
-    ranked = any(name not in ("nll", "perplexity") for name in names)
-    evaluator = Evaluator(ks, propensities)
-    if exclude_history and dataset.kind != "interactions":
-        raise ValueError(f"evaluate: exclude_history must be off for {dataset.kind} data, got True")
-    size = int(getattr(dataset, "columns", batch_size)) if dataset.ordered else batch_size
-    batches = Batches(dataset, size, shuffle=False)
-    count = len(batches) if not rows else min(len(batches), math.ceil(rows / size))
-    device = head.weight.device
-    training, carried, reduction = (encoder.training, head.training), encoder.carried(), head.reduction
-    try:
-        encoder.eval()
-        nn.Module.train(head, False)  # not head.eval(): going back would count as a new epoch for its sampler
-        head.reduction = "none"
-        encoder.carry({})
-        for number in range(count):
-            chosen = batches.rows(number)
-            batch = {name: t.to(device) for name, t in dataset.batch(chosen).items()}
-            h, features = encoder.encode(batch)
-            y = batch["y"]
-            several = y.dim() == h.dim()
-            h = h.to(head.weight.dtype).reshape(-1, h.shape[-1])
-            y = y.reshape(-1, y.shape[-1]) if several else y.reshape(-1)
-            features = None if features is None else features.reshape(-1, features.shape[-1])
-            valid = (y >= 0).any(1) if several else y >= 0
-            if not exclude_history and not bool(valid.all()):  # the rest of a last window, rows without labels
-                h, y, features = h[valid], y[valid], None if features is None else features[valid]
-            if len(h):
-                loss = h.new_zeros(len(h))
-                if "nll" in names or "perplexity" in names:
-                    loss = head(h, y, features=features)
-                ids = torch.zeros(len(h), ks[-1], dtype=torch.int64, device=device)
-                if ranked and exclude_history:
-                    source: Any = dataset
-                    ids = _topk_without(head, h, features, ks[-1], *source.seen(chosen))
-                elif ranked:
-                    ids = head.topk(h, ks[-1], features=features)[1]
-                evaluator.update(ids, y, loss)
-            if on_batch is not None:
-                on_batch(number + 1, count)
-    finally:
-        encoder.train(training[0])
-        nn.Module.train(head, training[1])
-        head.reduction = reduction
-        encoder.carry(carried)
-    found = evaluator.compute()
-    missing = [name for name in names if _bounded(name, head.num_classes) not in found]
-    if missing:
-        needs = "needs propensities" if missing[0].startswith("psp") else "needs an example with a target"
-        raise ValueError(f"evaluate: metrics: {missing[0]} {needs}")
-    return {name: found[_bounded(name, head.num_classes)] for name in names}
-
-
-def _bounded(name: str, num_classes: int) -> str:
-    """A metric at a k above C is that at C."""
-    kind, at, k = name.partition("@")
-    return f"{kind}@{min(int(k), num_classes)}" if at else name
-
-
-def _check_metrics(where: str, names: Iterable[str]) -> list[int]:
-    """The k's of metrics by name; ValueError for a name that is none."""
-    ks = []
-    for name in names:
-        match = re.fullmatch(r"(?:precision|recall|ndcg|psp|psp_raw)@([1-9]\d*)", name)
-        if match:
-            ks.append(int(match.group(1)))
-        elif name not in ("nll", "perplexity", "accuracy", "mrr"):
-            wanted = "nll, perplexity, accuracy, mrr, precision@k, recall@k, ndcg@k, psp@k or psp_raw@k"
-            raise ValueError(f"{where} must be {wanted}, got {name!r}")
-    return ks
-
-
-# ---------------------------------------------------------------------------------------------------- run folder
-def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The records of `metrics.jsonl`; a line that a kill cut off is left out.
-
-    Example:
-        >>> from samplex_cuda.training import read_metrics
-        >>> read_metrics("no/such/run")
-        []
-    """
-    try:
-        text = (Path(run_dir) / "metrics.jsonl").read_text()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                found.append(record)
-    return found
-
-
-def plot_curves(run_dir: str | Path) -> Path:
-    """Draws the learning curves of a run to `plots/curves.png`; needs matplotlib (extra `cli`).
-
-    Example:
-        >>> from samplex_cuda.training import plot_curves
-        >>> plot_curves("runs/mine")  # doctest: +SKIP
-        PosixPath('runs/mine/plots/curves.png')
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("plot_curves: needs matplotlib: pip install samplex-cuda[cli]") from None
-    run_dir = Path(run_dir)
-    records = read_metrics(run_dir)
-    train = [(r["step"], r["loss"]) for r in records if r["kind"] == "train" and r.get("loss") is not None]
-    curves = {
-        name: [(r["step"], r[name]) for r in records if r["kind"] == "eval" and r.get(name) is not None]
-        for name in dict.fromkeys(k for r in records if r["kind"] == "eval" for k in r)
-        if name not in ("step", "epoch", "kind", "seconds", "best")
-    }
-    panels = [("training loss", train, "#d1495b"), *((name, curve, "#00798c") for name, curve in curves.items())]
-    figure = Figure(figsize=(1.2 + 3.9 * len(panels), 3.6), dpi=140, layout="constrained")
-    for axes, (name, curve, colour) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        axes.plot([s for s, _ in curve], [v for _, v in curve], color=colour, lw=1.8, marker="o", ms=3)
-        axes.set_title(name if name == "training loss" else f"validation {name}", loc="left", fontsize=10)
-        axes.set_xlabel("step")
-        axes.grid(color="#e4e7eb", lw=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
-    path = run_dir / "plots" / "curves.png"
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".tmp-{os.getpid()}.png")
-    try:
-        FigureCanvasAgg(figure).print_png(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
-
-
-class _Described(Dataset):
-    """What a checkpoint says of the training data: sizes without examples."""
-
-    def __init__(self, about: dict[str, Any]) -> None:
-        super().__init__()
-        self._length = int(about["length"])
-        for name in ("kind", "num_classes", "num_features", "ordered", "multi_label"):
-            setattr(self, name, about[name])
-        for name in ("window", "columns", "history"):
-            if about.get(name) is not None:
-                setattr(self, name, about[name])
-
-    def __len__(self) -> int:
-        return self._length
-
-
-def _about(dataset: Dataset) -> dict[str, Any]:
-    found: dict[str, Any] = {"length": len(dataset), "fingerprint": dataset.fingerprint()}
-    for name in ("kind", "num_classes", "num_features", "ordered", "multi_label"):
-        found[name] = getattr(dataset, name)
-    for name in ("window", "columns", "history"):
-        value = getattr(dataset, name, None)
-        found[name] = value if isinstance(value, int) else None
-    return found
-
-
-def _environment(device: torch.device) -> dict[str, Any]:
-    """What the bits of a run depend on besides its configuration and data."""
-    import samplex_cuda
-    from samplex_cuda._library import _native
-
-    found = {
-        "samplex_cuda": samplex_cuda.__version__,
-        "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "simd": _native.build_info()["simd_level"],
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-    }
-    return found
-
-
-def _put_model(tensors: dict[str, Tensor], encoder: nn.Module, head: SampledClassifier) -> None:
-    """The parameters and buffers of a model, by name, as they are: nothing is brought up to date, nothing copied."""
-    tied = {name for name, p in encoder.named_parameters() if p is head.weight}
-    # state_dict() of the head brings its sampler up to date first, which would make a checkpoint change the run.
-    policy, head.sampler_update = head.sampler_update, None
-    try:
-        state = head.state_dict()
-    finally:
-        head.sampler_update = policy
-    tensors.update({f"head.{name}": t for name, t in state.items()})
-    tensors.update({f"encoder.{name}": t for name, t in encoder.state_dict().items() if name not in tied})
-
-
-def _take_model(tensors: dict[str, Tensor], encoder: nn.Module, head: SampledClassifier) -> None:
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-    head.load_state_dict(part("head."))
-    tied = {name: head.weight for name, p in encoder.named_parameters() if p is head.weight}
-    encoder.load_state_dict({**part("encoder."), **tied})
-
-
-def load_model(
-    run_dir: str | Path, which: str = "best", *, device: str | torch.device = "cpu"
-) -> tuple[models.Encoder, SampledClassifier, Config, dict[str, Any]]:
-    """The model of a run, ready for evaluation; no data are needed.
-
-    Args:
-        run_dir: of the run.
-        which: "best" (by the monitored metric; the averaged weights where there is an average), or "latest". Where
-            there is no best one, the latest is taken.
-        device: where to put it.
-
-    Returns:
-        (encoder, head, config, meta), both modules in eval mode. `meta["data"]` says what data it was trained on.
-
-    Example:
-        >>> from samplex_cuda.training import load_model
-        >>> encoder, head, config, meta = load_model("runs/mine")  # doctest: +SKIP
-    """
-    run_dir = Path(run_dir)
-    if which not in ("best", "latest"):
-        raise ValueError(f"load_model: which must be 'best' or 'latest', got {which!r}")
-    found = checkpoint.latest(run_dir / "best") if which == "best" else None
-    found = found or checkpoint.latest(run_dir)
-    if found is None:
-        raise RunError(f"load_model: {run_dir}: has no checkpoint")
-    tensors, meta = checkpoint.load(found, check=False)
-    config = configs.from_dict(meta["config"], str(found))
-    config.training.device = str(device)
-    encoder, head = models.build(config, _Described(meta["data"]), fit=False)
-    _take_model(tensors, encoder, head)
-    for name, average in tensors.items():
-        if name.startswith("average."):
-            owner, _, rest = name.removeprefix("average.").partition(".")
-            with torch.no_grad():
-                (encoder if owner == "encoder" else head).get_parameter(rest).copy_(average)
-    return encoder.eval(), head.eval(), config, meta
-
-
-# ---------------------------------------------------------------------------------------------------- trainer
 class Trainer:
     """Trains what a configuration says and keeps a run folder.
 
@@ -510,7 +184,7 @@ class Trainer:
         self._prepare(config, train, valid, run_dir, on_event)
         for name in ("checkpoints", "plots"):
             (run_dir / name).mkdir(exist_ok=True)
-        with self._locked():
+        with lock(self.run_dir):
             for folder in (run_dir, run_dir / "checkpoints", run_dir / "best"):
                 for removed in checkpoint.clean(folder):
                     self._event("cleaned", path=str(removed))
@@ -522,7 +196,7 @@ class Trainer:
             if config != old:
                 checkpoint.write_file(run_dir / f"config.before-{step:08d}.toml", configs.dumps(old))
                 checkpoint.write_file(path, configs.dumps(config))
-            self._trim_metrics(step)
+            trim_metrics(run_dir, step)
         if found is None:
             self._make(fit=True)
             return self
@@ -547,7 +221,7 @@ class Trainer:
             raise ConfigError(f"config: [training] monitor must be one of metrics {t.metrics}, got {t.monitor!r}")
         self.config, self.run_dir, self.on_event = config, Path(run_dir), on_event
         try:
-            _check_metrics("config: [training] metrics", t.metrics)
+            check_metrics("config: [training] metrics", t.metrics)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if train is None:
@@ -603,7 +277,7 @@ class Trainer:
     def _surroundings(self) -> dict[str, Any]:
         from samplex_cuda.info import gather_info
 
-        return {**gather_info(), "bits": _environment(self.device), "data": _about(self.train)}
+        return {**gather_info(), "bits": environment(self.device), "data": about(self.train)}
 
     def _event(self, event: str, **fields: Any) -> None:
         if self.on_event is not None:
@@ -616,37 +290,12 @@ class Trainer:
 
             warnings.warn(f"{reason}; using the one before", stacklevel=3)
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """One process a run folder; the system lets go of the lock when a process is killed."""
-        try:
-            import fcntl
-        except ImportError:
-            yield
-            return
-        with (self.run_dir / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RunError(f"trainer: {self.run_dir}: another process is training in it") from None
-            yield
-
     # ------------------------------------------------------------------------------------------ state
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that the rest of the run depends on."""
         tensors: dict[str, Tensor] = {}
-        _put_model(tensors, self.encoder, self.head)
-        numbers: dict[str, Any] = {}
-        for which, optimizer in self.optimizers.items():
-            state = optimizer.state_dict()
-            kept: dict[str, Any] = {}
-            for index, values in state["state"].items():
-                for name, value in values.items():
-                    if isinstance(value, Tensor):
-                        tensors[f"optimizer.{which}.{index}.{name}"] = value
-                    else:
-                        kept.setdefault(str(index), {})[name] = value
-            numbers[which] = {"state": kept, "key": state.get("key")}
+        put_model(tensors, self.encoder, self.head)
+        numbers = put_optimizers(tensors, self.optimizers)
         tensors.update({f"average.{name}": t for name, t in self.average.items()})
         tensors.update({f"carried.{name}": t for name, t in self.encoder.carried().items()})
         rng = {"cpu": torch.get_rng_state()}
@@ -661,8 +310,8 @@ class Trainer:
             "sampler": {"steps": self.head._steps, "stale": self.head._stale},
             "metrics": self.metrics,
             "config": self.config.as_dict(),
-            "data": _about(self.train),
-            "environment": _environment(self.device),
+            "data": about(self.train),
+            "environment": environment(self.device),
         }
         return tensors, meta
 
@@ -678,25 +327,14 @@ class Trainer:
                 f"trainer: {self.run_dir}: the training data must be those of the run (fingerprint {wanted[:12]}), got "
                 f"others ({got[:12]})"
             )
-        now = _environment(self.device)
+        now = environment(self.device)
         other = [f"{name} {old.get(name)} is {now[name]} now" for name in now if old.get(name) != now[name]]
         if other:
             self._event("warning", message=f"the rest of the run may differ in the last bits: {', '.join(other)}")
 
     def _restore(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        _take_model(tensors, self.encoder, self.head)
-        for which, optimizer in self.optimizers.items():
-            numbers = meta["optimizers"].get(which, {"state": {}, "key": None})
-            state: dict[int, dict[str, Any]] = {int(i): dict(v) for i, v in numbers["state"].items()}
-            prefix = f"optimizer.{which}."
-            for name, t in tensors.items():
-                if name.startswith(prefix):
-                    index, _, what = name.removeprefix(prefix).partition(".")
-                    state.setdefault(int(index), {})[what] = t
-            given: dict[str, Any] = {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
-            if numbers["key"] is not None:
-                given["key"] = numbers["key"]
-            optimizer.load_state_dict(given)
+        take_model(tensors, self.encoder, self.head)
+        take_optimizers(tensors, meta["optimizers"], self.optimizers)
         self.progress = Progress(**meta["progress"])
         self.metrics = meta["metrics"]
         self.average = {
@@ -714,13 +352,6 @@ class Trainer:
             self.progress.status = "running"  # more epochs than before
 
     # ------------------------------------------------------------------------------------------ files
-    def _trim_metrics(self, step: int) -> None:
-        """Forget records after the checkpoint that training goes on from: they will come again."""
-        path = self.run_dir / "metrics.jsonl"
-        if path.exists():
-            kept = [json.dumps(r) for r in read_metrics(self.run_dir) if r["step"] <= step]
-            checkpoint.write_file(path, "".join(line + "\n" for line in kept))
-
     def _record(self, record: dict[str, Any]) -> None:
         with (self.run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -752,14 +383,14 @@ class Trainer:
 
     def _save_best(self) -> None:
         tensors: dict[str, Tensor] = {}
-        with self._averaged():
-            _put_model(tensors, self.encoder, self.head)
+        with swapped(self.average, self._averages()):
+            put_model(tensors, self.encoder, self.head)
             meta = {
                 "kind": "best",
                 "progress": dataclasses.asdict(self.progress),
                 "metrics": self.metrics,
                 "config": self.config.as_dict(),
-                "data": _about(self.train),
+                "data": about(self.train),
             }
             folder = self.run_dir / "best"
             try:
@@ -777,45 +408,16 @@ class Trainer:
         self.progress.seconds += now - self._watch
         self._watch = now
 
-    # ------------------------------------------------------------------------------------------ averages
-    def _averaged_parameters(self) -> dict[str, nn.Parameter]:
-        found = {f"encoder.{n}": p for n, p in self.encoder.named_parameters() if p is not self.head.weight}
-        if self.config.training.average_head:
-            found.update({f"head.{n}": p for n, p in self.head.named_parameters()})
-        return found
+    # ------------------------------------------------------------------------------------------ a step
+    def _averages(self) -> dict[str, nn.Parameter]:
+        return averaged_parameters(self.encoder, self.head, self.config.training)
 
-    @torch.no_grad()
     def _update_average(self) -> None:
         t, p = self.config.training, self.progress
-        if t.average == "none" or p.step < t.average_start or p.step % t.average_every:
-            return
-        for name, parameter in self._averaged_parameters().items():
-            if p.averaged == 0:
-                self.average[name] = parameter.detach().clone()
-            else:
-                weight = 1.0 / (p.averaged + 1) if t.average == "swa" else 1.0 - t.average_decay**t.average_every
-                self.average[name].lerp_(parameter, weight)
-        p.averaged += 1
+        if t.average != "none" and p.step >= t.average_start and p.step % t.average_every == 0:
+            update_average(self.average, self._averages(), t, p.averaged)
+            p.averaged += 1
 
-    @contextlib.contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """The averaged weights in place of the current ones: the memory is swapped, nothing is copied."""
-        if not self.average:
-            yield
-            return
-        parameters = self._averaged_parameters()
-
-        def swap() -> None:
-            for name, parameter in parameters.items():
-                parameter.data, self.average[name] = self.average[name], parameter.data
-
-        swap()
-        try:
-            yield
-        finally:
-            swap()
-
-    # ------------------------------------------------------------------------------------------ a step
     def _next_batches(self) -> list[dict[str, Tensor]]:
         p, t = self.progress, self.config.training
         if self._batches is None or self._batches[0] != p.epoch:
@@ -968,18 +570,13 @@ class Trainer:
 
     def _keep_batch(self, batch: dict[str, Tensor], h: Tensor, number: int, value: float) -> str:
         p = self.progress
-        folder = self.run_dir / "nan"
-        name = f"step-{p.step:08d}"
         what = f"the loss is {value}" if bool(h.isfinite().all()) else "h, the output of the encoder, is not finite"
+        about = {"step": p.step, "epoch": p.epoch, "batch": p.batch + number, "problem": what}
         try:
-            folder.mkdir(exist_ok=True)
-            checkpoint.write_tensors(folder / f"{name}.safetensors", {**batch, "h": h.detach()})
-            about = {"step": p.step, "epoch": p.epoch, "batch": p.batch + number, "problem": what}
-            about["key"] = [int(self.keys[0]), p.step]
-            checkpoint.write_file(folder / f"{name}.json", json.dumps(about, indent=1))
+            path = keep_batch(self.run_dir, {**batch, "h": h}, {**about, "key": [int(self.keys[0]), p.step]})
         except OSError as error:
             return f"{what} (and the batch could not be saved: {error.strerror})"
-        return f"{what}; the batch is in {folder / name}.safetensors"
+        return f"{what}; the batch is in {path}"
 
     # ------------------------------------------------------------------------------------------ between steps
     def _log(self) -> None:
@@ -1027,7 +624,7 @@ class Trainer:
             if self._signal:
                 raise _InterruptedError
 
-        with self._averaged(), torch.random.fork_rng(devices=[]):
+        with swapped(self.average, self._averages()), torch.random.fork_rng(devices=[]):
             return evaluate(
                 self.encoder,
                 self.head,
@@ -1081,7 +678,7 @@ class Trainer:
 
         A second signal ends it at once. Signals are handled only where this is the main thread.
         """
-        with self._locked(), self._signals(), self._generators():
+        with lock(self.run_dir), self._signals(), self._generators():
             self._open_board()
             self._event(
                 "start",

@@ -1,0 +1,51 @@
+"""Averages of the weights over the steps of a run: exponential (ema) or the mean of all (swa)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.training.config import Training
+
+__all__ = ["averaged_parameters", "swapped", "update_average"]
+
+
+def averaged_parameters(encoder: nn.Module, head: SampledClassifier, settings: Training) -> dict[str, nn.Parameter]:
+    """What is averaged, by name: the encoder, and the head where `average_head` asks for it."""
+    found = {f"encoder.{n}": p for n, p in encoder.named_parameters() if p is not head.weight}
+    if settings.average_head:
+        found.update({f"head.{n}": p for n, p in head.named_parameters()})
+    return found
+
+
+@torch.no_grad()
+def update_average(
+    average: dict[str, Tensor], parameters: dict[str, nn.Parameter], settings: Training, averaged: int
+) -> None:
+    """Takes the weights of a step into the average; `averaged` is the number of steps that it has already."""
+    for name, parameter in parameters.items():
+        if averaged == 0:
+            average[name] = parameter.detach().clone()
+        else:
+            ema = 1.0 - settings.average_decay**settings.average_every
+            average[name].lerp_(parameter, 1.0 / (averaged + 1) if settings.average == "swa" else ema)
+
+
+@contextlib.contextmanager
+def swapped(average: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> Iterator[None]:
+    """The averaged weights in place of the current ones: the memory is swapped, nothing is copied."""
+
+    def swap() -> None:
+        for name in average:
+            parameter = parameters[name]
+            parameter.data, average[name] = average[name], parameter.data
+
+    swap()
+    try:
+        yield
+    finally:
+        swap()

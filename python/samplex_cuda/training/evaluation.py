@@ -1,0 +1,130 @@
+"""Metrics of a model on a data set, exact over all classes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplex_cuda.data import Batches, Dataset
+from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.training import models
+
+__all__ = ["check_metrics", "evaluate"]
+
+
+@torch.no_grad()
+def evaluate(
+    encoder: models.Encoder,
+    head: SampledClassifier,
+    dataset: Dataset,
+    *,
+    batch_size: int = 256,
+    metrics: Iterable[str] = ("nll", "accuracy"),
+    rows: int = 0,
+    exclude_history: bool = False,
+    propensities: Tensor | None = None,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> dict[str, float]:
+    """Exact metrics over a data set; encoder and head are left as they were, a carried state included.
+
+    Args:
+        encoder: gives h.
+        head: the classifier.
+        dataset: what to measure on, in its own order.
+        batch_size: examples at a time; text has its own.
+        metrics: "nll" (exact, over all classes), "perplexity", "accuracy" (the best class is one of the targets), and
+            those of `samplex_cuda.metrics`: "precision@5", "recall@20", "ndcg@10", "psp@3", "mrr" (over the largest k
+            that is asked for, or 10).
+        rows: only so many first examples, in whole batches; 0: all.
+        exclude_history: interactions: items that a user knows are no answers.
+        propensities: [C], for "psp@k".
+        on_batch: called with (batches done, batches in all).
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda import data
+        >>> from samplex_cuda.training import Config, build, evaluate
+        >>> train = data.Dense(torch.randn(20, 6), torch.randint(0, 9, (20,)))
+        >>> sorted(evaluate(*build(Config(), train), train, metrics=["nll", "recall@3"]))
+        ['nll', 'recall@3']
+    """
+    from samplex_cuda.metrics import Evaluator, _topk_without
+
+    names = list(metrics)
+    ks = sorted({min(k, head.num_classes) for k in check_metrics("evaluate: metrics", names)} or {1})
+    if "mrr" in names and ks == [1]:
+        ks = [min(10, head.num_classes)]
+    ranked = any(name not in ("nll", "perplexity") for name in names)
+    evaluator = Evaluator(ks, propensities)
+    if exclude_history and dataset.kind != "interactions":
+        raise ValueError(f"evaluate: exclude_history must be off for {dataset.kind} data, got True")
+    size = int(getattr(dataset, "columns", batch_size)) if dataset.ordered else batch_size
+    batches = Batches(dataset, size, shuffle=False)
+    count = len(batches) if not rows else min(len(batches), math.ceil(rows / size))
+    device = head.weight.device
+    training, carried, reduction = (encoder.training, head.training), encoder.carried(), head.reduction
+    try:
+        encoder.eval()
+        nn.Module.train(head, False)  # not head.eval(): going back would count as a new epoch for its sampler
+        head.reduction = "none"
+        encoder.carry({})
+        for number in range(count):
+            chosen = batches.rows(number)
+            batch = {name: t.to(device) for name, t in dataset.batch(chosen).items()}
+            h, features = encoder.encode(batch)
+            y = batch["y"]
+            several = y.dim() == h.dim()
+            h = h.to(head.weight.dtype).reshape(-1, h.shape[-1])
+            y = y.reshape(-1, y.shape[-1]) if several else y.reshape(-1)
+            features = None if features is None else features.reshape(-1, features.shape[-1])
+            valid = (y >= 0).any(1) if several else y >= 0
+            if not exclude_history and not bool(valid.all()):  # the rest of a last window, rows without labels
+                h, y, features = h[valid], y[valid], None if features is None else features[valid]
+            if len(h):
+                loss = h.new_zeros(len(h))
+                if "nll" in names or "perplexity" in names:
+                    loss = head(h, y, features=features)
+                ids = torch.zeros(len(h), ks[-1], dtype=torch.int64, device=device)
+                if ranked and exclude_history:
+                    source: Any = dataset
+                    ids = _topk_without(head, h, features, ks[-1], *source.seen(chosen))
+                elif ranked:
+                    ids = head.topk(h, ks[-1], features=features)[1]
+                evaluator.update(ids, y, loss)
+            if on_batch is not None:
+                on_batch(number + 1, count)
+    finally:
+        encoder.train(training[0])
+        nn.Module.train(head, training[1])
+        head.reduction = reduction
+        encoder.carry(carried)
+    found = evaluator.compute()
+    missing = [name for name in names if _bounded(name, head.num_classes) not in found]
+    if missing:
+        needs = "needs propensities" if missing[0].startswith("psp") else "needs an example with a target"
+        raise ValueError(f"evaluate: metrics: {missing[0]} {needs}")
+    return {name: found[_bounded(name, head.num_classes)] for name in names}
+
+
+def _bounded(name: str, num_classes: int) -> str:
+    """A metric at a k above C is that at C."""
+    kind, at, k = name.partition("@")
+    return f"{kind}@{min(int(k), num_classes)}" if at else name
+
+
+def check_metrics(where: str, names: Iterable[str]) -> list[int]:
+    """The k's of metrics by name; ValueError for a name that is none."""
+    ks = []
+    for name in names:
+        match = re.fullmatch(r"(?:precision|recall|ndcg|psp|psp_raw)@([1-9]\d*)", name)
+        if match:
+            ks.append(int(match.group(1)))
+        elif name not in ("nll", "perplexity", "accuracy", "mrr"):
+            wanted = "nll, perplexity, accuracy, mrr, precision@k, recall@k, ndcg@k, psp@k or psp_raw@k"
+            raise ValueError(f"{where} must be {wanted}, got {name!r}")
+    return ks

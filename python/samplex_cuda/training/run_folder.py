@@ -1,0 +1,124 @@
+"""The files of a run folder besides its checkpoints: metrics, learning curves, bad batches, the lock."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from samplex_cuda.training import checkpoint
+
+__all__ = ["RunError", "keep_batch", "lock", "plot_curves", "read_metrics", "trim_metrics"]
+
+
+class RunError(RuntimeError):
+    """A run folder that cannot be used as asked; the message says why and what to do.
+
+    Example:
+        >>> from samplex_cuda.training import RunError, Trainer
+        >>> try:
+        ...     Trainer.resume("no/such/run")
+        ... except RunError as error:
+        ...     print(error)
+        trainer: no/such/run: has no config.toml, so there is no run to resume
+    """
+
+
+@contextlib.contextmanager
+def lock(run_dir: Path) -> Iterator[None]:
+    """One process a run folder; the system lets go of the lock when a process is killed."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with (run_dir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(f"trainer: {run_dir}: another process is training in it") from None
+        yield
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The records of `metrics.jsonl`; a line that a kill cut off is left out.
+
+    Example:
+        >>> from samplex_cuda.training import read_metrics
+        >>> read_metrics("no/such/run")
+        []
+    """
+    try:
+        text = (Path(run_dir) / "metrics.jsonl").read_text()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                found.append(record)
+    return found
+
+
+def trim_metrics(run_dir: Path, step: int) -> None:
+    """Forgets records after the checkpoint that training goes on from: they will come again."""
+    path = run_dir / "metrics.jsonl"
+    if path.exists():
+        kept = [json.dumps(r) for r in read_metrics(run_dir) if r["step"] <= step]
+        checkpoint.write_file(path, "".join(line + "\n" for line in kept))
+
+
+def plot_curves(run_dir: str | Path) -> Path:
+    """Draws the learning curves of a run to `plots/curves.png`; needs matplotlib (extra `cli`).
+
+    Example:
+        >>> from samplex_cuda.training import plot_curves
+        >>> plot_curves("runs/mine")  # doctest: +SKIP
+        PosixPath('runs/mine/plots/curves.png')
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("plot_curves: needs matplotlib: pip install samplex-cuda[cli]") from None
+    run_dir = Path(run_dir)
+    records = read_metrics(run_dir)
+    train = [(r["step"], r["loss"]) for r in records if r["kind"] == "train" and r.get("loss") is not None]
+    curves = {
+        name: [(r["step"], r[name]) for r in records if r["kind"] == "eval" and r.get(name) is not None]
+        for name in dict.fromkeys(k for r in records if r["kind"] == "eval" for k in r)
+        if name not in ("step", "epoch", "kind", "seconds", "best")
+    }
+    panels = [("training loss", train, "#d1495b"), *((name, curve, "#00798c") for name, curve in curves.items())]
+    figure = Figure(figsize=(1.2 + 3.9 * len(panels), 3.6), dpi=140, layout="constrained")
+    for axes, (name, curve, colour) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        axes.plot([s for s, _ in curve], [v for _, v in curve], color=colour, lw=1.8, marker="o", ms=3)
+        axes.set_title(name if name == "training loss" else f"validation {name}", loc="left", fontsize=10)
+        axes.set_xlabel("step")
+        axes.grid(color="#e4e7eb", lw=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+    path = run_dir / "plots" / "curves.png"
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f".tmp-{os.getpid()}.png")
+    try:
+        FigureCanvasAgg(figure).print_png(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def keep_batch(run_dir: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> Path:
+    """Puts a batch whose loss is not finite into `nan/`, with what is known of it; the file with its tensors."""
+    folder = run_dir / "nan"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"step-{about['step']:08d}.safetensors"
+    checkpoint.write_tensors(path, tensors)
+    checkpoint.write_file(path.with_suffix(".json"), json.dumps(about, indent=1))
+    return path

@@ -1,0 +1,203 @@
+"""What a checkpoint of a run holds, and the way back: model, optimizers, progress, what data and machine were."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplex_cuda.data import Dataset
+from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.training import checkpoint, models
+from samplex_cuda.training import config as configs
+from samplex_cuda.training.config import Config
+from samplex_cuda.training.run_folder import RunError
+
+__all__ = [
+    "Described",
+    "Progress",
+    "about",
+    "environment",
+    "load_model",
+    "put_model",
+    "put_optimizers",
+    "take_model",
+    "take_optimizers",
+]
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where a run is; all of it is in a checkpoint.
+
+    Attributes:
+        step: optimizer steps done (skipped ones count).
+        epoch: the epoch that the next batch belongs to.
+        batch: batches of it that were used.
+        status: "running", "finished" or "early_stop".
+        best: the best value of the monitored metric, at `best_step`; `bad` evaluations since.
+
+    Example:
+        >>> from samplex_cuda.training import Progress
+        >>> Progress().step
+        0
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    status: str = "running"
+    last_log: int = 0
+    last_eval: int = 0
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    best: float | None = None
+    best_step: int = 0
+    bad: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    averaged: int = 0
+    seconds: float = 0.0
+
+
+class Described(Dataset):
+    """What a checkpoint says of the training data: sizes without examples."""
+
+    def __init__(self, about: dict[str, Any]) -> None:
+        super().__init__()
+        self._length = int(about["length"])
+        for name in ("kind", "num_classes", "num_features", "ordered", "multi_label"):
+            setattr(self, name, about[name])
+        for name in ("window", "columns", "history"):
+            if about.get(name) is not None:
+                setattr(self, name, about[name])
+
+    def __len__(self) -> int:
+        """Number of examples that there were."""
+        return self._length
+
+
+def about(dataset: Dataset) -> dict[str, Any]:
+    """Kind, sizes and fingerprint of a data set: what `Described` is made from."""
+    found: dict[str, Any] = {"length": len(dataset), "fingerprint": dataset.fingerprint()}
+    for name in ("kind", "num_classes", "num_features", "ordered", "multi_label"):
+        found[name] = getattr(dataset, name)
+    for name in ("window", "columns", "history"):
+        value = getattr(dataset, name, None)
+        found[name] = value if isinstance(value, int) else None
+    return found
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the bits of a run depend on besides its configuration and data."""
+    import samplex_cuda
+    from samplex_cuda._library import _native
+
+    found = {
+        "samplex_cuda": samplex_cuda.__version__,
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "simd": _native.build_info()["simd_level"],
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+    return found
+
+
+def put_model(tensors: dict[str, Tensor], encoder: nn.Module, head: SampledClassifier) -> None:
+    """The parameters and buffers of a model, by name, as they are: nothing is brought up to date, nothing copied."""
+    tied = {name for name, p in encoder.named_parameters() if p is head.weight}
+    # state_dict() of the head brings its sampler up to date first, which would make a checkpoint change the run.
+    policy, head.sampler_update = head.sampler_update, None
+    try:
+        state = head.state_dict()
+    finally:
+        head.sampler_update = policy
+    tensors.update({f"head.{name}": t for name, t in state.items()})
+    tensors.update({f"encoder.{name}": t for name, t in encoder.state_dict().items() if name not in tied})
+
+
+def take_model(tensors: dict[str, Tensor], encoder: nn.Module, head: SampledClassifier) -> None:
+    """Puts back what `put_model` gave."""
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+    head.load_state_dict(part("head."))
+    tied = {name: head.weight for name, p in encoder.named_parameters() if p is head.weight}
+    encoder.load_state_dict({**part("encoder."), **tied})
+
+
+def put_optimizers(tensors: dict[str, Tensor], optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
+    """The state of optimizers: its tensors by name, the rest as what JSON can hold."""
+    numbers: dict[str, Any] = {}
+    for which, optimizer in optimizers.items():
+        state = optimizer.state_dict()
+        kept: dict[str, Any] = {}
+        for index, values in state["state"].items():
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{which}.{index}.{name}"] = value
+                else:
+                    kept.setdefault(str(index), {})[name] = value
+        numbers[which] = {"state": kept, "key": state.get("key")}
+    return numbers
+
+
+def take_optimizers(
+    tensors: dict[str, Tensor], numbers: dict[str, Any], optimizers: dict[str, torch.optim.Optimizer]
+) -> None:
+    """Puts back what `put_optimizers` gave; the settings of the optimizers, such as rates, stay as they are."""
+    for which, optimizer in optimizers.items():
+        rest = numbers.get(which, {"state": {}, "key": None})
+        state: dict[int, dict[str, Any]] = {int(i): dict(v) for i, v in rest["state"].items()}
+        prefix = f"optimizer.{which}."
+        for name, t in tensors.items():
+            if name.startswith(prefix):
+                index, _, what = name.removeprefix(prefix).partition(".")
+                state.setdefault(int(index), {})[what] = t
+        given: dict[str, Any] = {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+        if rest["key"] is not None:
+            given["key"] = rest["key"]
+        optimizer.load_state_dict(given)
+
+
+def load_model(
+    run_dir: str | Path, which: str = "best", *, device: str | torch.device = "cpu"
+) -> tuple[models.Encoder, SampledClassifier, Config, dict[str, Any]]:
+    """The model of a run, ready for evaluation; no data are needed.
+
+    Args:
+        run_dir: of the run.
+        which: "best" (by the monitored metric; the averaged weights where there is an average), or "latest". Where
+            there is no best one, the latest is taken.
+        device: where to put it.
+
+    Returns:
+        (encoder, head, config, meta), both modules in eval mode. `meta["data"]` says what data it was trained on.
+
+    Example:
+        >>> from samplex_cuda.training import load_model
+        >>> encoder, head, config, meta = load_model("runs/mine")  # doctest: +SKIP
+    """
+    run_dir = Path(run_dir)
+    if which not in ("best", "latest"):
+        raise ValueError(f"load_model: which must be 'best' or 'latest', got {which!r}")
+    found = checkpoint.latest(run_dir / "best") if which == "best" else None
+    found = found or checkpoint.latest(run_dir)
+    if found is None:
+        raise RunError(f"load_model: {run_dir}: has no checkpoint")
+    tensors, meta = checkpoint.load(found, check=False)
+    config = configs.from_dict(meta["config"], str(found))
+    config.training.device = str(device)
+    encoder, head = models.build(config, Described(meta["data"]), fit=False)
+    take_model(tensors, encoder, head)
+    for name, average in tensors.items():
+        if name.startswith("average."):
+            owner, _, rest = name.removeprefix("average.").partition(".")
+            with torch.no_grad():
+                (encoder if owner == "encoder" else head).get_parameter(rest).copy_(average)
+    return encoder.eval(), head.eval(), config, meta
