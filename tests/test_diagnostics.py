@@ -530,6 +530,60 @@ def test_a_sampler_worse_than_uniform_is_told():
     assert "warning: wrong" in found.table()
 
 
+def test_noise_is_not_worse_than_uniform():
+    """The same law under another name, where the bias is measured: the two differ by noise alone, and often by 5 %."""
+    different, twin = 0, {"twin": sx.samplers.Unigram(torch.ones(2000))}
+    for seed in range(3):
+        torch.manual_seed(seed)
+        head = sx.SampledClassifier(8, 2000, sx.samplers.Uniform(2000), num_samples=32)
+        with torch.no_grad():
+            head.weight.mul_(8)
+        found = diagnose(head, torch.randn(128, 8), candidates=twin, num_samples=(256, 1024), timed=False, seed=seed)
+        for a, b in zip(found.laws[1].points, found.laws[0].points, strict=True):
+            assert a.measured > 0.2
+            assert abs(a.excess) < 4 * a.excess_error
+            different += a.bias > 1.05 * b.bias
+        assert not any("worse" in text for text in found.warnings), found.warnings
+    assert different > 0
+
+
+def test_excess_is_the_bias_beyond_uniform_in_the_same_rows():
+    head, _, _ = make(classes=200, spread=0.7)
+    other = {"other": sx.samplers.LogUniform(200), "Uniform": sx.samplers.Uniform(200)}
+    found = diagnose(head, torch.randn(48, D), candidates=other, num_samples=(2048, 4096), timed=False)
+    for a, b in zip(found.laws[0].points, found.laws[1].points, strict=True):
+        assert (a.measured, b.measured) == (0, 0)
+        assert a.excess == pytest.approx(a.bias**2 - b.bias**2, rel=1e-9)
+        assert a.excess_error == 0
+        assert b.excess is None
+
+
+def test_strata_are_told():
+    flat = Law("Uniform", "Uniform", points=[point(16, 0.4)])
+    tree = Law("Tree", "Tree", stratified=True, points=[point(16, 0.3)])
+    assert advice.warn(table(flat, tree)) == [
+        "Tree: the head draws in strata; bias and std are of independent draws, an upper bound."
+    ]
+
+
+def test_the_clock_leaves_the_first_run_out(monkeypatch):
+    """Also a long one: what torch does once in a process is no part of a step."""
+    now, runs = [0.0], []
+    monkeypatch.setattr(sx.diagnostics.run.time, "perf_counter", lambda: now[0])
+
+    def clock(*seconds):
+        runs.clear()
+
+        def one():
+            now[0] += seconds[min(len(runs), len(seconds) - 1)]
+            runs.append(1)
+
+        return sx.diagnostics.run._clock(one, torch.device("cpu")), len(runs)
+
+    assert clock(9.0, 0.02, 0.01, 0.02) == (pytest.approx(10), 7)  # until 0.1 s
+    assert clock(9.0, 3.0) == (pytest.approx(3000), 2)  # one is enough where it is long
+
+
 def test_warnings_of_samplers_are_kept():
     head, _, _ = make(classes=300, spread=2.0, bias=False)
     sharp = sx.samplers.RandomFourier(head.weight.detach(), num_features=16, nu=4.0, key=sx.Key(0))
@@ -580,6 +634,13 @@ def test_plot(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"matplotlib must be installed, e.g. pip install 'samplex-cuda\[demo\]'"):
         found.plot(tmp_path / "x.png")
+
+
+def test_labels_of_the_plot_are_numbers():
+    label = sx.diagnostics.report._between
+    assert [label(30)(value, None) for value in (0.2, 30.0, 50.0)] == ["0.2", "", "50"]
+    assert [label(3)(value, None) for value in (0.2, 30.0)] == ["0.2", "30"]
+    assert label(1000)(20.0, None) == ""
 
 
 def test_progress_is_told():

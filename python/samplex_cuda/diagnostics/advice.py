@@ -97,6 +97,11 @@ def warn(found: Diagnosis) -> list[str]:
     if any(not law.exact for law in found.laws):
         names = ", ".join(law.name for law in found.laws if not law.exact)
         out.append(f"{names}: estimated from draws; what is never drawn is not seen, so the bias may be larger.")
+    strata = [law.name for law in found.laws if law.stratified]
+    if strata:
+        out.append(
+            f"{', '.join(strata)}: the head draws in strata; bias and std are of independent draws, an upper bound."
+        )
     if found.loss not in ("sampled_softmax", "full_softmax"):
         out.append(f"The head trains with {found.loss}: bias and std are those of sampled_softmax with these samplers.")
     if found.rows < FEW_ROWS:
@@ -108,7 +113,7 @@ def _worse(found: Diagnosis, law: Law, uniform: Law) -> list[str]:
     flat = {point.num_samples: point for point in uniform.points}
     floor = NEGLIGIBLE * found.gradient_norm
     pairs = [(point, flat[point.num_samples]) for point in law.points if point.num_samples in flat]
-    bad = [(a, b) for a, b in pairs if a.bias > WORSE * b.bias and a.bias > floor]
+    bad = [(a, b) for a, b in pairs if _exceeds(a, b) and a.bias > floor]
     if not bad:
         return []
     last, base = bad[-1]
@@ -117,6 +122,14 @@ def _worse(found: Diagnosis, law: Law, uniform: Law) -> list[str]:
         f"{law.name}: worse than Uniform {where} (bias {_percent(found, last)} of the gradient against "
         f"{_percent(found, base)} at m = {last.num_samples:,})."
     ]
+
+
+def _exceeds(point: Point, base: Point) -> bool:
+    """Whether the bias is larger than that of `base` by more than the noise of what was measured."""
+    excess, error = point.excess, point.excess_error
+    if excess is None:
+        excess, error = point.bias**2 - base.bias**2, math.hypot(point.bias_error, base.bias_error)
+    return point.bias > WORSE * base.bias and excess > (WORSE**2 - 1.0) * base.bias**2 + 2.0 * error
 
 
 def _reference(found: Diagnosis) -> tuple[Law, Point]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ class Point:
         bias: norm of the bias, root mean square over rows: the best number there is, see `measured`.
         bias_leading: the same from the terms up to order 1/m alone, over all rows.
         bias_error: standard error of the measured part of `bias`; 0 where it is all formula.
+        excess: mean over rows of |bias|^2 less that of Uniform with the same m; None where there is no such.
+        excess_error: its standard error; 0 where nothing was measured.
         measured: share of the rows whose bias was measured from draws, because m is too small for the leading term.
         std: root of the total variance of one row's gradient, root mean square over rows.
         step_ms: draw + loss + backward of all rows, and update of a sampler that follows the weights; None: not timed.
@@ -45,6 +48,8 @@ class Point:
     std: float
     bias_error: float = 0.0
     measured: float = 0.0
+    excess: float | None = None
+    excess_error: float = 0.0
     step_ms: float | None = None
     draw_ms: float | None = None
     update_ms: float | None = None
@@ -70,6 +75,7 @@ class Law:
         stale_rows: share of the sampler's class rows that differ from the head's; None where it keeps none.
         drift: |sampler's rows - head's| / |head's|; None as above.
         stale_steps: training forwards since the head brought it up to date.
+        stratified: whether the head draws from it in strata: `step_ms` is of that, bias and std of independent draws.
         points: one for each number of samples.
 
     Example:
@@ -93,6 +99,7 @@ class Law:
     stale_rows: float | None = None
     drift: float | None = None
     stale_steps: int = 0
+    stratified: bool = False
     points: list[Point] = dataclasses.field(default_factory=list)
 
 
@@ -297,6 +304,10 @@ class Diagnosis:
         for one, (x, y) in zip(axes, labels, strict=False):
             one.set_xscale("log")
             one.set_yscale("log")
+            for axis in (one.xaxis, one.yaxis):
+                low, high = axis.get_view_interval()
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_formatter(_between(high / low))
             one.set_xlabel(x)
             one.set_ylabel(y)
         if timed and self.full_ms is not None:
@@ -310,6 +321,12 @@ class Diagnosis:
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)
+
+
+def _between(span: float) -> Callable[[float, object], str]:
+    """Labels between the powers of ten of an axis: none, at 2 and 5, or all, the shorter the more."""
+    digits = "" if span >= 100 else "25" if span >= 5 else "23456789"
+    return lambda value, _: f"{value:g}" if f"{value:e}"[0] in digits else ""
 
 
 def _percent(share: float) -> str:

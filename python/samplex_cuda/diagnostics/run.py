@@ -155,6 +155,7 @@ def diagnose(
             exact = rows.count * head.num_classes <= ENUMERATE_UP_TO and head.num_classes <= MAX_CLASSES
         gradient = None
         broken: list[str] = []
+        by_row: list[list[Tensor]] = []
         looks = [_look(head, sampler, flat, seen) for sampler in chosen.values()]
         used: list[Any] = [
             laws.SharedLaw(sampler, look, given) if head.shared and sampler.conditional else sampler
@@ -168,7 +169,9 @@ def diagnose(
         for number, (name, sampler) in enumerate(chosen.items()):
             say(f"{name}: bias and variance")
             look, key = looks[number], fold_in(torch.tensor([seed, number]), number)
-            law, squares = _one(head, name, sampler, used[number], rows, look, given, sizes, row_laws[number], key)
+            law, squares, biases = _one(
+                head, name, sampler, used[number], rows, look, given, sizes, row_laws[number], key
+            )
             if math.isnan(law.kl):
                 broken.append(f"{name}: its law is not a number on these rows; it was left out.")
                 continue
@@ -178,6 +181,8 @@ def diagnose(
                 say(f"{name}: time")
                 _time_law(head, sampler, law, flat, look, given, target)
             out.laws.append(law)
+            by_row.append(biases)
+        _against_uniform(out.laws, by_row)
         out.gradient_norm = gradient or 0.0
         if timed:
             say("full softmax: time")
@@ -286,8 +291,11 @@ def _one(
     sizes: list[int],
     row_law: laws.RowLaw | None,
     key: Tensor,
-) -> tuple[Law, Tensor]:
-    """Numbers of a sampler, by the law that is used of it, and the sum of p^2 over the negatives of the rows."""
+) -> tuple[Law, Tensor, list[Tensor]]:
+    """Numbers of a sampler, by the law that is used of it.
+
+    Also the sum of p^2 over the negatives of the rows, and for each m |bias|^2 of the rows it was found for.
+    """
     own = sampler is head.sampler
     if own and head.num_samples:
         sizes = sorted({*sizes, head.num_samples})
@@ -319,9 +327,32 @@ def _one(
         stale_rows=stale_rows,
         drift=drift,
         stale_steps=head.staleness().steps if own else 0,
+        stratified=_in_strata(head, sampler),
     )
-    law.points = [_point(row_law, draws, rows, m) for m in sizes]
-    return law, row_law.squares
+    found = [_point(row_law, draws, rows, m) for m in sizes]
+    law.points = [point for point, _ in found]
+    return law, row_law.squares, [squared for _, squared in found]
+
+
+def _against_uniform(found: list[Law], by_row: list[list[Tensor]]) -> None:
+    """`excess` of every point for which Uniform was tried with the same m.
+
+    Row by row: rows differ far more than samplers do, and a mean of some rows says nothing beside one of others.
+    """
+    place = next((k for k, law in enumerate(found) if law.kind == "Uniform"), None)
+    if place is None:
+        return
+    flat = {point.num_samples: (point, row) for point, row in zip(found[place].points, by_row[place], strict=True)}
+    for number, law in enumerate(found):
+        for point, row in zip(law.points, by_row[number], strict=True):
+            if number == place or point.num_samples not in flat:
+                continue
+            base, other = flat[point.num_samples]
+            common = min(row.shape[0], other.shape[0])
+            gap = row[:common] - other[:common]
+            point.excess = float(gap.mean())
+            noisy = common > 1 and bool(point.measured or base.measured)
+            point.excess_error = float(gap.std()) / math.sqrt(common) if noisy else 0.0
 
 
 def _finite(value: Tensor) -> float:
@@ -329,7 +360,8 @@ def _finite(value: Tensor) -> float:
     return float(value) if math.isfinite(float(value)) else 0.0
 
 
-def _point(row_law: laws.RowLaw, draws: laws.Draws | None, rows: laws.Rows, m: int) -> Point:
+def _point(row_law: laws.RowLaw, draws: laws.Draws | None, rows: laws.Rows, m: int) -> tuple[Point, Tensor]:
+    """A point, and |bias|^2 of the rows it is from."""
     leading, variance = row_law.bias_squared(m), row_law.spread / m
     point = Point(
         num_samples=m,
@@ -341,11 +373,11 @@ def _point(row_law: laws.RowLaw, draws: laws.Draws | None, rows: laws.Rows, m: i
     )
     unsure = row_law.v / m > TRUSTED
     if draws is None or not bool(unsure.any()):
-        return point
+        return point, leading
     some = draws.count
     seen = laws.measure(draws, rows, row_law.squares[:some], m)
     if seen is None or not bool(unsure[:some].any()):
-        return point
+        return point, leading
     unsure = unsure[:some]
     squared = torch.where(unsure, seen.bias_squared, leading[:some])
     point.bias = math.sqrt(max(0.0, float(squared.mean())))
@@ -353,7 +385,7 @@ def _point(row_law: laws.RowLaw, draws: laws.Draws | None, rows: laws.Rows, m: i
     point.bias_error = float(noisy.std() / math.sqrt(some)) if some > 1 else 0.0
     point.std = float(torch.where(unsure, seen.variance, variance[:some]).mean().sqrt())
     point.measured = float(unsure.double().mean())
-    return point
+    return point, squared
 
 
 @torch.no_grad()
@@ -397,19 +429,22 @@ def _lag(head: Any, sampler: Any) -> tuple[float | None, float | None]:
 
 # ------------------------------------------------------------------------------------------------ times
 def _clock(run: Callable[[], Any], device: torch.device) -> float:
-    """The least of a few runs, ms: what else the machine does only adds. One run is enough where it is long."""
+    """The least of a few runs after one that does not count, ms: what else the machine does only adds.
+
+    The first run is left out however long it took: it finds cold caches, and in a new process torch imports seconds'
+    worth of modules in it.
+    """
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    least, total, first = math.inf, 0.0, True
+    least, total = math.inf, 0.0
     for number in range(20):
         wait()
         begin = time.perf_counter()
         run()
         wait()
         taken = time.perf_counter() - begin
-        total += taken
-        if first and taken < 0.5:  # the first one finds cold caches
-            first = False
+        if number == 0:
             continue
+        total += taken
         least = min(least, taken)
         if total > 0.5 or (number >= 5 and total > 0.1):
             break
@@ -426,6 +461,7 @@ def _time_law(
     head: Any, sampler: Any, law: Law, h: Tensor, look: Tensor, context: Tensor | None, target: Tensor
 ) -> None:
     shared = bool(head.shared) and _can_share(sampler, look, context)
+    strata = {"stratified": True} if _in_strata(head, sampler) else {}
     spare = _spare(sampler)
     for point in law.points:
         m = point.num_samples
@@ -440,7 +476,7 @@ def _time_law(
 
         def draw(m: int = m, now: Tensor = now, given: Tensor | None = given, y: Tensor = y, key: Key = key) -> Any:
             if shared:
-                drawn = sampler.sample(now, m, shared=True, key=key, context=given)
+                drawn = sampler.sample(now, m, shared=True, key=key, context=given, **strata)
                 return drawn.merged() if drawn.repeats() and not head.label_smoothing else drawn
             return sampler.sample(now, m, key=key, exclude=y, context=given)
 
@@ -464,6 +500,11 @@ def _time_law(
 
             point.update_ms = _clock(update, h.device)
             point.step_ms += point.update_ms
+
+
+def _in_strata(head: Any, sampler: Any) -> bool:
+    """Whether the head would draw from this sampler in strata."""
+    return bool(getattr(head, "stratified", False) and getattr(sampler, "stratifies", False))
 
 
 def _can_share(sampler: Any, look: Tensor, context: Tensor | None) -> bool:
