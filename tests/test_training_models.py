@@ -217,6 +217,40 @@ def test_what_does_not_fit_is_named(settings, kind, text):
         build(run, MAKE[kind]())
 
 
+@pytest.mark.parametrize("other", ["quadratic", "rff", "softmax"])
+def test_a_tree_beside_a_sampler_that_looks_at_h_does_so_too(other):
+    parts = [f'sampler.components=["tree", "{other}"]', "sampler.num_features=32", "sampler.dim=4", "model.dim=10"]
+    # As wide as the input, so that a look at the wrong one would not be noticed by its shape.
+    run, train, _ = case("mlp", "mixture", *parts)
+    encoder, head = build(run, train)
+    h, features = encoder.encode(some(train))
+    assert features is None
+    assert head.sampler.sample(h, 3).ids.shape == (4, 3)
+    with pytest.raises(ConfigError, match=f'features must be "auto" or "hidden" in a mixture with {other}, which'):
+        build(config.override(run, ["sampler.features=input"]), train)
+
+
+def test_a_stored_tree_looks_at_the_input_and_cannot_stand_beside_one_that_does_not(tmp_path):
+    run, train, _ = case("mlp", "mixture", 'sampler.components=["tree", "quadratic"]', "sampler.dim=4",
+                         f"sampler.path={tmp_path / 'tree.safetensors'}")  # fmt: skip
+    with pytest.raises(ConfigError, match="path must be empty in a mixture with quadratic, which looks at h"):
+        build(run, train)
+
+
+@pytest.mark.parametrize("features", ["input", "hidden"])
+@pytest.mark.parametrize("model", ["mlp", "embedding_bag"])
+def test_unseen_classes_may_be_left_out_whatever_the_tree_looks_at(model, features):
+    run, train, _ = case(model, "tree", f"sampler.features={features}", "sampler.unseen=false")
+    few = data.Subset(train, torch.arange(30))
+    encoder, head = build(run, few)
+    h, seen = encoder.encode(some(few))
+    law = head.sampler.log_prob_all(h if seen is None else seen).exp()
+    absent = few.class_counts() == 0
+    assert absent.any()
+    assert (law[:, absent] == 0).all()
+    assert (law[:, ~absent] > 0).all()
+
+
 def test_tied_tables_are_one():
     run, train, _ = case("lstm_tied", "quadratic")
     encoder, head = build(run, train)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from training_cases import case
 
-from samplex_cuda.training import RunError, Trainer, checkpoint, read_metrics
+from samplex_cuda.training import RunError, Trainer, checkpoint, evaluate, read_metrics
 
 
 class StopError(Exception):
@@ -126,6 +126,8 @@ SPECIAL = {
     "clip": ("lstm", "uniform", ["training.clip_norm=0.1", "training.clip_head=true"]),
     "bf16": ("mlp", "uniform", ["training.precision=bfloat16", "head.dtype=bfloat16",
                                 "optimizer.stochastic_rounding=true", "optimizer.encoder=adagrad"]),
+    "bf16_lstm": ("lstm", "tree", ["training.precision=bfloat16", "head.dtype=bfloat16", "sampler.refit_every=1"]),
+    "bf16_tied": ("gru_tied", "rff", ["head.dtype=bfloat16", "training.average=ema", "training.average_head=true"]),
     "augment_reduce": ("lstm", "unigram", ["head.loss=augment_reduce", "optimizer.lr=0.01"]),
     "negative_sampling": ("mlp", "tree", ["head.loss=negative_sampling", "head.reg=0.001"]),
     "nce": ("embedding_bag", "unigram", ["head.loss=nce", "head.shared=true"]),
@@ -134,6 +136,10 @@ SPECIAL = {
     "refit": ("mlp", "tree", ["sampler.features=hidden", "sampler.refit_every=1"]),
     "refit_in_a_mixture": ("lstm", "mixture", ['sampler.components=["tree", "bigram"]', "sampler.smoothing=1",
                                                "sampler.dim=4", "sampler.refit_steps=3"]),
+    "mixture_with_a_tree": ("mlp", "mixture", ['sampler.components=["tree", "quadratic"]', "sampler.dim=4",
+                                               "sampler.refit_every=1", "head.shared=true"]),
+    "shared_in_strata": ("mlp", "tree", ["head.shared=true", "head.stratified=true"]),
+    "step_schedule": ("gru", "softmax", ["schedule.name=step", "schedule.step_size=3", "optimizer.rowwise=true"]),
     "mask_known": ("two_tower", "unigram", ["head.mask_known=true"]),
     "dense_embedding": ("embedding_bag", "uniform", ["model.sparse=false"]),
 }  # fmt: skip
@@ -253,6 +259,86 @@ def test_a_finished_run_is_left_alone_and_can_be_made_longer(tmp_path):
     run.training.epochs = 3
     Trainer(run, train, valid, tmp_path / "whole").fit()
     assert differing(final(tmp_path / "whole")[0], final(tmp_path / "run")[0]) == []
+
+
+def crashed(tmp_path, *settings, model="mlp", sampler="unigram"):
+    """(train, valid) of a run in tmp_path / "run" that has a checkpoint of step 4 and crashed at step 6."""
+    run, train, valid = case(model, sampler, *settings)
+    with pytest.raises(StopError):
+        Trainer(run, train, valid, tmp_path / "run", on_event=crash_at(6)).fit()
+    return train, valid
+
+
+REFUSED = {
+    "model.dim=16": "checkpoint-00000004 does not fit the configuration; another model, .*: .*size mismatch",
+    "sampler.name=quadratic": "checkpoint-00000004 does not fit the configuration; another model, sampler",
+    "optimizer.rowwise=true": r"does not fit the configuration; .*sum of parameter 0 must be \[60\], got \[60, 8\]",
+    "optimizer.name=adam": "optimizer.name must be that of the run, adagrad, whose state is in .*, got adam",
+    "optimizer.encoder=adagrad": "optimizer.encoder must be that of the run, adam, whose state is in .*, got adagrad",
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path, setting):
+    train, valid = crashed(tmp_path)
+    files = [tmp_path / "run" / name for name in ("config.toml", "metrics.jsonl")]
+    before = [path.read_bytes() for path in files]
+    with pytest.raises(RunError, match=f"(?s){REFUSED[setting]}"):
+        Trainer.resume(tmp_path / "run", train, valid, settings=[setting])
+    assert [path.read_bytes() for path in files] == before
+    assert not list((tmp_path / "run").glob("config.before-*"))
+    assert Trainer.resume(tmp_path / "run", train, valid).fit().status == "finished"
+
+
+def test_larger_batches_from_the_middle_of_an_epoch(tmp_path):
+    train, valid = crashed(tmp_path)
+    trainer = Trainer.resume(tmp_path / "run", train, valid, settings=["training.batch_size=60", "training.epochs=3"])
+    assert (trainer.progress.epoch, trainer.progress.batch) == (1, 0)  # 4 batches were done, and 2 make an epoch now
+    seen = []
+    trainer.on_event = lambda event: seen.append(event["loss"]) if event["event"] == "progress" else None
+    assert trainer.fit().step == 6
+    assert len(seen) == 2
+    assert all(loss > 0 for loss in seen)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("training.average_head=false", "training.average_head=true"),
+     ("training.average_head=true", "training.average_head=false")],
+)  # fmt: skip
+def test_a_resume_may_average_more_or_less(tmp_path, before, after):
+    train, valid = crashed(tmp_path, "training.average=ema", "training.average_decay=0.9", before)
+    trainer = Trainer.resume(tmp_path / "run", train, valid, settings=[after])
+    trainer.fit()
+    assert ("head.weight" in trainer.average) == after.endswith("true")
+    assert "encoder.body.0.weight" in trainer.average
+
+
+def test_a_resume_may_give_averages_up(tmp_path):
+    train, valid = crashed(tmp_path, "training.average=ema", "training.average_decay=0.9")
+    trainer = Trainer.resume(tmp_path / "run", train, valid, settings=["training.average=none"])
+    assert trainer.fit().metrics == evaluate(trainer.encoder, trainer.head, valid)
+
+
+def test_a_resume_with_more_patience_goes_on(tmp_path):
+    run, train, valid = case("linear", "uniform", "training.patience=1", "training.min_delta=100")
+    first = Trainer(run, train, valid, tmp_path / "run").fit()
+    assert (first.status, first.step) == ("early_stop", 16)
+    longer = ["training.epochs=4"]
+    assert Trainer.resume(tmp_path / "run", train, valid, settings=longer).fit().step == 16
+    again = Trainer.resume(tmp_path / "run", train, valid, settings=["training.patience=0"]).fit()
+    assert (again.status, again.step) == ("finished", 32)
+
+
+def test_an_evaluation_that_came_after_the_checkpoint_is_recorded_once(tmp_path):
+    # The signal leaves a checkpoint of step 4 from before its evaluation; the resumed run does that, and crashes.
+    run, train, valid = case("linear", "uniform", "training.eval_every=2")
+    check(tmp_path, run, train, valid, [signal_at(4), crash_at(6)])
+
+
+def test_full_softmax_has_no_sampler_to_refit(tmp_path):
+    run, train, valid = case("mlp", "tree", "head.loss=full_softmax", "sampler.refit_steps=3")
+    check(tmp_path, run, train, valid, [crash_at(6)])
 
 
 def test_other_data_are_refused(tmp_path):

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -342,6 +343,87 @@ def test_a_full_disk_may_be_lived_with(tmp_path, monkeypatch):
     assert [int(p.name[-8:]) for p in checkpoint.list_checkpoints(tmp_path / "run")] == [4, 12, 16]
 
 
+@pytest.mark.parametrize("choice", ["stop", "continue"])
+def test_a_full_disk_leaves_no_half_record(tmp_path, monkeypatch, choice):
+    run, train, valid = case("linear", "uniform", f"training.on_save_error={choice}", "training.checkpoint_every=100")
+    trainer = Trainer(run, train, valid, tmp_path / "run")
+    warnings, real = [], os.write
+
+    def full(handle, piece):  # room for ten bytes, then none
+        if len(piece) > 10:
+            return real(handle, bytes(piece)[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def on_event(event):
+        if event["event"] == "progress" and event["step"] in (5, 7):
+            monkeypatch.setattr(os, "write", full if event["step"] == 5 else real)
+        if event["event"] == "warning":
+            warnings.append(event["message"])
+
+    trainer.on_event = on_event
+    reason = r"run/metrics\.jsonl: cannot be written to \(No space left on device\)"
+    if choice == "stop":
+        with pytest.raises(RunError, match=reason):
+            trainer.fit()
+        monkeypatch.undo()
+        assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [
+            3
+        ]
+        return
+    assert trainer.fit().status == "finished"
+    [warning] = warnings
+    assert re.search(reason + "; the record of step 6 is lost", warning)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in lines if r["kind"] == "train"] == [3, 9, 12, 15, 16]
+
+
+def test_a_failed_sync_of_the_metrics_is_a_failed_checkpoint(tmp_path, monkeypatch):
+    run, train, valid = case("linear", "uniform", "training.on_save_error=continue", "training.epochs=1")
+    failed = []
+    trainer = Trainer(run, train, valid, tmp_path / "run")
+    trainer.on_event = lambda event: failed.append(event) if event["event"] == "checkpoint_failed" else None
+
+    def broken(handle):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", broken)
+    assert trainer.fit().status == "finished"
+    assert [event["step"] for event in failed] == [4, 8, 8]  # two checkpoints, and the best weights
+    assert all("could not be saved: " in event["reason"] for event in failed)
+    assert "Input/output error" in failed[0]["reason"]
+
+
+def test_a_run_folder_that_became_unwritable(tmp_path, monkeypatch):
+    run, train, valid = case()
+    trainer = Trainer(run, train, valid, tmp_path / "run")
+    # As root a read-only folder is writable all the same: a folder in the way of a file serves as well.
+    (tmp_path / "run" / ".lock").mkdir()
+    for use in (trainer.fit, lambda: Trainer.resume(tmp_path / "run", train, valid)):
+        with pytest.raises(RunError, match=r"run: cannot be written to \(Is a directory\)"):
+            use()
+    (tmp_path / "run" / ".lock").rmdir()
+    (tmp_path / "run" / "plots").rmdir()
+    (tmp_path / "run" / "plots").write_text("")
+    with pytest.raises(RunError, match=r"run: cannot be written to \(File exists\)"):
+        Trainer.resume(tmp_path / "run", train, valid)
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def none(*args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    run, train, valid = case()
+    assert Trainer(run, train, valid, tmp_path / "run").fit().status == "finished"
+
+
+def test_metrics_with_garbage_in_them(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "train", "step": 3}\n\xff\xfe\0\0\n[1]\n{"kind": "eval", "st')
+    assert read_metrics(tmp_path) == [{"kind": "train", "step": 3}]
+
+
 def test_folders_that_cannot_be_used(tmp_path):
     run, train, valid = case()
     (tmp_path / "file").write_text("")
@@ -481,6 +563,42 @@ def test_bf16_trains(tmp_path):
     trainer = Trainer(run, train, train, tmp_path / "run")
     assert trainer.fit().metrics["nll"] < before["nll"]
     assert trainer.head.weight.dtype == torch.bfloat16
+
+
+TIED = ["lstm_tied", "gru_tied", "two_tower_tied", "sequence_gru_tied", "sequence_attention"]
+MODELS_16 = ["mlp", "embedding_bag", "lstm", "gru", "two_tower", "sequence_gru", *TIED]
+
+
+@pytest.mark.parametrize(("precision", "dtype", "model"), [
+    *(("bfloat16", "float32", model) for model in MODELS_16),
+    *(("bfloat16", "bfloat16", model) for model in TIED),
+    *(("float32", "bfloat16", model) for model in TIED),
+])  # fmt: skip
+def test_every_model_learns_in_bf16(tmp_path, precision, dtype, model):
+    run, train, _ = case(model, "uniform", f"training.precision={precision}", f"head.dtype={dtype}",
+                         "training.epochs=4")  # fmt: skip
+    before = evaluate(*build(run, train), train)
+    assert Trainer(run, train, train, tmp_path / "run").fit().metrics["nll"] < before["nll"]
+
+
+def test_an_average_of_bf16_weights_moves(tmp_path):
+    run, train, _ = case("mlp", "uniform", "head.dtype=bfloat16", "training.average=ema", "training.average_head=true",
+                         "training.average_decay=0.999", "training.epochs=4")  # fmt: skip
+    trainer = Trainer(run, train, None, tmp_path / "run")
+    wanted = None
+
+    def on_event(event):
+        nonlocal wanted
+        if event["event"] == "progress":
+            now = trainer.head.weight.detach().double()
+            wanted = now if wanted is None else wanted + (now - wanted) * (1 - 0.999)
+
+    trainer.on_event = on_event
+    trainer.fit()
+    assert torch.allclose(trainer.average["head.weight"].double(), wanted, rtol=1e-6, atol=1e-7)
+    assert trainer.head.weight.dtype == torch.bfloat16
+    _, head, _, _ = load_model(tmp_path / "run", "latest")
+    assert torch.equal(head.weight, wanted.to(torch.bfloat16))
 
 
 def test_large_class_sets_do_not_make_steps_dear(tmp_path):

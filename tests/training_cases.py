@@ -53,8 +53,11 @@ MODELS = {
     "lstm": ("text", ["model.name=lstm", "model.dropout=0.2", "model.layers=2"]),
     "lstm_tied": ("text", ["model.name=lstm", "model.tied=true", "model.hidden=12"]),
     "gru": ("text", ["model.name=gru"]),
+    "gru_tied": ("text", ["model.name=gru", "model.tied=true"]),
     "two_tower": ("interactions", ["model.name=two_tower", "model.dropout=0.1"]),
+    "two_tower_tied": ("interactions", ["model.name=two_tower", "model.tied=true"]),
     "sequence_gru": ("interactions", ["model.name=sequence", "model.pooling=gru"]),
+    "sequence_gru_tied": ("interactions", ["model.name=sequence", "model.pooling=gru", "model.tied=true"]),
     "sequence_attention": ("interactions", ["model.name=sequence", "model.pooling=attention", "model.tied=true"]),
 }
 SAMPLERS = {

@@ -28,24 +28,24 @@ def update_average(
 ) -> None:
     """Takes the weights of a step into the average; `averaged` is the number of steps that it has already."""
     for name, parameter in parameters.items():
-        if averaged == 0:
-            average[name] = parameter.detach().clone()
+        if averaged == 0 or name not in average:  # a resume may have asked for more
+            # Of bfloat16 weights in float32: a thousandth of a difference would round to nothing.
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            average[name] = parameter.detach().to(wide, copy=True)
         else:
             ema = 1.0 - settings.average_decay**settings.average_every
-            average[name].lerp_(parameter, 1.0 / (averaged + 1) if settings.average == "swa" else ema)
+            weight = 1.0 / (averaged + 1) if settings.average == "swa" else ema
+            average[name].lerp_(parameter.to(average[name].dtype), weight)
 
 
 @contextlib.contextmanager
 def swapped(average: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """The averaged weights in place of the current ones: the memory is swapped, nothing is copied."""
-
-    def swap() -> None:
-        for name in average:
-            parameter = parameters[name]
-            parameter.data, average[name] = average[name], parameter.data
-
-    swap()
+    """The averaged weights in place of the current ones; nothing is copied where both have the same dtype."""
+    current = {name: parameters[name].data for name in average}
     try:
+        for name, mean in average.items():
+            parameters[name].data = mean.to(parameters[name].dtype)
         yield
     finally:
-        swap()
+        for name, data in current.items():
+            parameters[name].data = data

@@ -219,6 +219,17 @@ def _body(width: int, hidden: int, dim: int, layers: int, dropout: float) -> nn.
     return nn.Sequential(*parts, nn.Linear(width, dim))
 
 
+def _fit_dtype(x: Tensor, module: nn.Module) -> Tensor:
+    """x in the dtype that `module` computes in: that of autocast where it is on, else that of its weights.
+
+    Rows of a tied table may be bfloat16 where the module is not; and torch's LSTM takes float32 under autocast only on
+    processors with bfloat16 instructions.
+    """
+    kind = x.device.type
+    wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else next(module.parameters()).dtype
+    return x.to(wanted)
+
+
 def _table(rows: int, width: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(rows, width) / math.sqrt(width))
 
@@ -326,9 +337,11 @@ class LanguageModel(Encoder):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """h [B, T, d]; the state after the last token is kept for the next batch of as many rows."""
         x = self.dropout(F.embedding(batch["tokens"], self.table, sparse=self.sparse and self.training))
+        x = _fit_dtype(x, self.rnn)
         state: Any = None
         if self._state and self._state[0].shape[1] == x.shape[0]:
-            state = self._state if len(self._state) == 2 else self._state[0]
+            kept = tuple(t.to(x.dtype) for t in self._state)
+            state = kept if len(kept) == 2 else kept[0]
         out, new = self.rnn(x, state)
         self._state = tuple(t.detach() for t in (new if isinstance(new, tuple) else (new,)))
         h = self.dropout(out)
@@ -409,14 +422,14 @@ class Sequence(Encoder):
             ids, offsets = _histories(history)
             h = F.embedding_bag(ids, self.table, offsets, mode="mean", sparse=sparse, include_last_offset=True)
             h = self.dropout(h)
-            return self._out(h if self.body is None else self.body(h))
+            return self._out(h if self.body is None else self.body(_fit_dtype(h, self.body)))
         there = history >= 0
         # Only items that are there: padding must not touch a row.
         found = F.embedding(history[there], self.table, sparse=sparse)
         x = found.new_zeros(*history.shape, found.shape[1])
         x[there] = found
         if self.pooling == "gru":
-            out = self.rnn(self.dropout(x))[0][:, -1]
+            out = self.rnn(_fit_dtype(self.dropout(x), self.rnn))[0][:, -1]
             return self._out(out if self.body is None else self.body(out))
         width = history.shape[1]
         x = self.dropout(x + self.places[-width:])

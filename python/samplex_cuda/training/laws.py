@@ -112,13 +112,23 @@ def _empty_tree(num_classes: int, num_features: int, dim: int) -> samplers.Tree:
     )
 
 
+def _beside(config: Config) -> str:
+    """The first sampler of a mixture that must look at h, since all of them are given the same; empty: none."""
+    return next((name for name in config.sampler.components if name in ("quadratic", "rff", "softmax")), "")
+
+
 def _looks_at(config: Config, dataset: Dataset, encoder: Encoder) -> str:
     """ "hidden" (h itself), "input" (dense) or "map" (sparse input through principal components)."""
     asked = config.sampler.features
     if isinstance(encoder, Linear) and not isinstance(encoder, MLP):
         return "hidden"  # h is the input
-    if asked == "hidden" or (asked == "auto" and dataset.kind == "text"):
+    if asked == "hidden" or (asked == "auto" and (dataset.kind == "text" or _beside(config))):
         return "hidden"
+    if _beside(config):
+        raise ConfigError(
+            f'config: [sampler] features must be "auto" or "hidden" in a mixture with {_beside(config)}, which looks '
+            'at h, got "input"'
+        )
     if dataset.kind == "text":
         raise ConfigError('config: [sampler] features must be "auto" or "hidden" for text, got "input"')
     return "input" if isinstance(encoder, MLP) else "map"
@@ -159,6 +169,11 @@ def _stored_tree(config: Config, dataset: Dataset, encoder: Encoder, fit: bool) 
         look, width = "the input", dataset.num_features
     raw = isinstance(encoder, Linear) and encoder.input is None and not encoder.normalize  # dense x as it is
     mapped = look == "the input" and not raw
+    if _beside(config) and look == "the input" and not (raw and not isinstance(encoder, MLP)):
+        raise ConfigError(
+            f"config: [sampler] path must be empty in a mixture with {_beside(config)}, which looks at h where the "
+            f"tree looks at the input, got {s.path!r}"
+        )
     dim = min(s.dim, width)
     if mapped:
         encoder.tree_map = InputMap(width, dim)
@@ -222,7 +237,9 @@ def _tree(config: Config, dataset: Dataset, encoder: Encoder, fit: bool, again: 
         return samplers.Tree(
             fitted.weights, fitted.bias, fitted.leaf_class, mean=torch.zeros(dim), projection=torch.eye(dim)
         )
-    return samplers.Tree.fit(z, y, num_classes=classes, dim=dim, reg=s.reg, seed=config.training.seed, progress=False)
+    return samplers.Tree.fit(
+        z, y, num_classes=classes, dim=dim, reg=s.reg, seed=config.training.seed, progress=False, unseen=s.unseen
+    )
 
 
 @torch.no_grad()

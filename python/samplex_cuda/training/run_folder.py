@@ -13,7 +13,17 @@ from torch import Tensor
 
 from samplex_cuda.training import checkpoint
 
-__all__ = ["RunError", "keep_batch", "lock", "plot_curves", "read_metrics", "trim_metrics"]
+__all__ = [
+    "RunError",
+    "append_record",
+    "keep_batch",
+    "lock",
+    "plot_curves",
+    "read_metrics",
+    "sync_metrics",
+    "trim_metrics",
+    "unwritable",
+]
 
 
 class RunError(RuntimeError):
@@ -29,6 +39,11 @@ class RunError(RuntimeError):
     """
 
 
+def unwritable(run_dir: Path, error: OSError) -> RunError:
+    """What is raised where a file of a run folder cannot be written."""
+    return RunError(f"trainer: {run_dir}: cannot be written to ({error.strerror})")
+
+
 @contextlib.contextmanager
 def lock(run_dir: Path) -> Iterator[None]:
     """One process a run folder; the system lets go of the lock when a process is killed."""
@@ -37,11 +52,17 @@ def lock(run_dir: Path) -> Iterator[None]:
     except ImportError:
         yield
         return
-    with (run_dir / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(f"trainer: {run_dir}: another process is training in it") from None
+    try:
+        file = (run_dir / ".lock").open("w")
+    except OSError as error:
+        raise unwritable(run_dir, error) from None
+    with file:
+        # Some network file systems have no locks; training there is not forbidden.
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(f"trainer: {run_dir}: another process is training in it") from None
         yield
 
 
@@ -54,7 +75,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         []
     """
     try:
-        text = (Path(run_dir) / "metrics.jsonl").read_text()
+        text = (Path(run_dir) / "metrics.jsonl").read_text(errors="replace")
     except FileNotFoundError:
         return []
     found = []
@@ -66,12 +87,37 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return found
 
 
-def trim_metrics(run_dir: Path, step: int) -> None:
-    """Forgets records after the checkpoint that training goes on from: they will come again."""
+def trim_metrics(run_dir: Path, last_log: int, last_eval: int) -> None:
+    """Forgets records that the checkpoint which training goes on from does not know of: they will come again."""
     path = run_dir / "metrics.jsonl"
     if path.exists():
-        kept = [json.dumps(r) for r in read_metrics(run_dir) if r["step"] <= step]
+        known = {"train": last_log, "eval": last_eval}
+        kept = [json.dumps(r) for r in read_metrics(run_dir) if r["step"] <= known.get(r.get("kind", ""), last_log)]
         checkpoint.write_file(path, "".join(line + "\n" for line in kept))
+
+
+def append_record(run_dir: Path, record: dict[str, Any]) -> None:
+    """A line at the end of `metrics.jsonl`, as a whole or, with an OSError, not at all."""
+    line = memoryview((json.dumps(record) + "\n").encode())
+    handle = os.open(run_dir / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(handle).st_size
+        try:
+            while len(line):
+                line = line[os.write(handle, line) :]
+        except OSError:
+            os.ftruncate(handle, size)
+            raise
+    finally:
+        os.close(handle)
+
+
+def sync_metrics(run_dir: Path) -> None:
+    """Records of steps that a checkpoint holds must be there after a power failure too."""
+    path = run_dir / "metrics.jsonl"
+    if path.exists():
+        with path.open("a") as file:
+            os.fsync(file.fileno())
 
 
 def plot_curves(run_dir: str | Path) -> Path:

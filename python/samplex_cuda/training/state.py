@@ -13,6 +13,7 @@ from samplex_cuda.data import Dataset
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.training import checkpoint, models
 from samplex_cuda.training import config as configs
+from samplex_cuda.training.checkpoint import CheckpointError
 from samplex_cuda.training.config import Config
 from samplex_cuda.training.run_folder import RunError
 
@@ -20,6 +21,7 @@ __all__ = [
     "Described",
     "Progress",
     "about",
+    "check_meta",
     "environment",
     "load_model",
     "put_model",
@@ -105,6 +107,33 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
     return found
+
+
+def check_meta(path: Path, meta: dict[str, Any], config: Config, train: Dataset, device: torch.device) -> str:
+    """Refuses a checkpoint that a run with this configuration and data cannot go on from.
+
+    Returns what is another now of that which the last bits depend on; empty: nothing.
+    """
+    try:
+        wanted, old = meta["data"]["fingerprint"], meta["environment"]
+        used, optimizers = meta["config"]["optimizer"], meta["optimizers"]
+    except (KeyError, TypeError):
+        raise CheckpointError(f"checkpoint: {path}: meta.json is not that of a training run") from None
+    where = f"trainer: {path.parent.parent}"
+    got = train.fingerprint()
+    if got != wanted:
+        raise RunError(
+            f"{where}: the training data must be those of the run (fingerprint {wanted[:12]}), got others ({got[:12]})"
+        )
+    for key, owner in (("name", "head"), ("encoder", "encoder")):
+        asked = getattr(config.optimizer, key)
+        if owner in optimizers and used[key] != asked:
+            raise RunError(
+                f"{where}: optimizer.{key} must be that of the run, {used[key]}, whose state is in {path.name}, got "
+                f"{asked}; another needs a new run"
+            )
+    now = environment(device)
+    return ", ".join(f"{name} {old.get(name)} is {now[name]} now" for name in now if old.get(name) != now[name])
 
 
 def put_model(tensors: dict[str, Tensor], encoder: nn.Module, head: SampledClassifier) -> None:

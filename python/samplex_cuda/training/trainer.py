@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import signal
 import threading
 import time
@@ -34,10 +33,20 @@ from samplex_cuda.training.checkpoint import CheckpointError
 from samplex_cuda.training.config import Config, ConfigError
 from samplex_cuda.training.data import open_data
 from samplex_cuda.training.evaluation import check_metrics, evaluate
-from samplex_cuda.training.run_folder import RunError, keep_batch, lock, plot_curves, trim_metrics
+from samplex_cuda.training.run_folder import (
+    RunError,
+    append_record,
+    keep_batch,
+    lock,
+    plot_curves,
+    sync_metrics,
+    trim_metrics,
+    unwritable,
+)
 from samplex_cuda.training.state import (
     Progress,
     about,
+    check_meta,
     environment,
     put_model,
     put_optimizers,
@@ -147,7 +156,7 @@ class Trainer:
             checkpoint.write_file(self.run_dir / "environment.json", json.dumps(self._surroundings(), indent=1))
             checkpoint.write_file(self.run_dir / "config.toml", configs.dumps(config))
         except OSError as error:
-            raise RunError(f"trainer: {self.run_dir}: cannot be written to ({error.strerror})") from None
+            raise unwritable(self.run_dir, error) from None
         self._make(fit=True)
 
     @classmethod
@@ -182,29 +191,45 @@ class Trainer:
         config = configs.override(old, settings)
         self = cls.__new__(cls)
         self._prepare(config, train, valid, run_dir, on_event)
-        for name in ("checkpoints", "plots"):
-            (run_dir / name).mkdir(exist_ok=True)
-        with lock(self.run_dir):
-            for folder in (run_dir, run_dir / "checkpoints", run_dir / "best"):
-                for removed in checkpoint.clean(folder):
-                    self._event("cleaned", path=str(removed))
-            found = checkpoint.latest(run_dir, on_refused=self._refused)
-            meta: dict[str, Any] = {}
-            if found is not None:
-                tensors, meta = checkpoint.load(found, check=False)
-            step = meta["progress"]["step"] if meta else 0
-            if config != old:
-                checkpoint.write_file(run_dir / f"config.before-{step:08d}.toml", configs.dumps(old))
-                checkpoint.write_file(path, configs.dumps(config))
-            trim_metrics(run_dir, step)
+        try:
+            for name in ("checkpoints", "plots"):
+                (run_dir / name).mkdir(exist_ok=True)
+            with lock(run_dir):
+                for folder in (run_dir, run_dir / "checkpoints", run_dir / "best"):
+                    for removed in checkpoint.clean(folder):
+                        self._event("cleaned", path=str(removed))
+                found = self._go_on()
+                # Only now: a resume that is refused leaves the run as it was.
+                p = self.progress
+                if config != old:
+                    checkpoint.write_file(run_dir / f"config.before-{p.step:08d}.toml", configs.dumps(old))
+                    checkpoint.write_file(path, configs.dumps(config))
+                trim_metrics(run_dir, p.last_log, p.last_eval)
+        except OSError as error:
+            raise unwritable(run_dir, error) from None
+        if found is not None:
+            self._event("resumed", step=p.step, path=str(found))
+        return self
+
+    def _go_on(self) -> Path | None:
+        """Makes the model, with the state of the newest whole checkpoint; that one, None where there is none."""
+        found = checkpoint.latest(self.run_dir, on_refused=self._refused)
         if found is None:
             self._make(fit=True)
-            return self
-        self._check_meta(found, meta)
+            return None
+        tensors, meta = checkpoint.load(found, check=False)
+        changed = check_meta(found, meta, self.config, self.train, self.device)
+        if changed:
+            self._event("warning", message=f"the rest of the run may differ in the last bits: {changed}")
         self._make(fit=False)
-        self._restore(tensors, meta)
-        self._event("resumed", step=step, path=str(found))
-        return self
+        try:
+            self._restore(tensors, meta)
+        except (RuntimeError, KeyError, TypeError, ValueError) as error:
+            raise RunError(
+                f"trainer: {self.run_dir}: {found.name} does not fit the configuration; another model, sampler or "
+                f"optimizer needs a new run: {error}"
+            ) from None
+        return found
 
     # ------------------------------------------------------------------------------------------ making
     def _prepare(
@@ -315,32 +340,14 @@ class Trainer:
         }
         return tensors, meta
 
-    def _check_meta(self, path: Path, meta: dict[str, Any]) -> None:
-        try:
-            wanted = meta["data"]["fingerprint"]
-            old = meta["environment"]
-        except (KeyError, TypeError):
-            raise CheckpointError(f"checkpoint: {path}: meta.json is not that of a training run") from None
-        got = self.train.fingerprint()
-        if got != wanted:
-            raise RunError(
-                f"trainer: {self.run_dir}: the training data must be those of the run (fingerprint {wanted[:12]}), got "
-                f"others ({got[:12]})"
-            )
-        now = environment(self.device)
-        other = [f"{name} {old.get(name)} is {now[name]} now" for name in now if old.get(name) != now[name]]
-        if other:
-            self._event("warning", message=f"the rest of the run may differ in the last bits: {', '.join(other)}")
-
     def _restore(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         take_model(tensors, self.encoder, self.head)
         take_optimizers(tensors, meta["optimizers"], self.optimizers)
         self.progress = Progress(**meta["progress"])
         self.metrics = meta["metrics"]
+        averaged = self._averages() if self.config.training.average != "none" else {}
         self.average = {
-            name.removeprefix("average."): t.to(self.device)
-            for name, t in tensors.items()
-            if name.startswith("average.")
+            name: tensors[f"average.{name}"].to(self.device) for name in averaged if f"average.{name}" in tensors
         }
         self.encoder.carry(
             {n.removeprefix("carried."): t.to(self.device) for n, t in tensors.items() if n.startswith("carried.")}
@@ -348,13 +355,22 @@ class Trainer:
         self.head._steps, self.head._stale = meta["sampler"]["steps"], meta["sampler"]["stale"]
         self.head._touched = [tensors["sampler.touched"].to(self.device)] if "sampler.touched" in tensors else []
         self._rng = {n.removeprefix("rng."): t for n, t in tensors.items() if n.startswith("rng.")}
-        if self.progress.status == "finished" and self.progress.step < self.total_steps:
-            self.progress.status = "running"  # more epochs than before
+        p, patience = self.progress, self.config.training.patience
+        if p.batch >= self._epoch_batches:  # larger batches than before: fewer make an epoch
+            p.epoch, p.batch = p.epoch + 1, 0
+        out_of_patience = p.status == "early_stop" and 0 < patience <= p.bad
+        if p.step < self.total_steps and not out_of_patience:
+            p.status = "running"  # more epochs, or more patience, than before
 
     # ------------------------------------------------------------------------------------------ files
     def _record(self, record: dict[str, Any]) -> None:
-        with (self.run_dir / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        try:
+            append_record(self.run_dir, record)
+        except OSError as error:
+            reason = str(unwritable(self.run_dir / "metrics.jsonl", error))
+            if self.config.training.on_save_error == "stop":
+                raise RunError(reason) from None
+            self._event("warning", message=f"{reason}; the record of step {record['step']} is lost")
         if self._board is not None:
             for name, value in record.items():
                 if name not in ("step", "epoch", "kind") and isinstance(value, int | float):
@@ -367,19 +383,21 @@ class Trainer:
         begin = time.perf_counter()
         self._count_time()
         try:
-            metrics = self.run_dir / "metrics.jsonl"
-            if metrics.exists():  # records of steps that the checkpoint holds must be there after a crash too
-                with metrics.open("a") as file:
-                    os.fsync(file.fileno())
+            sync_metrics(self.run_dir)
             checkpoint.save(path, *self._state(), keep=self.config.training.keep)
-        except CheckpointError as error:
-            self._event("checkpoint_failed", step=p.step, reason=str(error))
-            if self.config.training.on_save_error == "stop":
-                raise
+        except (CheckpointError, OSError) as error:
+            self._save_failed(path, error)
             return None
         self._event("checkpoint", step=p.step, path=str(path), seconds=time.perf_counter() - begin)
         self._watch = time.perf_counter()
         return path
+
+    def _save_failed(self, path: Path, error: CheckpointError | OSError) -> None:
+        if isinstance(error, OSError):
+            error = CheckpointError(f"checkpoint: {path}: could not be saved: {error.strerror}")
+        self._event("checkpoint_failed", step=self.progress.step, reason=str(error))
+        if self.config.training.on_save_error == "stop":
+            raise error
 
     def _save_best(self) -> None:
         tensors: dict[str, Tensor] = {}
@@ -397,9 +415,7 @@ class Trainer:
                 folder.mkdir(exist_ok=True)
                 checkpoint.save(folder / checkpoint.directory_name(self.progress.step), tensors, meta, keep=1)
             except (CheckpointError, OSError) as error:
-                self._event("checkpoint_failed", step=self.progress.step, reason=str(error))
-                if self.config.training.on_save_error == "stop":
-                    raise
+                self._save_failed(folder, error)
                 return
         self._event("best", step=self.progress.step, value=self.progress.best)
 
@@ -438,6 +454,8 @@ class Trainer:
         self._event("epoch", epoch=p.epoch, step=p.step)
 
     def _refit(self) -> None:
+        if self.head.sampler is None:  # full_softmax: whatever [sampler] says, there is none
+            return
         self._event("fit", sampler=self.config.sampler.name, step=self.progress.step)
         with torch.random.fork_rng(devices=[]):
             models.refit_tree(self.config, self.train, self.encoder, self.head)
