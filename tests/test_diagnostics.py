@@ -562,8 +562,26 @@ def test_strata_are_told():
     flat = Law("Uniform", "Uniform", points=[point(16, 0.4)])
     tree = Law("Tree", "Tree", stratified=True, points=[point(16, 0.3)])
     assert advice.warn(table(flat, tree)) == [
-        "Tree: the head draws in strata; bias and std are of independent draws, an upper bound."
+        "Tree: the head draws in strata; bias and std are of independent draws, which vary more."
     ]
+
+
+def test_a_head_that_draws_in_strata():
+    torch.manual_seed(0)
+    x, y = torch.randn(300, D), torch.randint(40, (300,))
+    tree = sx.samplers.Tree.fit(x, y, num_classes=40, dim=3, progress=False)
+    calls = []
+    sample = tree.sample
+    tree.sample = lambda *a, **k: calls.append((k.get("shared", False), k.get("stratified", False))) or sample(*a, **k)
+    head = sx.SampledClassifier(D, 40, tree, 8, shared=True, stratified=True)
+    found = diagnose(head, x[:40], y=y[:40], num_samples=(8,))
+    assert [(law.name, law.stratified) for law in found.laws[:2]] == [("Uniform", False), ("Tree", True)]
+    assert (True, True) in calls  # what is timed is what the head does
+    assert any(text.startswith("Tree: the head draws in strata") for text in found.warnings)
+    head.stratified = False
+    calls.clear()
+    assert not any(law.stratified for law in diagnose(head, x[:40], y=y[:40], num_samples=(8,)).laws)
+    assert (True, True) not in calls
 
 
 def test_the_clock_leaves_the_first_run_out(monkeypatch):

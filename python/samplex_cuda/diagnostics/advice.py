@@ -100,7 +100,7 @@ def warn(found: Diagnosis) -> list[str]:
     strata = [law.name for law in found.laws if law.stratified]
     if strata:
         out.append(
-            f"{', '.join(strata)}: the head draws in strata; bias and std are of independent draws, an upper bound."
+            f"{', '.join(strata)}: the head draws in strata; bias and std are of independent draws, which vary more."
         )
     if found.loss not in ("sampled_softmax", "full_softmax"):
         out.append(f"The head trains with {found.loss}: bias and std are those of sampled_softmax with these samplers.")
