@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import samplex_cuda as sx
-from samplex_cuda import data, metrics
+from samplex_cuda import data, metrics, training
 
 # Row 0: targets 3 and 4 at ranks 3 and 1. Row 1: target 9 nowhere. Row 2: no target. Row 3: targets 0, 1, 2, one hit.
 IDS = torch.tensor([[4, 1, 3, 0], [5, 6, 7, 8], [0, 1, 2, 3], [9, 8, 2, 7]])
@@ -138,6 +138,37 @@ def test_as_torchmetrics(k):
         assert mine == pytest.approx(float(theirs(flat, true, indexes=index)), abs=1e-5)
 
 
+def test_nll_and_perplexity_as_scikit_learn_and_torchmetrics():
+    sk, text = pytest.importorskip("sklearn.metrics"), pytest.importorskip("torchmetrics.text")
+    head, x, y = make_head(8, 40), torch.randn(90, 8), torch.randint(0, 40, (90,))
+    found = metrics.evaluate(lambda batch: batch["x"], head, data.Dense(x, y, 40), 32, k=(1,))
+    logits = head.linear()(x).detach()
+    assert found["nll"] == pytest.approx(
+        sk.log_loss(y.numpy(), logits.double().softmax(1).numpy(), labels=np.arange(40)), rel=1e-5
+    )
+    theirs = text.Perplexity()(logits.double()[None], y[None])
+    assert found["perplexity"] == pytest.approx(float(theirs), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("empty", "action"), [("skip", "skip"), ("zero", "neg")])
+def test_rows_without_a_label_as_torchmetrics(empty, action):
+    retrieval = pytest.importorskip("torchmetrics.retrieval")
+    scores, ids, truth, targets = case(8, n=40)
+    targets[::5], truth[::5] = -100, 0
+    index = torch.arange(40)[:, None].expand(40, 30).reshape(-1)
+    flat, true = scores.reshape(-1).float(), torch.from_numpy(truth).reshape(-1)
+    for name, mine in (
+        ("Precision", metrics.precision_at_k(ids, targets, 4, empty=empty)),
+        ("Recall", metrics.recall_at_k(ids, targets, 4, empty=empty)),
+        ("NormalizedDCG", metrics.ndcg_at_k(ids, targets, 4, empty=empty)),
+    ):
+        theirs = getattr(retrieval, f"Retrieval{name}")(top_k=4, empty_target_action=action)
+        assert mine == pytest.approx(float(theirs(flat, true, indexes=index)), abs=1e-5)
+    theirs = retrieval.RetrievalMRR(empty_target_action=action)
+    assert metrics.mrr(ids, targets, empty=empty) == pytest.approx(float(theirs(flat, true, indexes=index)), abs=1e-5)
+
+
 @pytest.mark.parametrize("size", [1, 7, 200])
 def test_streaming_is_the_same(size):
     _, ids, _, targets = case(5)
@@ -211,6 +242,15 @@ def test_perplexity_overflows_to_inf():
 
 
 # ---------------------------------------------------------------------------------------------------- over data sets
+class Users(training.models.Encoder):
+    def __init__(self, vectors):
+        super().__init__()
+        self.vectors = vectors
+
+    def forward(self, batch):
+        return self.vectors[batch["user"]]
+
+
 def make_head(d, c):
     return sx.SampledClassifier(d, c, sx.samplers.Uniform(c), num_samples=5)
 
@@ -291,6 +331,46 @@ def test_evaluate_text_counts_every_token_and_carries_state():
     assert model.training
 
 
+def test_equal_scores_go_to_the_lower_id():
+    y = torch.tensor([0, 3, 2, 9])
+    head = make_head(4, 10)
+    torch.nn.init.zeros_(head.weight)
+    torch.nn.init.zeros_(head.bias)
+    found = metrics.evaluate(lambda batch: batch["x"], head, data.Dense(torch.randn(4, 4), y, 10), k=(1, 4, 10))
+    assert found["accuracy"] == 1 / 4
+    assert found["recall@4"] == 3 / 4
+    assert found["ndcg@4"] == pytest.approx((1 + 1 / log2(5) + 1 / log2(4)) / 4)
+    assert found["mrr"] == pytest.approx((1 + 1 / 4 + 1 / 3 + 1 / 10) / 4)
+    assert found["nll"] == pytest.approx(math.log(10))
+    by_name = training.evaluate(training.models.Linear(4), head, data.Dense(torch.randn(4, 4), y, 10), metrics=["mrr"])
+    assert by_name["mrr"] == pytest.approx(found["mrr"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("others", [[], ["recall@1"], ["ndcg@5", "nll"]])
+@pytest.mark.parametrize("cells", [1 << 24, 90])
+def test_mrr_by_name_is_over_all_classes(monkeypatch, others, cells):
+    retrieval = pytest.importorskip("torchmetrics.retrieval")
+    rng = np.random.default_rng(0)
+    labels = [rng.choice(30, rng.integers(0, 4), replace=False) for _ in range(50)]
+    set_ = data.Sparse(np.arange(51), rng.integers(0, 7, 50), None, np.cumsum([0, *map(len, labels)]),
+                       np.concatenate(labels), 7, 30)  # fmt: skip
+    encoder, head = training.models.EmbeddingBag(7, 6, 6), make_head(6, 30)
+    monkeypatch.setattr(head, "scores", lambda h, f, real=head.scores: (seen.append(len(h)), real(h, f))[1])
+    monkeypatch.setattr(metrics, "_SCORES", cells)
+    seen = []
+    found = training.evaluate(encoder, head, set_, batch_size=20, metrics=["mrr", *others])
+    assert max(seen) > 3 if cells > 90 else max(seen) == 3  # rows at a time
+    with torch.no_grad():
+        scores = head.linear()(encoder(set_.batch(torch.arange(50)))).softmax(1)  # theirs must be positive
+    true = torch.zeros(50, 30, dtype=torch.int64)
+    for i, found_labels in enumerate(labels):
+        true[i, found_labels] = 1
+    index = torch.arange(50)[:, None].expand(50, 30).reshape(-1)
+    theirs = retrieval.RetrievalMRR(empty_target_action="skip")(scores.reshape(-1), true.reshape(-1), indexes=index)
+    assert found["mrr"] == pytest.approx(float(theirs), abs=1e-6)
+
+
 def test_evaluate_without_known_items():
     train = data.Interactions([0, 3, 5], [4, 2, 7, 1, 3], num_items=9, history=2)
     test = train.with_targets(data.Interactions([0, 1, 3], [5, 0, 8], num_items=9))
@@ -302,6 +382,8 @@ def test_evaluate_without_known_items():
     logits[1, [1, 3]] = -math.inf
     order = logits.sort(descending=True)[1]
     assert found["recall@3"] == pytest.approx(metrics.recall_at_k(order, test.targets(torch.arange(2)), 3))
+    by_name = training.evaluate(Users(users), head, test, batch_size=1, metrics=["mrr"], exclude_history=True)
+    assert by_name["mrr"] == pytest.approx(metrics.mrr(order, test.targets(torch.arange(2))))
     # More places than there are new items: the rest is no class.
     deep = metrics.evaluate(lambda b: users[b["user"]], head, test, k=(9,), exclude_history=True)
     assert deep["recall@9"] == 1.0

@@ -40,6 +40,7 @@ __all__ = [
 
 PAD = -100
 _CELLS = 1 << 22  # comparisons held at once
+_SCORES = 1 << 24  # scores that are held at a time
 
 
 def _describe(t: object) -> str:
@@ -360,13 +361,15 @@ class Evaluator:
     def _add(self, name: str, values: Tensor) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())
 
-    def update(self, ids: Tensor, targets: Tensor, nll: Tensor | None = None) -> None:
+    def update(self, ids: Tensor, targets: Tensor, nll: Tensor | None = None, *, ranks: Tensor | None = None) -> None:
         """Add a batch.
 
         Args:
             ids: int64 [N, K], best first, K at least the largest k.
             targets: int64 [N], or [N, P] padded with -100.
             nll: [N], of each row; rows without a target are left out. Either all batches have it or none.
+            ranks: int64 [N], the rank of the first hit among all classes, 0 for none, for an MRR that does not end with
+                the columns of ids.
 
         Example:
             >>> import torch
@@ -381,6 +384,8 @@ class Evaluator:
             raise ValueError(f"Evaluator.update: ids must have at least {self.k[-1]} columns, got {_describe(ids)}")
         if nll is not None and (nll.shape != ids.shape[:1] or not nll.is_floating_point()):
             raise ValueError(f"Evaluator.update: nll must be [{ids.shape[0]}] floating point, got {_describe(nll)}")
+        if ranks is not None and (ranks.shape != ids.shape[:1] or ranks.dtype != torch.int64):
+            raise ValueError(f"Evaluator.update: ranks must be [{ids.shape[0]}] int64, got {_describe(ranks)}")
         if (nll is None) != (self._nll_rows < 0) and self.rows:
             raise ValueError("Evaluator.update: nll must be given for all batches or for none")
         ids, targets = ids.cpu(), targets.cpu()
@@ -396,7 +401,11 @@ class Evaluator:
                 gain, best = _psp_rows(ids, targets, hits, self._inverse, k)
                 self._add(f"gain@{k}", gain)
                 self._add(f"best@{k}", best)
-        self._add("mrr", _reciprocal_rank(hits))
+        if ranks is None:
+            self._add("mrr", _reciprocal_rank(hits))
+        else:
+            ranks = ranks.cpu()
+            self._add("mrr", torch.where((ranks > 0) & (count > 0), 1.0 / ranks.clamp(min=1).double(), 0.0))
         self._add("accuracy", hits[:, 0].double())
         if nll is None:
             self._nll_rows = -1
@@ -410,7 +419,8 @@ class Evaluator:
 
         Returns:
             "precision@k", "recall@k", "ndcg@k" for each k, with propensities "psp@k" (normalised) and "psp_raw@k";
-            "mrr" (over all columns of ids), "accuracy"; with nll "nll" (mean over rows with a target) and "perplexity".
+            "mrr" (over all columns of ids, or by `ranks`), "accuracy"; with nll "nll" (mean over rows with a target)
+            and "perplexity".
 
         Example:
             >>> from samplex_cuda import metrics
@@ -540,7 +550,7 @@ def _topk_without(
 ) -> Tensor:
     """The k best classes of each row that are not among its CSR (offsets, seen), -1 where fewer are left."""
     found = []
-    step = max(1, (1 << 24) // head.num_classes)
+    step = max(1, _SCORES // head.num_classes)
     for begin in range(0, len(h), step):
         end = min(begin + step, len(h))
         scores = head.scores(h[begin:end], None if features is None else features[begin:end])
@@ -550,3 +560,29 @@ def _topk_without(
         values, ids = _stable_topk(scores, k)
         found.append(torch.where(values == -torch.inf, -1, ids))
     return torch.cat(found) if found else torch.empty(0, k, dtype=torch.int64)
+
+
+def _first_ranks(
+    head: SampledClassifier, h: Tensor, y: Tensor, features: Tensor | None, known: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """The rank of the first target of each row among all classes, int64 [N]; ties to the lower id, 0 for none.
+
+    y: [N], or [N, P] padded with a number below 0. `known`: CSR (offsets, ids) of classes that are no answers.
+    """
+    y = y.reshape(len(h), -1)
+    found = torch.zeros(len(h), dtype=torch.int64, device=h.device)
+    step = max(1, _SCORES // head.num_classes)
+    order = torch.arange(head.num_classes, device=h.device)
+    for begin in range(0, len(h), step):
+        part = slice(begin, begin + step)
+        scores = head.scores(h[part], None if features is None else features[part])
+        if known is not None:
+            ends = known[0][begin : begin + len(scores) + 1]
+            row = torch.repeat_interleave(torch.arange(len(scores)), ends.diff())
+            scores[row.to(h.device), known[1][ends[0] : ends[-1]].to(h.device)] = -torch.inf
+        own = scores.gather(1, y[part].clamp(min=0)).masked_fill(y[part] < 0, -torch.inf)
+        best = own.amax(1, keepdim=True)
+        first = torch.where(own == best, y[part], head.num_classes).amin(1, keepdim=True)
+        before = (scores > best) | ((scores == best) & (order < first))
+        found[part] = torch.where(best[:, 0] > -torch.inf, before.sum(1) + 1, 0)
+    return found

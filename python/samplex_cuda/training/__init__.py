@@ -1,10 +1,17 @@
 """Training from a configuration: models, checkpoints that survive a kill, a resume that gives the same bits.
 
-    config       the keys of a run and their checks        data         the data of a configuration
-    models       encoder, head and optimizers by name      encoders, laws   encoders; samplers made from data
-    trainer      the steps of a run, from start to end     evaluation   exact metrics on a data set
-    averaging    averages of the weights                   run_folder   metrics, curves, bad batches, the lock
-    state        what a checkpoint holds; `load_model`     checkpoint   how it gets onto the disk and back
+Where things are:
+
+    config            the keys of a run and their checks
+    data              the data of a configuration
+    models            encoder, head and optimizers by name
+    encoders, laws    the encoders; samplers made from data
+    trainer           the steps of a run, from start to end
+    evaluation        exact metrics on a data set
+    averaging         averages of the weights
+    run_folder        metrics, curves, bad batches, the lock
+    state             what a checkpoint holds; `load_model`
+    checkpoint        how it gets onto the disk and back
 """
 
 from samplex_cuda.training import checkpoint, config, models

@@ -38,8 +38,8 @@ def evaluate(
         dataset: what to measure on, in its own order.
         batch_size: examples at a time; text has its own.
         metrics: "nll" (exact, over all classes), "perplexity", "accuracy" (the best class is one of the targets), and
-            those of `samplex_cuda.metrics`: "precision@5", "recall@20", "ndcg@10", "psp@3", "mrr" (over the largest k
-            that is asked for, or 10).
+            those of `samplex_cuda.metrics`: "precision@5", "recall@20", "ndcg@10", "psp@3", "mrr" (over all
+            classes).
         rows: only so many first examples, in whole batches; 0: all.
         exclude_history: interactions: items that a user knows are no answers.
         propensities: [C], for "psp@k".
@@ -53,13 +53,11 @@ def evaluate(
         >>> sorted(evaluate(*build(Config(), train), train, metrics=["nll", "recall@3"]))
         ['nll', 'recall@3']
     """
-    from samplex_cuda.metrics import Evaluator, _topk_without
+    from samplex_cuda.metrics import Evaluator, _first_ranks, _topk_without
 
     names = list(metrics)
     ks = sorted({min(k, head.num_classes) for k in check_metrics("evaluate: metrics", names)} or {1})
-    if "mrr" in names and ks == [1]:
-        ks = [min(10, head.num_classes)]
-    ranked = any(name not in ("nll", "perplexity") for name in names)
+    ranked = any(name not in ("nll", "perplexity", "mrr") for name in names)
     evaluator = Evaluator(ks, propensities)
     if exclude_history and dataset.kind != "interactions":
         raise ValueError(f"evaluate: exclude_history must be off for {dataset.kind} data, got True")
@@ -67,6 +65,7 @@ def evaluate(
     batches = Batches(dataset, size, shuffle=False)
     count = len(batches) if not rows else min(len(batches), math.ceil(rows / size))
     device = head.weight.device
+    source: Any = dataset
     training, carried, reduction = (encoder.training, head.training), encoder.carried(), head.reduction
     try:
         encoder.eval()
@@ -91,11 +90,14 @@ def evaluate(
                     loss = head(h, y, features=features)
                 ids = torch.zeros(len(h), ks[-1], dtype=torch.int64, device=device)
                 if ranked and exclude_history:
-                    source: Any = dataset
                     ids = _topk_without(head, h, features, ks[-1], *source.seen(chosen))
                 elif ranked:
                     ids = head.topk(h, ks[-1], features=features)[1]
-                evaluator.update(ids, y, loss)
+                ranks = None
+                if "mrr" in names:
+                    known = source.seen(chosen) if exclude_history else None
+                    ranks = _first_ranks(head, h, y, features, known)
+                evaluator.update(ids, y, loss, ranks=ranks)
             if on_batch is not None:
                 on_batch(number + 1, count)
     finally:
