@@ -92,6 +92,31 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path, model,
         assert found["cuda"][name] == pytest.approx(value, rel=1e-4, abs=1e-6)
 
 
+def test_the_generators_of_the_caller_stay_as_they_were(tmp_path):
+    torch.manual_seed(7)
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
+    run, train, valid = case("mlp", "uniform", *SHORT, "training.device=cuda")
+    trainer = Trainer(run, train, valid, tmp_path / "run")
+    assert torch.equal(torch.cuda.get_rng_state(), before[1])
+    trainer.fit()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(torch.cuda.get_rng_state(), before[1])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_second_device(tmp_path):
+    """Everything is there, and the seed is of its generator (dropout)."""
+    weights = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        run, train, valid = case("mlp", "quadratic", *SHORT, "training.device=cuda:1")
+        trainer = Trainer(run, train, valid, tmp_path / str(seed))
+        assert trainer.fit().status == "finished"
+        assert trainer.head.weight.device == torch.device("cuda:1")
+        weights.append(trainer.head.weight.detach().cpu())
+    assert torch.equal(*weights)
+
+
 @pytest.mark.parametrize("sampler", ["uniform", "unigram", "log_uniform"])
 def test_the_device_trains_as_the_cpu_does(tmp_path, sampler):
     """Static draws are the same bits everywhere, so the runs differ by rounding alone."""

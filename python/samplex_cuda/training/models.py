@@ -149,8 +149,13 @@ def build(config: Config, dataset: Dataset, *, fit: bool = True) -> tuple[Encode
     """
     config.check()
     device = torch.device(config.training.device)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.training.seed)
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        # Not torch.manual_seed: it seeds all CUDA devices, and the caller's generators there would not come back.
+        torch.default_generator.manual_seed(config.training.seed)
+        if cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(config.training.seed)
         encoder = _encoder(config, dataset, fit)
         c = config.head
         follows = {"quadratic", "rff"} & set(config.sampler.components or [config.sampler.name])

@@ -793,7 +793,8 @@ class Trainer:
                 if "cuda" in self._rng:
                     torch.cuda.set_rng_state(self._rng["cuda"], self.device)
                 elif cuda:
-                    torch.cuda.manual_seed(self.config.training.seed)
+                    with torch.cuda.device(self.device):
+                        torch.cuda.manual_seed(self.config.training.seed)
             try:
                 yield
             finally:
