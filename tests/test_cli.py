@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import os
 import re
@@ -67,6 +68,8 @@ def test_every_command_is_listed():
         ["train"],
         ["train", "--no-such-option"],
         ["train", "--resume", "a", "--out", "b"],
+        ["train", "--resume", "a", "--format", "xc"],
+        ["train", "--resume", "a", "--skip-bad", "0"],
         ["predict", "a"],
         ["evaluate", "a", "--which", "worst"],
         ["no-such-command"],
@@ -105,13 +108,24 @@ def test_errors_of_the_user_have_no_traceback(tmp_path):
         "no run to resume": ["train", "--resume", tmp_path / "no"],
         "table.key=value": ["train", "--data", DATA, "--set", "epochs"],
         "has no option": ["train", "--data", "builtin:colour=3"],
-    }
+        "the device must be cpu or cuda, got 'abacus'": ["train", "--data", DATA, "--set", "training.device=abacus"],
+        "CUDA devices here, or cpu, got 'cuda:99'": ["train", "--data", DATA, "--set", "training.device=cuda:99"],
+        "the cache folder": ["train", "--data", _write(tmp_path / "x.svm", "1 1:1\n"), "--set",
+                             f"data.options.cache_dir={bad}"],
+    }  # fmt: skip
     for number, (text, words) in enumerate(cases.items()):
         out = ["--out", tmp_path / f"run-{number}"] if words[0] == "train" and "--resume" not in words else []
         result = samplex(*words, *out, code=1)
         assert text in result.stderr, (words, result.stderr)
         assert "Traceback" not in result.output
         assert text in as_json(*words, *out, code=1)["error"]
+
+
+def test_a_model_that_does_not_fit_is_no_bug(tmp_path):
+    words = ["train", "--data", DATA, "--model", "mlp", "--set", f"model.dim={2**38}", "--out", tmp_path / "a"]
+    result = samplex(*words, code=1)
+    assert "samplex train: there is not enough memory (" in result.stderr
+    assert "Traceback" not in result.output
 
 
 def test_a_bad_line_names_file_and_line_and_can_be_skipped(tmp_path):
@@ -329,18 +343,34 @@ def test_predict_reads_files_without_labels(run_dir, rows, tmp_path):
 def test_predict_says_what_does_not_fit(run_dir, tmp_path):
     np.save(tmp_path / "narrow.npy", np.ones((3, 5)))
     np.save(tmp_path / "good.npy", np.ones((3, 8)))
+    (tmp_path / "folder.npy").mkdir()
     out = tmp_path / "a.jsonl"
     cases = {
         "must be [N, 8]": [tmp_path / "narrow.npy", "--out", out],
         "no such file": [tmp_path / "no.npy", "--out", out],
         "must end with": [tmp_path / "good.npy", "--out", tmp_path / "a.csv"],
         "there is no folder": [tmp_path / "good.npy", "--out", tmp_path / "no" / "a.jsonl"],
+        "is a folder, not a file": [tmp_path / "good.npy", "--out", tmp_path / "folder.npy"],
+        "the device must be cpu or cuda, got 'tpu'": [tmp_path / "good.npy", "--out", out, "--device", "tpu"],
         "at most the 200": [tmp_path / "good.npy", "--out", out, "-k", 201],
         "needs a model of interactions": [tmp_path / "good.npy", "--out", out, "--exclude-history"],
     }
     for text, words in cases.items():
         assert text in as_json("predict", run_dir, *words, code=1)["error"]
     assert not out.exists()
+    for command in ("evaluate", "diagnose"):
+        assert "CUDA devices here" in as_json(command, run_dir, "--device", "cuda:99", code=1)["error"]
+
+
+def test_an_unwritable_folder_is_said_before_the_work(run_dir, tmp_path, monkeypatch):
+    np.save(tmp_path / "good.npy", np.ones((3, 8)))
+    monkeypatch.setattr(common.os, "access", lambda path, mode: mode != os.W_OK)
+    words = ["predict", run_dir, tmp_path / "good.npy", "--out", tmp_path / "a.npz"]
+    assert "cannot be written to" in as_json(*words, code=1)["error"]
+    words = ["fit-tree", "--data", DATA, "--out", tmp_path / "tree.safetensors"]
+    result = samplex(*words, code=1)
+    assert f"the folder {tmp_path} cannot be written to" in result.stderr
+    assert "fitting" not in result.output
 
 
 def test_sparse_files(tmp_path):
@@ -380,6 +410,13 @@ def test_a_language_model_goes_on_with_lines(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "next.jsonl").read_text().splitlines()]
     assert [r["words"][0] for r in records[:4]] == ["c", "a", "<eos>", "b"]
     assert [r["row"] for r in records] == [0, 1, 2, 3, 4]
+    # Compressed, with the line ends of Windows and a mark that is white space but no line end.
+    (tmp_path / "begin.txt.xz").write_bytes(lzma.compress("a b\r\n\r\na b\u2028c d\r\na\r\nzz a".encode()))
+    as_json("predict", run, tmp_path / "begin.txt.xz", "--out", tmp_path / "again.jsonl", "-k", 2)
+    assert (tmp_path / "again.jsonl").read_text() == (tmp_path / "next.jsonl").read_text()
+    (tmp_path / "bad.txt").write_bytes(b"a b\nc \xff d\n")
+    error = as_json("predict", run, tmp_path / "bad.txt", "--out", tmp_path / "bad.jsonl", code=1)["error"]
+    assert "bad.txt:2: byte 3 is no UTF-8" in error
     assert as_json("diagnose", run, "--rows", 20, "--num-samples", 2, "--no-timed", code=0)["rows"] == 20
 
 

@@ -10,6 +10,7 @@ import lzma
 import os
 import re
 import shutil
+import subprocess
 import sys
 import time
 import tracemalloc
@@ -21,6 +22,7 @@ import torch
 
 from samplex_cuda import data
 from samplex_cuda.data import cache, interaction_files, lines, sparse_text
+from samplex_cuda.data import text as text_module
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -539,6 +541,15 @@ def test_interactions_bad_files(tmp_path):
         data.open(write(tmp_path / "e.txt", "0 9\n"), format="interactions", num_items=3)
 
 
+def test_a_stray_user_does_not_take_all_memory(tmp_path):
+    """Tables have a place for each number below the largest: 2 * 10^9 of them for one wrong id."""
+    path = write(tmp_path / "a.txt", "0 4 3\n2000000000 1 2\n")
+    with pytest.raises(ValueError, match=r"a.txt: users must be .* got user 2000000000 in 4 interactions; relabel"):
+        data.interactions_file(path)
+    found = data.interactions_file(path, relabel=True)
+    assert (found.num_users, found.user_names) == (2, ["0", "2000000000"])
+
+
 def test_sequences_and_known(tmp_path):
     sessions = data.open(write(tmp_path / "a.txt", "4 3 9\n\n1 2\n"), format="sequences")
     assert sessions.indptr.tolist() == [0, 3, 5]
@@ -643,6 +654,10 @@ def test_open_guesses(tmp_path):
         data.open(tmp_path / "a.txt", window=3)
     with pytest.raises(ValueError, match=r"a folder must have x.npy and y.npy, or .parquet files"):
         data.open(tmp_path)
+    with pytest.raises(ValueError, match="open: format 'memmap' needs the options num_features, got y"):
+        data.open(write(tmp_path / "a.dat", ""), y="y.npy")
+    # The first row of an XC file may have no features.
+    assert len(data.open(write(tmp_path / "none.txt", "2 5 9\n3\n4 1:1\n"))) == 2
 
 
 def test_open_builtin():
@@ -820,6 +835,75 @@ def test_options_have_their_own_caches(tmp_path):
     assert len(list(tmp_path.glob("*.sxcache"))) == 2
 
 
+def test_a_cache_folder_that_cannot_be_written_to(tmp_path):
+    path = write(tmp_path / "a.txt", XC)
+    with pytest.raises(OSError, match=r"xc_file: the cache folder .*a.txt cannot be written to .*cache_dir or"):
+        data.xc_file(path, cache_dir=path)  # a file is where the folder should be
+
+
+def test_another_process_converts_at_the_same_time(tmp_path, monkeypatch):
+    """Both are done; the second finds the place taken at the moment of its rename."""
+    path = write(tmp_path / "a.txt", XC)
+    real, inodes = Path.rename, []
+
+    def rename(self, target):
+        if self.name.endswith(".tmp") and not inodes:
+            inodes.append(0)  # the other one, from here on without this detour
+            data.xc_file(path)
+            inodes[0] = folder_of(tmp_path).stat().st_ino
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    found = data.xc_file(path)
+    assert csr(found) == XC_ROWS
+    assert folder_of(tmp_path).stat().st_ino == inodes[0]  # the first one stays: it may be in use
+    assert {p.name for p in tmp_path.iterdir()} == {"a.txt", folder_of(tmp_path).name}
+
+
+def test_another_process_takes_a_bad_cache_away(tmp_path, monkeypatch, fresh):
+    path = write(tmp_path / "a.txt", XC)
+    data.xc_file(path)
+    folder = folder_of(tmp_path)
+    (folder / "values.npy").write_bytes(b"")
+    real = Path.rename
+
+    def rename(self, target):
+        if self == folder:
+            shutil.rmtree(folder)
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    found = data.xc_file(path)
+    assert csr(found) == XC_ROWS
+    assert "values.npy has 0 bytes" in found.notes[0]
+
+
+def test_processes_that_start_together(tmp_path):
+    path = tmp_path / "a.txt"
+    with path.open("w") as file:
+        file.write("3000 9 5\n")
+        file.writelines(f"{i % 5} {i % 9}:{i}\n" for i in range(3000))
+    code = (
+        "import sys, pathlib, time; from samplex_cuda import data; pathlib.Path(sys.argv[2]).touch()\n"
+        "while not pathlib.Path(sys.argv[1]).with_name('go').exists(): time.sleep(0.001)\n"
+        "found = data.xc_file(sys.argv[1]); print(len(found), found.fingerprint(), found.notes)"
+    )
+    ready = [tmp_path / f"ready{i}" for i in range(3)]
+    start = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    workers = [subprocess.Popen([sys.executable, "-c", code, path, name], **start) for name in ready]
+    try:
+        end = time.monotonic() + 240
+        while not all(name.exists() for name in ready):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        (tmp_path / "go").touch()
+        answers = {worker.communicate(timeout=240)[0] for worker in workers}
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert answers == {f"3000 {data.xc_file(path).fingerprint()} []\n"}
+
+
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", XC)
 
@@ -880,6 +964,31 @@ def test_a_text_file_is_not_held(tmp_path, monkeypatch):
     assert path.stat().st_size > 15 * (1 << 20)
     assert peak < 12 * (1 << 20)
     assert len(found) == count
+
+
+@pytest.mark.parametrize("kind", ["text", "interactions", "svmlight"])
+def test_memory_of_conversion_does_not_grow_with_the_file(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(lines, "BLOCK", 1 << 16)
+    monkeypatch.setattr(cache, "_PIECE", 1 << 16)
+    monkeypatch.setattr(interaction_files, "_STEP", 1 << 12)
+    monkeypatch.setattr(text_module, "_STEP", 1 << 12)
+    line = {
+        "text": lambda i: " ".join(f"w{(i + j) % 500}" for j in range(30)),
+        "interactions": lambda i: f"{i % 300} " + " ".join(str((i * j) % 700) for j in range(30)),
+        "svmlight": lambda i: f"{i % 9} " + " ".join(f"{j + 1}:0.5" for j in range(20)),
+    }[kind]
+    peaks, sizes = [], []
+    for count in (2_500, 20_000):
+        path = tmp_path / f"{count}.txt"
+        with path.open("w") as file:
+            file.writelines(f"{line(i)}\n" for i in range(count))
+        tracemalloc.start()
+        data.open(path, format=kind)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        sizes.append(path.stat().st_size)
+        tracemalloc.stop()
+    assert sizes[1] > 7.5 * sizes[0] > 7.5 * 4 * (1 << 16)
+    assert peaks[1] < 1.25 * peaks[0]
 
 
 def test_a_batch_reads_only_its_rows(tmp_path):

@@ -75,7 +75,8 @@ def train(
     from samplex_cuda.cli.train import settings_of
     from samplex_cuda.cli.train import train as work
 
-    if resume is not None and (config is not None or out is not None or model or sampler or loss):
+    fixed = (config, out, model, sampler, loss, data_format, skip_bad)
+    if resume is not None and any(given is not None for given in fixed):
         raise typer.BadParameter(
             "goes with --set, --data and --valid only: the rest is in the run folder", param_hint="--resume"
         )

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from samplex_cuda.data.cache import SourceChangedError
 from samplex_cuda.data.lines import BadLineError
 from samplex_cuda.training import CheckpointError, Config, ConfigError, NonFiniteLossError, RunError, checkpoint
 
@@ -29,6 +31,8 @@ __all__ = [
     "Stop",
     "UserError",
     "beside",
+    "check_device",
+    "check_writable",
     "checked",
     "plain",
     "read_config",
@@ -63,7 +67,9 @@ class Stop(Exception):  # noqa: N818  (an end, not an error)
         self.payload, self.code = payload, code
 
 
-_USERS = (UserError, BadLineError, CheckpointError, ConfigError, RunError, OSError)
+_NO_MEMORY = "can't allocate memory"  # what torch says, in a RuntimeError
+
+_USERS = (UserError, BadLineError, CheckpointError, ConfigError, RunError, SourceChangedError, OSError)
 
 
 @contextlib.contextmanager
@@ -87,8 +93,34 @@ def checked() -> Iterator[None]:
         raise UserError(str(error)) from error
 
 
+def check_device(name: str) -> str:
+    """The name of a device that torch can use here; UserError otherwise.
+
+    Example:
+        >>> from samplex_cuda.cli.common import check_device
+        >>> check_device("cpu")
+        'cpu'
+    """
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"the device must be cpu or cuda, got {name!r}")
+    count = torch.cuda.device_count()
+    if kind == "cuda" and (torch.device(name).index or 0) >= count:
+        raise UserError(f"the device must be one of the {count} CUDA devices here, or cpu, got {name!r}")
+    return name
+
+
+def _is_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _NO_MEMORY in str(error)
+    )
+
+
 def _is_users(error: BaseException) -> bool:
-    if isinstance(error, _USERS):
+    if isinstance(error, _USERS) or _is_memory(error):
         return True
     if isinstance(error, ImportError):
         return "pip install" in str(error)
@@ -97,6 +129,11 @@ def _is_users(error: BaseException) -> bool:
 
 
 def _say_error(error: BaseException) -> str:
+    if _is_memory(error):
+        return (
+            f"there is not enough memory ({str(error).splitlines()[0]}); a model has model.dim numbers for each class, "
+            "and for each feature of sparse data"
+        )
     if isinstance(error, OSError) and error.strerror and ":" not in str(error.args[-1]):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
     return str(error)
@@ -245,6 +282,26 @@ def read_config(run_dir: Path) -> Config:
     if not (run_dir / "config.toml").is_file():
         raise UserError(f"{run_dir}: has no config.toml, so it is no run folder of samplex train")
     return configs.load(run_dir / "config.toml")
+
+
+def check_writable(path: Path) -> None:
+    """UserError where a file cannot be put there: said before the work, not after it.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from samplex_cuda.cli.common import UserError, check_writable
+        >>> try:
+        ...     check_writable(Path("no/such/top.npy"))
+        ... except UserError as error:
+        ...     print(error)
+        no/such/top.npy: there is no folder no/such
+    """
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder, not a file")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{path}: the folder {path.parent} cannot be written to")
 
 
 def beside(path: Path, write: Callable[[Path], None]) -> None:

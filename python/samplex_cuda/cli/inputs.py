@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from samplex_cuda import data
 from samplex_cuda.cli.common import UserError
 from samplex_cuda.data import Dataset
 from samplex_cuda.data.arrays import members
+from samplex_cuda.data.lines import blocks
 from samplex_cuda.data.opening import guess_format
 from samplex_cuda.training import Config, open_data
 from samplex_cuda.training.data import _open
@@ -255,16 +257,18 @@ def _lines(config: Config, file: Path) -> Inputs:
     number = {word: i for i, word in enumerate(vocabulary)}
     unknown, lower = number.get("<unk>", 0), bool(config.data.options.get("lower", False))
     begin = [number["<eos>"]] if "<eos>" in number else []
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: is no UTF-8 text ({error.reason} at byte {error.start})") from None
     rows = []
     missing = 0
-    for line in (text.lower() if lower else text).splitlines():
-        words = line.split()
-        missing += sum(word not in number for word in words)
-        rows.append((begin + [number.get(word, unknown) for word in words]) or [unknown])
+    for block, first in blocks("predict", file, hashlib.sha256()):  # lines as in training, compressed ones too
+        for line_number, line in enumerate(block.split(b"\n")[:-1], first):
+            try:
+                text = line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                reason = f"byte {error.start + 1} is no UTF-8 ({error.reason})"
+                raise UserError(f"{file}:{line_number}: {reason}") from None
+            words = (text.lower() if lower else text).split()
+            missing += sum(word not in number for word in words)
+            rows.append((begin + [number.get(word, unknown) for word in words]) or [unknown])
 
     def batches(size: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         # Rows of one length together: a recurrent layer takes them as a rectangle.

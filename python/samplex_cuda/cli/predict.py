@@ -14,7 +14,7 @@ import torch
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from samplex_cuda.cli.common import OK, Output, UserError, beside, checked, read_config
+from samplex_cuda.cli.common import OK, Output, UserError, beside, check_device, check_writable, checked, read_config
 from samplex_cuda.cli.inputs import Inputs, _pyarrow, open_inputs, open_labelled
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.prediction import exact_lse
@@ -29,6 +29,7 @@ _ROWS = 1 << 14  # rows that are ranked at a time are at most so many
 
 def _load(out: Output, run_dir: Path, which: str, device: str) -> tuple[Any, SampledClassifier, Any, dict[str, Any]]:
     read_config(run_dir)
+    check_device(device)
     with out.busy(f"loading {run_dir} ({which})"):
         return load_model(run_dir, which, device=device)
 
@@ -257,8 +258,7 @@ def predict(
     """
     if target.suffix not in FORMATS:
         raise UserError(f"{target}: --out must end with {', '.join(FORMATS)}, got {target.suffix or 'nothing'}")
-    if not target.parent.is_dir():
-        raise UserError(f"{target}: there is no folder {target.parent}")
+    check_writable(target)
     if target.suffix == ".parquet":
         _pyarrow()
     with checked():

@@ -19,7 +19,7 @@ from torch import Tensor
 import samplex_cuda as sx
 from samplex_cuda import data, samplers
 from samplex_cuda import tree as fitting
-from samplex_cuda.cli.common import OK, Output, UserError, checked, read_config
+from samplex_cuda.cli.common import OK, Output, UserError, check_device, check_writable, checked, read_config
 from samplex_cuda.cli.inputs import open_labelled
 from samplex_cuda.training import checkpoint, load_model, models, open_data
 from samplex_cuda.training import config as configs
@@ -128,6 +128,7 @@ def fit_tree(
             for note in dataset.notes:
                 out.warn(note)
             file.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(file)
             train, test = dataset, None
             if held_out:
                 train, test = data.split(dataset, (1.0 - held_out, held_out), seed=seed)
@@ -186,6 +187,7 @@ def diagnose(
     """
     with checked():
         read_config(run_dir)
+        check_device(device)
         with out.busy(f"loading {run_dir} ({which}) and its data"):
             encoder, head, config, meta = load_model(run_dir, which, device=device)
             train, valid = open_data(config)

@@ -12,7 +12,18 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from samplex_cuda.cli.common import INTERRUPTED, NOT_FINITE, OK, Output, Stop, UserError, checked, resume_command
+from samplex_cuda.cli.common import (
+    INTERRUPTED,
+    NOT_FINITE,
+    OK,
+    Output,
+    Stop,
+    UserError,
+    check_device,
+    checked,
+    read_config,
+    resume_command,
+)
 from samplex_cuda.training import NonFiniteLossError, Result, Trainer
 from samplex_cuda.training import config as configs
 
@@ -237,11 +248,14 @@ def train(
     with Display(out) as display:
         if resume is not None:
             folder = resume
+            if (folder / "config.toml").is_file():  # else the trainer says so
+                check_device(configs.override(read_config(folder), settings).training.device)
             with _hint(out, folder), checked(), out.busy(f"resuming {folder}"):
                 trainer = Trainer.resume(folder, settings=settings, on_event=display)
         else:
             chosen = configs.load(config) if config is not None else configs.Config()
             chosen = configs.override(chosen, settings)
+            check_device(chosen.training.device)
             folder = new_run_dir() if run_dir is None else run_dir
             if (folder / "config.toml").exists():
                 raise UserError(

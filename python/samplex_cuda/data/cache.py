@@ -9,6 +9,7 @@ converted again, and the log says why.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -35,6 +36,10 @@ _PIECE = 1 << 22
 
 logger = logging.getLogger("samplex_cuda.data")
 _verified: set[tuple[str, int, int]] = set()  # array files whose checksum this process has seen to be right
+
+
+class SourceChangedError(RuntimeError):
+    """Somebody wrote to a file while it was converted."""
 
 
 def _sync(path: Path) -> None:
@@ -281,13 +286,44 @@ def _clear_rests(folder: Path) -> None:
             shutil.rmtree(rest, ignore_errors=True)
 
 
+def _aside(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
+
+
+def _put_in_place(aside: Path, folder: Path, sources: list[Path], verify: str) -> dict[str, Any] | None:
+    """Renames a new cache to its place; the meta of the one that is there where another process was faster."""
+    while True:
+        try:
+            aside.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            _sync(folder.parent)
+            return None
+        _, theirs = _reason_to_convert(folder, sources, verify)
+        if theirs is not None:  # somebody may be reading it, and it is as good
+            shutil.rmtree(aside, ignore_errors=True)
+            return theirs
+        old = _aside(folder)
+        with contextlib.suppress(FileNotFoundError):  # another process took it away
+            folder.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
+
+
 def _convert(
-    where: str, folder: Path, sources: list[Path], convert: Callable[[Conversion], None], skip_bad: int
+    where: str, folder: Path, sources: list[Path], convert: Callable[[Conversion], None], skip_bad: int, verify: str
 ) -> dict[str, Any]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _clear_rests(folder)
-    aside = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
-    aside.mkdir()
+    aside = _aside(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _clear_rests(folder)
+        aside.mkdir()
+    except OSError as error:
+        raise OSError(
+            f"{where}: the cache folder {folder.parent} cannot be written to ({error.strerror}); cache_dir or the "
+            "variable SAMPLEX_CACHE_DIR names another"
+        ) from error
     conversion = Conversion(where, aside, sources, skip_bad)
     before = [_stat(source) for source in sources]
     try:
@@ -302,7 +338,7 @@ def _convert(
                 os.fsync(file.fileno())
             texts[name] = {"bytes": path.stat().st_size, "sha256": _file_sha256(path)}
         if [_stat(source) for source in sources] != before:
-            raise RuntimeError(f"{where}: {sources[0]} changed while it was read")
+            raise SourceChangedError(f"{where}: {sources[0]} changed while it was read")
         hashes = (
             [d.hexdigest() for d in conversion.digests] if conversion.hashed else [_file_sha256(s) for s in sources]
         )
@@ -319,14 +355,7 @@ def _convert(
         }
         _write_json(aside / "meta.json", meta)
         _sync(aside)
-        if folder.exists():
-            old = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
-            folder.rename(old)
-            aside.rename(folder)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            aside.rename(folder)
-        _sync(folder.parent)
+        meta = _put_in_place(aside, folder, sources, verify) or meta
     except BaseException:
         conversion.abandon()
         shutil.rmtree(aside, ignore_errors=True)
@@ -374,7 +403,7 @@ def converted(
             logger.warning(notes[-1])
     if meta is None:
         begin = time.perf_counter()
-        meta = _convert(where, folder, sources, convert, skip_bad)
+        meta = _convert(where, folder, sources, convert, skip_bad, verify)
         logger.info("%s: converted %s in %.1f s", where, sources[0], time.perf_counter() - begin)
         for name, entry in meta["arrays"].items():
             found = (folder / f"{name}.npy").stat()

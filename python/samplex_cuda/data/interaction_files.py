@@ -21,6 +21,8 @@ __all__ = ["interactions_file", "sequences_file"]
 
 _ID_MAX = 2**31 - 2
 _STEP = 1 << 20  # pairs handled at once
+# Tables have a place for each number below the largest user's: one stray id of 2 * 10^9 would take all memory.
+_FEW_USERS, _USERS_PER_PAIR = 1 << 27, 16
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _USER_NAMES = ("user", "uid")  # how the first name of a header begins
 
@@ -59,18 +61,14 @@ class _PairWriter:
         self.times = conversion.writer("pair_time", np.float64) if timed else None
         self.num_users = 0  # users without items count too
         self.most_item = -1
-        self.counts = np.zeros(1024, dtype=np.int64)
 
     def know(self, most_user: int) -> None:
         self.num_users = max(self.num_users, most_user + 1)
-        if self.num_users > len(self.counts):
-            self.counts = np.concatenate([self.counts, np.zeros(self.num_users, dtype=np.int64)])
 
     def append(self, users: np.ndarray, items: np.ndarray, times: np.ndarray | None = None) -> None:
         if not len(users):
             return
         self.know(int(users.max()))
-        self.counts[: self.num_users] += np.bincount(users, minlength=self.num_users)
         self.most_item = max(self.most_item, int(items.max()))
         self.users.append(users)
         self.items.append(items)
@@ -80,12 +78,21 @@ class _PairWriter:
     def group(self) -> None:
         """Writes "indptr" and "items"; the pairs of a user in the order of time, or of the file."""
         conversion = self.conversion
-        starts = np.concatenate([[0], np.cumsum(self.counts[: self.num_users])]).astype(np.int64)
-        conversion.writer("indptr", np.int64).append(starts)
-        out = conversion.writer("items", np.int32)
-        total = int(starts[-1])
+        total = self.users.length
+        if self.num_users > max(_FEW_USERS, _USERS_PER_PAIR * total):  # before anything of that length is made
+            raise ValueError(
+                f"{conversion.where}: {conversion.source}: users must be numbered without such gaps, got user "
+                f"{self.num_users - 1} in {total} interactions; relabel=True of interactions_file numbers them anew"
+            )
         users, items = conversion.finished("pair_user"), conversion.finished("pair_item")
         times = conversion.finished("pair_time") if self.timed else None
+        starts = np.zeros(self.num_users + 1, dtype=np.int64)
+        for begin in range(0, total, _STEP):
+            found, sizes = np.unique(users[begin : begin + _STEP], return_counts=True)
+            starts[found + 1] += sizes
+        np.cumsum(starts, out=starts)
+        conversion.writer("indptr", np.int64).append(starts)
+        out = conversion.writer("items", np.int32)
         for begin in range(0, total, _STEP):  # room first, then pairs at their places
             out.append(np.zeros(min(_STEP, total - begin), np.int32))
         grouped = conversion.finished("items")

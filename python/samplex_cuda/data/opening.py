@@ -86,7 +86,7 @@ def guess_format(path: Path) -> str:
     pairs = [bool(re.search(rb"(^|\s)\d+:[-+.\dnif]", line)) for line in lines]
     if len(pairs) == 3 and any(pairs):
         header = re.fullmatch(rb"\s*\d+\s+\d+\s+\d+\s*", lines[0]) is not None
-        if header and pairs[1]:
+        if header:  # the first rows may have no features
             return "xc"
         if pairs[0]:
             return "svmlight"
@@ -114,10 +114,15 @@ def _builtin(spec: str, options: dict[str, Any]) -> BuiltIn:
 
 
 def _check_options(name: str, reader: Callable[..., Any], options: dict[str, Any]) -> None:
-    known = [option for option in inspect.signature(reader).parameters if option not in ("path", "self")]
+    parameters = [p for p in inspect.signature(reader).parameters.values() if p.name not in ("path", "self")]
+    known = [p.name for p in parameters]
     for option in options:
         if option not in known:
             raise ValueError(f"open: format {name!r} has no option {option!r}; it has {', '.join(known)}")
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in options]
+    if missing:
+        got = ", ".join(options) or "none"
+        raise ValueError(f"open: format {name!r} needs the options {' and '.join(missing)}, got {got}")
 
 
 def open(path: Path | str, *, format: str | None = None, **options: Any) -> Dataset:

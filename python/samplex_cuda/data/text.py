@@ -18,6 +18,7 @@ __all__ = ["text_file"]
 
 EOS = "<eos>"
 UNKNOWN = "<unk>"
+_STEP = 1 << 20  # tokens renamed at once
 
 
 def _decode(conversion: Conversion, block: bytes, first: int) -> str:
@@ -95,8 +96,8 @@ def _by_frequency(
     rename = np.full(len(words), vocabulary.index(UNKNOWN), dtype=np.int32)
     rename[keep] = np.arange(len(keep))
     tokens = conversion.finished("tokens")
-    for begin in range(0, len(tokens), 1 << 22):
-        tokens[begin : begin + (1 << 22)] = rename[tokens[begin : begin + (1 << 22)]]
+    for begin in range(0, len(tokens), _STEP):
+        tokens[begin : begin + _STEP] = rename[tokens[begin : begin + _STEP]]
     if isinstance(tokens, np.memmap):
         tokens.flush()
     return vocabulary, int(counts.sum() - counts[keep].sum())
