@@ -12,6 +12,7 @@ from training_cases import case
 
 import samplex_cuda as sx
 from samplex_cuda import _native
+from samplex_cuda.cli.predict import top
 from samplex_cuda.diagnostics import run as diagnostics
 from samplex_cuda.training import Trainer, checkpoint, evaluate, load_model, read_metrics
 
@@ -40,6 +41,11 @@ CASES = [
     ("embedding_bag", "quadratic", ("sampler.update=epoch",)),
     ("linear", "mixture", ("training.average=ema", "training.average_head=true")),
     ("two_tower", "unigram", ("head.mask_known=true", "optimizer.name=adam")),
+    ("linear_pca", "tree", ("sampler.refit_steps=2",)),  # a fit reads the host's data through maps of the device
+    ("two_tower", "tree", ("sampler.refit_steps=2",)),
+    ("mlp", "tree", ("model.pca=5", "sampler.refit_steps=2")),
+    ("mlp", "tree", ("sampler.features=hidden", "sampler.refit_steps=2")),
+    ("mlp", "uniform", ("training.precision=bfloat16",)),
     ("linear", "rff", ("optimizer.fused=false", "training.clip_norm=1.0")),
 ]
 
@@ -130,6 +136,26 @@ def test_the_device_trains_as_the_cpu_does(tmp_path, sampler):
     assert nll["cuda"] == pytest.approx(nll["cpu"], rel=1e-4)
     a, b = last(tmp_path / "cpu"), last(tmp_path / "cuda")
     torch.testing.assert_close(a["head.weight"], b["head.weight"], rtol=1e-3, atol=1e-5)
+
+
+def test_known_items_are_no_answers(tmp_path):
+    """Histories are on the host, scores on the device."""
+    run, train, valid = case("two_tower", "uniform", *SHORT, "training.device=cuda")
+    Trainer(run, train, valid, tmp_path / "run").fit()
+    found, answers = {}, {}
+    for device in ("cuda", "cpu"):
+        encoder, head, _, _ = load_model(tmp_path / "run", "latest", device=device)
+        names = ["recall@5", "ndcg@5", "mrr"]
+        found[device] = evaluate(encoder, head, valid, batch_size=7, metrics=names, exclude_history=True)
+        rows = torch.arange(6)
+        h, features = encoder.encode({name: t.to(device) for name, t in valid.batch(rows).items()})
+        answers[device] = top(head, h, features, 4, valid.seen(rows))
+    assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-5)
+    torch.testing.assert_close(answers["cuda"][0], answers["cpu"][0])
+    torch.testing.assert_close(answers["cuda"][1], answers["cpu"][1], rtol=1e-4, atol=1e-6)
+    offsets, known = valid.seen(torch.arange(6))
+    for row, ids in enumerate(answers["cuda"][0].tolist()):
+        assert not set(ids) & set(known[offsets[row] : offsets[row + 1]].tolist())
 
 
 @pytest.mark.parametrize("sampler", ["uniform", "tree", "quadratic"])

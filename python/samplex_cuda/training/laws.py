@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import samplex_cuda.tree as fitting
 from samplex_cuda import samplers
@@ -90,6 +90,12 @@ def _streamed_pca(dataset: Dataset, rows: Tensor, dim: int, whiten: bool) -> tup
         spread = values.clamp(min=0).sqrt()
         projection = projection / torch.where(spread > 1e-6 * spread.max(), spread, torch.ones_like(spread))
     return mean.float(), projection.float()
+
+
+def _given(module: nn.Module, call: Callable[[dict[str, Tensor]], Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """What a method of a module gives for a batch of the host: computed where the module is, back on the host."""
+    device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    return call({name: t.to(device) for name, t in batch.items()}).cpu()
 
 
 def _pairs(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,7 +235,8 @@ def _tree(config: Config, dataset: Dataset, encoder: Encoder, fit: bool, again: 
         if look != "map" and dataset.kind == "dense" and width <= _COVARIANCE_WIDTH and not encoder.normalize:
             return _streamed_tree(config, dataset, encoder, rows, dim)
         with torch.no_grad():
-            parts = [_pairs(get(batch), batch["y"]) for batch in _chunks(dataset, rows)]
+            module = get if look == "map" else encoder
+            parts = [_pairs(_given(module, get, batch), batch["y"]) for batch in _chunks(dataset, rows)]
         z, y = (torch.cat(part) for part in zip(*parts, strict=True))
     if look == "map":
         # Already components: a projection that changes nothing.
@@ -252,7 +259,7 @@ def _streamed_tree(config: Config, dataset: Dataset, encoder: Any, rows: Tensor,
         mean, projection = torch.zeros(width), torch.eye(width)[:, :dim]
     parts = []
     for batch in _chunks(dataset, rows):
-        parts.append(_pairs((encoder.inputs(batch) - mean) @ projection, batch["y"]))
+        parts.append(_pairs((_given(encoder, encoder.inputs, batch) - mean) @ projection, batch["y"]))
     z, y = (torch.cat(part) for part in zip(*parts, strict=True))
     fitted = fitting.fit_tree(z, y, dataset.num_classes, reg=config.sampler.reg, unseen=config.sampler.unseen)
     return samplers.Tree(fitted.weights, fitted.bias, fitted.leaf_class, mean=mean, projection=projection)
@@ -294,6 +301,8 @@ def refit_tree(config: Config, dataset: Dataset, encoder: Encoder, head: Sampled
         >>> models.refit_tree(run, train, encoder, head)
     """
     tree = _tree(config, dataset, encoder, fit=True, again=True).to(head.weight.device)
+    if encoder.tree_map is not None:  # fitted anew, on the host
+        encoder.tree_map.to(head.weight.device)
     if not isinstance(head.sampler, samplers.Mixture):
         head.sampler = tree
         return
