@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -196,11 +198,33 @@ def test_a_model_by_import_path():
     assert list(optimizers(run, encoder, head)) == ["head", "encoder"]
 
 
+def test_a_model_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "a_net_of_my_own.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, batch):\n"
+        "        return super().forward(batch['x'])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    # A console script has its own folder on the path, not the current one.
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    run = config.override(Config(), ["model.name=a_net_of_my_own:Net", "model.options.in_features=10",
+                                     "model.options.out_features=4"])  # fmt: skip
+    encoder, head = build(run, dense(width=10))
+    assert head.in_features == 4
+    assert encoder(some(dense(width=10))).shape == (4, 4)
+
+
 @pytest.mark.parametrize(
     ("settings", "kind", "text"),
     [
-        (["model.name=nowhere.at:All"], "dense", r"\[model\] name must be an importable .*nowhere"),
+        (["model.name=nowhere.at:All"], "dense", r"\[model\] name must be a .* that can be imported, .*nowhere"),
         (["model.name=math:pi"], "dense", "name must name a class or function"),
+        (
+            ["model.name=torch.nn:Linear"],
+            "dense",
+            r"options must be arguments of torch.nn:Linear, got \{\}: .*missing 2",
+        ),
         (["model.name=lstm"], "dense", "must be a model for dense data, got 'lstm', which takes text"),
         (["model.name=linear"], "sparse", "pca must be above 0 for linear on sparse data"),
         (["model.name=linear", "model.pca=400"], "sparse", "pca must be at most 40, the width of the input, got 400"),

@@ -9,6 +9,7 @@ import signal
 
 import pytest
 import torch
+from torch import nn
 from training_cases import case
 
 from samplex_cuda.training import RunError, Trainer, checkpoint, evaluate, read_metrics
@@ -107,7 +108,31 @@ def test_resumed_bits(tmp_path, model, sampler, fused):
     check(tmp_path, run, train, valid, [crash_at(6), signal_at(7)])
 
 
+class Own(nn.Module):
+    """A module by import path with buffers that training changes, random numbers, a sparse table and carried state."""
+
+    def __init__(self, num_features, dim):
+        super().__init__()
+        self.out_features = dim
+        self.norm, self.drop = nn.BatchNorm1d(num_features), nn.Dropout(0.3)
+        self.layer = nn.Linear(num_features, dim)
+        self.table = nn.Embedding(7, dim, sparse=True)
+        self.last = torch.zeros(dim)
+
+    def forward(self, batch):
+        h = self.layer(self.drop(self.norm(batch["x"]))) + self.table(batch["index"] % 7) + 0.1 * self.last
+        self.last = h.detach().mean(0)
+        return h
+
+    def carried(self):
+        return {"last": self.last}
+
+    def carry(self, state):
+        self.last = state.get("last", torch.zeros(self.out_features))
+
+
 SPECIAL = {
+    "import_path": ("linear", "quadratic", ["model.name=test_training_resume:Own", "training.average=swa"]),
     "update_every_3": ("linear", "quadratic", ["sampler.update=3"]),
     "update_epoch": ("linear", "rff", ["sampler.update=epoch", "training.eval_every=3"]),
     "accumulate": ("lstm", "quadratic", ["training.accumulate=3", "training.epochs=4"]),
@@ -150,6 +175,22 @@ def test_resumed_bits_of_everything_else(tmp_path, name):
     model, sampler, settings = SPECIAL[name]
     run, train, valid = case(model, sampler, *settings)
     check(tmp_path, run, train, valid, [signal_at(3), crash_at(7)])
+
+
+@pytest.mark.parametrize("stop", [5, 9, 13])
+def test_early_stopping_is_resumed_with_its_count(tmp_path, stop):
+    settings = ["training.patience=6", "training.eval_every=2", "training.min_delta=0.05", "training.epochs=9",
+                "training.checkpoint_every=3", "optimizer.lr=0.01"]  # fmt: skip
+    run, train, valid = case("mlp", "uniform", *settings)
+    whole = Trainer(run, train, valid, tmp_path / "whole").fit()
+    assert whole.status == "early_stop"
+    assert whole.step > 13
+    with pytest.raises(StopError):
+        Trainer(run, train, valid, tmp_path / "parts", on_event=crash_at(stop)).fit()
+    parts = Trainer.resume(tmp_path / "parts", train, valid).fit()
+    assert parts == whole
+    assert differing(final(tmp_path / "whole")[0], final(tmp_path / "parts")[0]) == []
+    assert records(tmp_path / "whole") == records(tmp_path / "parts")
 
 
 def test_checkpoints_do_not_change_the_run(tmp_path):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,11 +65,15 @@ _KINDS = {
 
 def _import(name: str) -> Any:
     module, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # a command does not look where it is started; last, so that it hides nothing
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f'config: [model] name must be an importable "package.module:Class", got {name!r}: {error}'
+            'config: [model] name must be a "package.module:Class" that can be imported, from an installed package, '
+            f"the current folder or PYTHONPATH, got {name!r}: {error}"
         ) from None
     if not callable(found):
         raise ConfigError(f"config: [model] name must name a class or function, got {name!r}")
@@ -115,7 +121,12 @@ def _encoder(config: Config, dataset: Dataset, fit: bool) -> Encoder:
         except (TypeError, ValueError):
             names = {}  # type: ignore[assignment]
         options = {k: v for k, v in known.items() if k in names} | m.options
-        module = make(**options)
+        try:
+            module = make(**options)
+        except TypeError as error:
+            raise ConfigError(
+                f"config: [model] options must be arguments of {m.name}, got {options}: {error}"
+            ) from None  # fmt: skip
         if not isinstance(module, nn.Module):
             raise ConfigError(f"config: [model] name must give an nn.Module, got {type(module).__name__} from {m.name}")
         encoder = module if isinstance(module, Encoder) else Custom(module, m.dim)
