@@ -397,6 +397,24 @@ def test_sparse_files(tmp_path):
     assert found["num_classes"] == 10
 
 
+def test_features_of_svmlight_count_as_in_training(tmp_path):
+    """Without feature 0 a file seems to count from 1; what it is read beside knows better."""
+    lines = [f"{i % 4} {i % 4}:1 {4 + i % 3}:0.5" for i in range(80)]
+    some = [line for line in lines if " 0:" not in line]
+    train, rest = _write(tmp_path / "a.svm", "\n".join(lines)), _write(tmp_path / "b.svm", "\n".join(some))
+    run = tmp_path / "run"
+    trained = as_json("train", "--data", train, "--valid", rest, "--model", "embedding_bag", "--out", run,
+                      "--set", "model.dim=4", "--set", "model.layers=0", "--set", "training.epochs=40",
+                      "--set", "head.num_samples=3", "--set", "optimizer.lr=0.5")  # fmt: skip
+    assert trained["metrics"]["accuracy"] == 1.0
+    assert as_json("evaluate", run, "--data", rest, "--which", "latest")["metrics"] == trained["metrics"]
+    for name in (train, rest):
+        as_json("predict", run, name, "--out", f"{name}.jsonl", "-k", 1)
+    whole, part = ([json.loads(x) for x in Path(f"{n}.jsonl").read_text().splitlines()] for n in (train, rest))
+    want = [r["probabilities"] for r, line in zip(whole, lines, strict=True) if " 0:" not in line]
+    assert [r["probabilities"] for r in part] == want
+
+
 def test_a_language_model_goes_on_with_lines(tmp_path):
     _write(tmp_path / "train.tokens", "a b c d\n" * 120)
     run = tmp_path / "a"

@@ -42,14 +42,16 @@ def test_every_block_runs(tmp_path, monkeypatch, capsys):
             elif kind == "python":
                 line = text[: found.start(2)].count("\n")
                 exec(compile("\n" * line + block, "docs/tutorial.md", "exec"), names)
-            elif kind == "sh" and block.startswith("samplex"):
+            elif kind == "sh" and block != 'pip install "samplex-cuda[cli]"\n':
                 for words in commands(block):
                     assert words[0] == "samplex"
                     assert cli.main(words[1:]) == 0, capsys.readouterr()
                     run += 1
     finally:
         torch.set_num_threads(threads)
-    assert run >= 12
+    # All of them: a command within a sentence would not have run. `samplex COMMAND --help` stands for any.
+    assert run == len(re.findall(r"^samplex ", text, re.MULTILINE)) >= 16
+    assert set(re.findall(r"`(samplex [^`]+)`", text)) == {"samplex info", "samplex COMMAND --help"}
     # What the page promises.
     assert (tmp_path / "runs/first/plots/curves.png").exists()
     assert (tmp_path / "runs/first/plots/diagnosis.png").exists()

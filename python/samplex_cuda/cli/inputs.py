@@ -160,6 +160,8 @@ def open_inputs(config: Config, meta: dict[str, Any], path: str, form: str | Non
         form = form or _same_format(config, path) or guess_format(file)
         if form == "svmlight":
             options["num_features"] = about.num_features
+            if options.get("index_base") is None:
+                options["index_base"] = getattr(about, "index_base", None)
         found = data.open(path, format=form, **options)
     else:
         found = data.open(path, format=form)

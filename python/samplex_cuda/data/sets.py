@@ -119,6 +119,7 @@ class Sparse(_Labelled):
     """
 
     kind = "sparse"
+    index_base: int | None = None  # what the file that it was read from calls the first feature, where that varies
 
     def __init__(
         self,

@@ -463,4 +463,6 @@ def svmlight_file(
         cache_dir=cache_dir,
         verify=verify,
     )
-    return sparse_from(where, found, num_features, num_classes, labels)
+    data = sparse_from(where, found, num_features, num_classes, labels)
+    data.index_base = found.facts["index_base"]
+    return data

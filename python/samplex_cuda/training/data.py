@@ -58,4 +58,7 @@ def _open(path: str, form: str, options: dict[str, Any], config: Config, train: 
             elif train.kind == "interactions":
                 given = {"known": train}
             options.update({key: value for key, value in given.items() if key in known})
+            base = getattr(train, "index_base", None)
+            if "index_base" in known and base is not None and options.get("index_base") is None:
+                options["index_base"] = base  # features count as in training, whichever of them this file has
     return data.open(path, format=name, **options)

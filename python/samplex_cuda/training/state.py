@@ -73,7 +73,7 @@ class Described(Dataset):
         self._length = int(about["length"])
         for name in ("kind", "num_classes", "num_features", "ordered", "multi_label"):
             setattr(self, name, about[name])
-        for name in ("window", "columns", "history"):
+        for name in ("window", "columns", "history", "index_base"):
             if about.get(name) is not None:
                 setattr(self, name, about[name])
 
@@ -87,7 +87,7 @@ def about(dataset: Dataset) -> dict[str, Any]:
     found: dict[str, Any] = {"length": len(dataset), "fingerprint": dataset.fingerprint()}
     for name in ("kind", "num_classes", "num_features", "ordered", "multi_label"):
         found[name] = getattr(dataset, name)
-    for name in ("window", "columns", "history"):
+    for name in ("window", "columns", "history", "index_base"):
         value = getattr(dataset, name, None)
         found[name] = value if isinstance(value, int) else None
     return found
