@@ -82,7 +82,7 @@ BAD = [
         r"\[head\] stratified must be false but with shared draws of a tree and one of sampled_softmax, .*, got true",
     ),
     (
-        '[head]\nshared = true\nstratified = true',
+        "[head]\nshared = true\nstratified = true",
         r"\[head\] stratified must be false but with shared draws of a tree",
     ),
     (
