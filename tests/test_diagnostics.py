@@ -667,3 +667,18 @@ def test_progress_is_told():
     diagnose(head, h, num_samples=(4,), on_progress=lines.append)
     assert lines[0] == "softmax of 5 rows over 60 classes"
     assert "Quadratic: time" in lines
+
+
+def test_logits_of_thousands_stay_numbers():
+    """The target and all draws of a row have probability 0 in float64; their shares are still defined."""
+    torch.manual_seed(0)
+    head = sx.SampledClassifier(8, 50, sx.samplers.Uniform(50), num_samples=4)
+    h, y = 3 * torch.randn(32, 8), torch.arange(32)
+    with torch.no_grad():
+        head.weight.mul_(1000.0)
+    found = diagnose(head, h, y=y, num_samples=(4,), timed=False)
+    for law in found.laws:
+        for point in law.points:
+            assert math.isfinite(point.std), law.name
+            assert math.isfinite(point.bias_error), law.name
+    json.dumps(found.as_dict(), allow_nan=False)

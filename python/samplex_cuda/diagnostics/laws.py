@@ -298,7 +298,7 @@ def estimate_law(sampler: Any, rows: Rows, seen: Tensor, context: Tensor | None,
     What was never drawn is not seen: `missing` is 0, the largest ratio is that of the draws, and a law that misses
     likely classes looks better than it is.
     """
-    pi, w, s, p_t = draws.pi, draws.rho, rows.rest[: draws.count], rows.p_target[: draws.count]
+    pi, w, s, p_t = draws.pi, draws.log_rho.exp(), rows.rest[: draws.count], rows.p_target[: draws.count]
     target_q = sampler.log_prob(seen[: draws.count], rows.target[: draws.count, None], context=draws.context)
     target_q = target_q[:, 0].double().exp()
     u = w / s[:, None].clamp_min(1e-300)
@@ -352,7 +352,8 @@ class Draws:
         log_pi = self.logits - rows.lse_others[:count, None]
         self.pi = torch.where(self.hit, 0.0, log_pi.exp())
         log_s = rows.lse_others[:count] - rows.lse[:count]
-        self.rho = torch.where(self.hit, 0.0, (log_pi + log_s[:, None] - self.log_q).exp())
+        # Logarithms: with logits of some hundreds the target and all draws of a row may be 0 as numbers.
+        self.log_rho = torch.where(self.hit, -torch.inf, log_pi + log_s[:, None] - self.log_q)
 
 
 @dataclasses.dataclass
@@ -379,11 +380,11 @@ def measure(draws: Draws, rows: Rows, squares: Tensor, m: int) -> Measured | Non
     if repeats < 2:
         return None
     some, n = draws.count, repeats * m
-    p_t = rows.p_target[:some]
-    ids, rho = draws.ids[:, :n], draws.rho[:, :n]
-    total = p_t[:, None] + rho.view(some, repeats, m).mean(2)  # V
-    share = (rho.view(some, repeats, m) / m / total[:, :, None]).view(some, n)
-    at_target = p_t[:, None] / total - p_t[:, None]
+    log_t = (rows.target_logit - rows.lse)[:some, None]
+    ids, each = draws.ids[:, :n], draws.log_rho[:, :n].view(some, repeats, m) - math.log(m)
+    total = torch.logaddexp(log_t, each.logsumexp(2))  # log V
+    share = (each - total[:, :, None]).exp().view(some, n)
+    at_target = (log_t - total).exp() - log_t.exp()
     p = rows.rest[:some, None] * draws.pi[:, :n]
     summed = _square_norm(ids, share)  # |sum of G_i|^2 on the negatives
     single = _square_norm(ids.reshape(-1, m), share.reshape(-1, m)).view(some, repeats).sum(1)
