@@ -388,9 +388,24 @@ def test_no_gradient_rows_in_memory():
     assert largest <= 16 * (32 + 41) + 100  # h and its coefficients: what the forward keeps
 
 
+def some_tree(classes: int, features: int) -> sx.samplers.Tree:
+    g = torch.Generator().manual_seed(1)
+    x, y = torch.randn(200, features, generator=g), torch.randint(classes, (200,), generator=g)
+    return sx.samplers.Tree.fit(x, y, num_classes=classes, dim=4, progress=False)
+
+
+SHORT = {
+    "rows": lambda: (sx.samplers.LogUniform(300), {}),
+    "shared": lambda: (sx.samplers.LogUniform(300), {"shared": True}),
+    "tree": lambda: (some_tree(300, 9), {"shared": True}),
+    "strata": lambda: (some_tree(300, 9), {"shared": True, "stratified": True}),
+}
+
+
+@pytest.mark.parametrize("law", SHORT)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_short_way_gives_the_bits_of_the_general_one(backend, bias, reduction, monkeypatch):
+def test_the_short_way_gives_the_bits_of_the_general_one(backend, bias, reduction, law, monkeypatch):
     """`Fusion.plain_loss` leaves out Python, not arithmetic."""
 
     def steps(short: bool) -> list[torch.Tensor]:
@@ -403,21 +418,21 @@ def test_the_short_way_gives_the_bits_of_the_general_one(backend, bias, reductio
             return found
 
         torch.manual_seed(3)
-        sampler = sx.samplers.LogUniform(300)
-        head = sx.SampledClassifier(9, 300, sampler, num_samples=7, bias=bias, reduction=reduction, scale=2.0)
+        sampler, options = SHORT[law]()
+        head = sx.SampledClassifier(9, 300, sampler, 7, bias=bias, reduction=reduction, scale=2.0, **options)
         head = head.to(backend.device)
         optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.1)
         head.fuse_optimizer(optimizer)
         key, out = sx.Key(5), []
         with monkeypatch.context() as patch:
             patch.setattr(Fusion, "plain_loss", plain_loss)
-            for _ in range(3):
-                h = torch.randn(6, 9).to(backend.device).requires_grad_(True)
+            for step in range(3):
+                h = torch.randn(6, 9).to(backend.device).requires_grad_(step < 2)
                 y = torch.randint(300, (6,)).to(backend.device)
                 y[2] = -100
                 loss = head(h, y, key=key)
                 loss.sum().backward()
-                out += [loss.detach(), h.grad]
+                out += [loss.detach(), *([h.grad] if step < 2 else [])]
         assert taken == [short] * 3
         return [*out, *head.parameters(), *(optimizer.state[p]["sum"] for p in head.parameters())]
 
@@ -436,7 +451,13 @@ def test_the_short_way_is_not_taken_where_more_is_asked_for():
     assert head._fusion.plain_loss(h, torch.tensor([1, 2, 50]), None) is None
     with pytest.raises(IndexError, match="50"):
         head(h, torch.tensor([1, 2, 50]))
+    head.shared = True
+    assert head._fusion.plain_loss(h, y, None) is not None
+    with pytest.raises(IndexError, match="target must be .*50"):
+        head(h, torch.tensor([1, 2, 50]))
     head.sampler.sample = head.sampler.sample  # somebody's own
+    assert head._fusion.plain_loss(h, y, None) is None
+    head.sampler = sx.samplers.Softmax(head.weight)  # a law for each row by chance
     assert head._fusion.plain_loss(h, y, None) is None
 
 

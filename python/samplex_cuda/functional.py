@@ -176,7 +176,7 @@ def sampled_softmax(
         try:
             loss, lse = _sampled_softmax(h, weight, bias, rest, need_grad=needs_grad, with_lse=return_lse)
         except RuntimeError as error:
-            raise _as_python(error) from None
+            raise as_python(error) from None
     if lead is not None and reduction == "none":
         loss = loss.reshape(lead)
     if return_lse:
@@ -588,7 +588,7 @@ def _entry_loss(
         try:
             loss, ratio = _entry_loss_op(h, weight, bias, rest, need_grad=needs_grad)
         except RuntimeError as error:
-            raise _as_python(error) from None
+            raise as_python(error) from None
     return loss.reshape(lead) if lead is not None and reduction == "none" else loss, ratio, log_eta
 
 
@@ -825,7 +825,7 @@ def _csr(
     return offsets.contiguous(), ids.contiguous()
 
 
-def _as_python(error: RuntimeError) -> Exception:
+def as_python(error: RuntimeError) -> Exception:
     """The stable ABI knows only RuntimeError; an id out of range is an IndexError to Python people."""
     text = str(error)
     if "must be in [0, " in text and ", got " in text:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samplex_cuda.functional import as_python
 from samplex_cuda.ops.fused_loss import REDUCTIONS
 from samplex_cuda.ops.optim import loss_entries, row_update_
 from samplex_cuda.optim import RowOptimizer
 from samplex_cuda.rng import key_tensor
 from samplex_cuda.samplers.static import StaticSampler
+from samplex_cuda.samplers.tree import Tree
 
 if TYPE_CHECKING:
     from samplex_cuda.heads import SampledClassifier
@@ -64,7 +66,7 @@ class _PlainLoss(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             loss, _, saved = _loss_op(
                 hidden, weight, *draw, bias, None, None, None, scale, 0.0, ignore_index, reduction,
-                False, True, False, True,
+                False, True, False, True, ctx.needs_input_grad[0],
             )  # fmt: skip
         ctx.fusion, ctx.kept = fusion, (saved, reduction, weight._version)
         ctx.save_for_backward(hidden, draw[0], draw[1])
@@ -77,7 +79,7 @@ class _PlainLoss(torch.autograd.Function):
         saved, reduction, version = ctx.kept
         tensors = (*ctx.saved_tensors, saved)
         d_hidden = ctx.fusion.take(version, reduction, tensors, False, grad_loss.contiguous(), None)
-        return d_hidden, None, None, None, None, None
+        return d_hidden if ctx.needs_input_grad[0] else None, None, None, None, None, None
 
 
 # Past `torch.autograd.Function.apply`, which looks for functorch wrappers in every argument; `plain_loss` has asked
@@ -165,9 +167,9 @@ class Fusion:
     def plain_loss(self, h: Tensor, y: Tensor, key: Any) -> Tensor | None:
         """The loss of a step in its usual form, or None: then the head goes its general way, which gives the same bits.
 
-        The usual form is fp32 sampled softmax of [B, d] with one target a row, drawn by a static law for each row. A
-        step's Python runs with cold caches, since the step itself streams tens of megabytes: the general way through
-        sampler, functional and ops takes 0.3 ms more there than one function does.
+        The usual form is fp32 sampled softmax of [B, d] with one target a row, drawn by a static law, or shared by the
+        batch from a tree. A step's Python runs with cold caches, since the step itself streams tens of megabytes: the
+        general way through sampler, functional and ops takes 0.3 ms more there than one function does.
 
         Args:
             h: [B, d].
@@ -181,9 +183,12 @@ class Fusion:
         if not (
             head.loss == "sampled_softmax"
             # Not one whose `sample` somebody has replaced.
-            and getattr(type(sampler), "sample", None) is StaticSampler.sample
+            and (
+                (drawn := getattr(type(sampler), "sample", None)) is StaticSampler.sample
+                or (head.shared and drawn is Tree.sample)
+            )
             and "sample" not in sampler.__dict__
-            and not (head.shared or head.absolute or head.label_smoothing)
+            and not (head.absolute or head.label_smoothing)
             and head.sampler_update is None
             and head.class_weight is None
             and head.ignore_index < 0
@@ -203,6 +208,15 @@ class Fusion:
             and not torch._C._are_functorch_transforms_active()
         ):
             return None
+        options = (float(head.scale), head.ignore_index, REDUCTIONS[head.reduction])
+        if head.shared:
+            with torch._C._AutoDispatchBelowAutograd():
+                draw = head._draw_shared(h.detach(), key)
+            try:
+                shared: Tensor = _plain_apply(h, weight, bias, self, (y, draw.ids, draw.log_q), options)
+            except RuntimeError as error:  # a target out of range
+                raise as_python(error) from None
+            return shared
         with torch._C._AutoDispatchBelowAutograd():
             pair = key_tensor(sampler._op, key, h.device)
             exclude = y.unsqueeze(1)
@@ -215,7 +229,6 @@ class Fusion:
                     ids, log_q = sampler._sample_op(pair, y.shape[0], head.num_samples, exclude.clamp_min(-1), None)
                 except RuntimeError:
                     return None
-        options = (float(head.scale), head.ignore_index, REDUCTIONS[head.reduction])
         loss: Tensor = _plain_apply(h, weight, bias, self, (y, ids, log_q), options)
         return loss
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda import functional
+from samplex_cuda.draw import Draw
 from samplex_cuda.fusion import Fusion
 from samplex_cuda.prediction import (
     Prior,
@@ -408,17 +409,15 @@ class SampledClassifier(nn.Module):
             noise = self.loss in _NOISE_LOSSES
             exclude = None if self.shared or noise else self._excluded(target)
             sampler: Any = self.sampler
-            common: dict[str, Any] = {"shared": self.shared, "key": key, "context": context}
-            if self.stratified:
-                common["stratified"] = True
+            common = {"shared": self.shared, "key": key, "context": context}
             target_log_q = None
             if self.loss == "nce" or (noise and self.reg):
                 known = torch.where(self._valid(target), target, 0)
                 draw, target_log_q = sampler.sample_and_score(seen, self.num_samples, known, **common)
+            elif self.shared and not noise:
+                draw = self._draw_shared(seen, key, context)
             else:
                 draw = sampler.sample(seen, self.num_samples, exclude=exclude, **common)
-            if self.shared and not noise and not self.label_smoothing and draw.repeats():
-                draw = draw.merged()
             if self.sampler_update is not None:
                 self._steps += 1
                 if self.sampler_update != "epoch":
@@ -460,6 +459,13 @@ class SampledClassifier(nn.Module):
         )
         assert isinstance(loss, Tensor)  # a pair only with return_lse
         return loss
+
+    def _draw_shared(self, seen: Tensor, key: Key | Tensor | None, context: Any = None) -> Draw:
+        """One set of draws for the batch, with each class once where that pays and the loss is the same."""
+        sampler: Any = self.sampler
+        more = {"stratified": True} if self.stratified else {}
+        draw: Draw = sampler.sample(seen, self.num_samples, shared=True, key=key, context=context, **more)
+        return draw.merged() if not self.label_smoothing and draw.repeats() else draw
 
     def _valid(self, target: Tensor) -> Tensor:
         return valid_targets(target, self.ignore_index)

@@ -229,6 +229,9 @@ def diagnose(
         typer.Option(min=1, help="A number of draws to try; may be given many times [16 64 256 1024]."),
     ] = None,
     which: WhichOption = Which.latest,
+    tree_rows: Annotated[
+        int, typer.Option(min=0, help="Training examples that a candidate tree is fitted on; 0: no tree.")
+    ] = 20_000,
     timed: Annotated[bool, typer.Option(help="Time a step of every sampler.")] = True,
     seed: Annotated[int, typer.Option(help="Of the choice of rows and the draws.")] = 0,
     device: Device = "cpu",
@@ -248,6 +251,7 @@ def diagnose(
             rows=rows,
             num_samples=num_samples or [16, 64, 256, 1024],
             which=which.value,
+            tree_rows=tree_rows,
             timed=timed,
             seed=seed,
             device=device,

@@ -26,6 +26,9 @@ from samplex_cuda.training import config as configs
 
 __all__ = ["bench", "diagnose", "fit_tree", "show_config"]
 
+TREE_UP_TO = 1 << 21  # classes for which `diagnose` fits a tree of its own
+TREE_DIM = 16
+
 
 # ---------------------------------------------------------------------------------------------------- config
 def show_config(out: Output, settings: list[str], comments: bool) -> tuple[dict[str, Any], int]:
@@ -174,6 +177,7 @@ def diagnose(
     rows: int,
     num_samples: list[int],
     which: str,
+    tree_rows: int,
     timed: bool,
     seed: int,
     device: str,
@@ -183,7 +187,7 @@ def diagnose(
     Example:
         >>> from samplex_cuda.cli.tools import diagnose
         >>> diagnose(out, Path("runs/mine"), path=None, form=None, rows=256, num_samples=[16, 64], which="latest",
-        ...          timed=True, seed=0, device="cpu")  # doctest: +SKIP
+        ...          tree_rows=20_000, timed=True, seed=0, device="cpu")  # doctest: +SKIP
     """
     with checked():
         read_config(run_dir)
@@ -195,14 +199,19 @@ def diagnose(
             dataset = train if dataset is None else dataset
             counts = train.class_counts()
     h, features, y, context = _some_rows(encoder, head, dataset, rows, seed)
+    candidates = sx.diagnostics.default_candidates(head, counts, seed=seed)
+    # Without features the head's own sampler is none that has a tree, or one that looks at h.
+    if tree_rows and features is None and head.num_classes <= TREE_UP_TO and not _has_tree(head.sampler):
+        with out.busy("a tree of training examples"):
+            candidates |= _tree_candidate(out, encoder, head, train, tree_rows, seed)
     with out.busy(f"{len(h):,} rows"):
         found = sx.diagnostics.diagnose(
             head,
             h,
+            candidates=candidates,
             features=features,
             y=y,
             context=context,
-            class_counts=counts,
             num_samples=num_samples,
             timed=timed,
             seed=seed,
@@ -220,6 +229,26 @@ def diagnose(
         out.warn(f"no plot: {error}")
     out.say("   ".join(f"{name}: {where}" for name, where in files.items()))
     return {"run_dir": str(run_dir), "step": meta["progress"]["step"], "files": files, **found.as_dict()}, OK
+
+
+def _has_tree(sampler: Any) -> bool:
+    return any(isinstance(part, samplers.Tree) for part in ([] if sampler is None else sampler.modules()))
+
+
+def _tree_candidate(
+    out: Output, encoder: Any, head: Any, train: data.Dataset, rows: int, seed: int
+) -> dict[str, samplers.Sampler]:
+    """A tree fitted to h of training examples, with the uniform part that sampled softmax wants beside it."""
+    h, _, y, _ = _some_rows(encoder, head, train, rows, seed)
+    keep = (y >= 0) & h.isfinite().all(1)
+    h, y = h[keep].float().cpu(), y[keep].cpu()
+    if not len(y):
+        out.warn("no tree among the candidates: no training example has a target and an h of numbers")
+        return {}
+    classes, dim = head.num_classes, min(TREE_DIM, h.shape[1], len(y))
+    tree = samplers.Tree.fit(h, y, num_classes=classes, dim=dim, seed=seed, progress=False)
+    mixed = samplers.Mixture([(tree, 0.9), (samplers.Uniform(classes), 0.1)])
+    return {"Tree + Uniform": mixed.to(head.weight.device)}
 
 
 @torch.no_grad()
