@@ -313,7 +313,7 @@ def report(methods: dict[str, Any]) -> dict[str, Any]:
 
 def plot(methods: dict[str, Any]) -> None:
     figure, (axes,) = axes_of()
-    for (name, found), colour in zip(methods.items(), (*COLOURS, "#0891b2", "#9333ea"), strict=False):
+    for (name, found), colour in zip(methods.items(), (*COLOURS, "#0891b2", "#db2777", "#111827"), strict=False):
         one = found["measured"][0]
         x, y = [p["seconds"] for p in one["curve"]], [100 * p["accuracy"] for p in one["curve"]]
         axes.plot(x, y, color=colour, label=name, marker="o", ms=2.5, lw=2.2 if name in (FULL, TREE) else 1.2)
