@@ -453,7 +453,7 @@ def test_the_short_way_is_not_taken_where_more_is_asked_for():
         head(h, torch.tensor([1, 2, 50]))
     head.shared = True
     assert head._fusion.plain_loss(h, y, None) is not None
-    with pytest.raises(IndexError, match="target must be .*50"):
+    with pytest.raises(IndexError, match=r"target must be .*50"):
         head(h, torch.tensor([1, 2, 50]))
     head.sampler.sample = head.sampler.sample  # somebody's own
     assert head._fusion.plain_loss(h, y, None) is None

@@ -10,6 +10,9 @@
 namespace samplex::SX_BACKEND_NS {
 
 constexpr int kTreeSharedThreads = kTreeSharedLanes;
+// Blocks of a multiprocessor at the least. Not asked, ptxas takes fewer registers than it needs on some architectures,
+// and spills.
+constexpr int kTreeSharedResident = 8;
 
 // Both sums over the 64 threads, by halves, the same bits in every thread. Two barriers.
 struct TreeSharedSums {
@@ -40,8 +43,8 @@ struct TreeSharedRows {
   float* split;
 };
 
-template <typename T, bool kWideRow>
-__global__ void __launch_bounds__(kTreeSharedThreads) tree_shared_kernel(TreeSharedParams p) {
+template <typename T, bool kWideRow, bool kStrata>
+__global__ void __launch_bounds__(kTreeSharedThreads, kTreeSharedResident) tree_shared_kernel(TreeSharedParams p) {
   __shared__ double scratch[2][kWarpSize + 1];
   SX_DYN_SMEM(double, own);  // [2 B] where it fits
   TreeSharedRows rows;
@@ -64,7 +67,7 @@ __global__ void __launch_bounds__(kTreeSharedThreads) tree_shared_kernel(TreeSha
     int64_t node = 1;
     uint64_t bits = 0, next_bits = 0;
     double place = 0.0, low = 0.0;  // of a draw in strata: where it is, and where the node's interval begins
-    if (p.stratified) {
+    if constexpr (kStrata) {
       place = tree_stratum(draw, uniform53(philox_u64(philox_at(key, 0, draw, 0), 0)), p.num_samples);
     }
     for (int level = 0; level < tree.depth; ++level) {
@@ -80,13 +83,14 @@ __global__ void __launch_bounds__(kTreeSharedThreads) tree_shared_kernel(TreeSha
       }
       const TreeSharedSums sums = tree_shared_sums(right, left, scratch);
       const double total = sums.right + sums.left;
-      const double q_right = tree_shared_step(q, sums.right, total), q_left = tree_shared_step(q, sums.left, total);
       bool to_right;
-      if (p.given != nullptr) {
-        to_right = goes_right(tree, leaf, level);
-      } else if (p.stratified) {
+      if constexpr (kStrata) {
+        const double q_right = tree_shared_step(q, sums.right, total), q_left = tree_shared_step(q, sums.left, total);
         to_right = tree_stratum_right(place, low, q_left, q_right);
-        if (to_right) low = low + q_left;
+        low = to_right ? low + q_left : low;
+        q = to_right ? q_right : q_left;
+      } else if (p.given != nullptr) {
+        to_right = goes_right(tree, leaf, level);
       } else {
         if (level % 2 == 0) {
           const PhiloxWords words = philox_at(key, 0, draw, level / 2);
@@ -97,7 +101,7 @@ __global__ void __launch_bounds__(kTreeSharedThreads) tree_shared_kernel(TreeSha
         }
         to_right = uniform53(bits) * total < sums.right;
       }
-      q = to_right ? q_right : q_left;
+      if constexpr (!kStrata) q = tree_shared_step(q, to_right ? sums.right : sums.left, total);
       for (int64_t b = threadIdx.x; level + 1 < tree.depth && b < p.batch; b += kTreeSharedThreads) {
         const double here = rows.mass[b];
         if (here != 0.0) rows.mass[b] = here * double(rows.split[2 * b + (to_right ? 0 : 1)]);
