@@ -11,6 +11,9 @@ namespace samplex {
 namespace SX_BACKEND_NS {
 
 constexpr int kOptimThreads = 128;
+// Blocks of a multiprocessor at the least. Not asked, ptxas takes fewer registers than it needs on some architectures,
+// and spills.
+constexpr int kOptimResident = 4;
 
 // Numbers of a row that a lane takes at a time: 16 bytes of fp32; with more of a 16-bit type registers are spilled.
 template <typename T>
@@ -190,7 +193,7 @@ SX_DEVICE inline void update_row_by_group(const OptimParams& p, const Gradient& 
 }
 
 template <typename T, int Width>
-__global__ void __launch_bounds__(kOptimThreads) optim_rows_kernel(OptimParams p, int log_group) {
+__global__ void __launch_bounds__(kOptimThreads, kOptimResident) optim_rows_kernel(OptimParams p, int log_group) {
   using A = acc_t<T>;
   const int64_t i = (int64_t(blockIdx.x) * kOptimThreads + threadIdx.x) >> log_group;
   const int group = 1 << log_group, lane = int(threadIdx.x) & (group - 1);
@@ -202,7 +205,7 @@ __global__ void __launch_bounds__(kOptimThreads) optim_rows_kernel(OptimParams p
 }
 
 template <typename T, int Width>
-__global__ void __launch_bounds__(kOptimThreads) optim_entries_kernel(OptimParams p, int log_group) {
+__global__ void __launch_bounds__(kOptimThreads, kOptimResident) optim_entries_kernel(OptimParams p, int log_group) {
   using A = acc_t<T>;
   const RowReduceParams& e = p.entries;
   const int64_t place = (int64_t(blockIdx.x) * kOptimThreads + threadIdx.x) >> log_group;
