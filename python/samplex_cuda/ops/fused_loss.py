@@ -29,6 +29,7 @@ __all__ = [
     "Plan",
     "RowSink",
     "Sink",
+    "TableGradient",
     "acc_dtype",
     "differentiate",
     "fake_gradients",
@@ -234,16 +235,36 @@ class _CoalescedFlag:
             grad._coalesced_(True)
 
 
-_flags: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_flags: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> its _CoalescedFlag
 
 
-def _flag_of(parameter: Tensor) -> _CoalescedFlag | None:
-    """The flag keeper of a leaf, registered at its first gradient."""
-    flag = _flags.get(parameter)
-    if flag is None and parameter.is_leaf and parameter.requires_grad:
-        flag = _flags[parameter] = _CoalescedFlag()
-        parameter.register_post_accumulate_grad_hook(flag)
-    return flag
+class TableGradient:
+    """The gradient of one table from its row gradients: a coalesced COO tensor, or a dense one at O(C d).
+
+    Args:
+        sparse: which of the two.
+        parameter: the leaf whose gradient keeps its coalesced flag; None where autograd is traced.
+    """
+
+    def __init__(self, sparse: bool, parameter: Tensor | None = None) -> None:
+        self.sparse = sparse
+        self.flag: _CoalescedFlag | None = None
+        if sparse and parameter is not None and parameter.requires_grad and parameter.is_leaf:
+            self.flag = _flags.get(parameter)
+            if self.flag is None:
+                self.flag = _flags[parameter] = _CoalescedFlag()
+                parameter.register_post_accumulate_grad_hook(self.flag)
+
+    def __call__(
+        self, row_ids: Tensor, rows: Tensor, count: Tensor, size: tuple[int, ...], dtype: torch.dtype | None
+    ) -> Tensor:
+        """Arguments as in `rows_to_coo`."""
+        if not self.sparse:
+            return _rows_to_dense(row_ids, rows, count, size, dtype)
+        made = rows_to_coo(row_ids, rows, count, size, dtype)
+        if self.flag is not None:
+            self.flag.indices = made._indices()
+        return made
 
 
 class RowSink:
@@ -256,28 +277,22 @@ class RowSink:
     """
 
     def __init__(self, sparse: bool, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
-        self.sparse = sparse
-        self.parameters = (weight, bias) if sparse else (None, None)
+        self.weight, self.bias = TableGradient(sparse, weight), TableGradient(sparse, bias)
 
-    def deliver(self, grad: LossGrad, need: tuple[bool, bool, bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def deliver(
+        self, grad: LossGrad, need: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """See `Sink.deliver`."""
         need_hidden, need_weight, need_bias = need
+        p = grad.plan
         rows = row_gradients(grad, need_weight or need_bias, need_bias)
-        classes, dim = grad.plan.num_classes, grad.hidden.shape[1]
-        form = rows_to_coo if self.sparse else _rows_to_dense
-        found: list[Tensor | None] = [rows.d_hidden if need_hidden else None, None, None]
-        parts = (
-            (need_weight, rows.row_grads, (classes, dim), grad.plan.weight_dtype),
-            (need_bias, rows.row_bias, (classes,), grad.plan.bias_dtype),
-        )
-        for place, (needed, values, size, dtype) in enumerate(parts):
-            if not needed:
-                continue
-            made = found[place + 1] = form(rows.row_ids, values, rows.count, size, dtype)
-            parameter = self.parameters[place]
-            if parameter is not None and (flag := _flag_of(parameter)) is not None:
-                flag.indices = made._indices()
-        return found[0], found[1], found[2]
+        d_weight = d_bias = None
+        if need_weight:
+            size = (p.num_classes, grad.hidden.shape[1])
+            d_weight = self.weight(rows.row_ids, rows.row_grads, rows.count, size, p.weight_dtype)
+        if need_bias:
+            d_bias = self.bias(rows.row_ids, rows.row_bias, rows.count, (p.num_classes,), p.bias_dtype)
+        return rows.d_hidden if need_hidden else None, d_weight, d_bias
 
 
 # ------------------------------------------------------------------------------------------------ the step
@@ -378,8 +393,7 @@ def differentiate(op: str, read: Any) -> None:
 
     Args:
         op: e.g. "samplex::nce".
-        read: takes the op's inputs and outputs; returns (names of the arguments hidden, weight and bias stand at, plan,
-            whether need_grad was set, whether gradients are sparse, the saved tensor's place among the outputs).
+        read: makes an `OpCall` of the op's inputs and outputs.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

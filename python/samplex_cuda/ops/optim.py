@@ -1,7 +1,7 @@
-"""Row updates: fakes of `torch.ops.samplex.row_sgd_`, `row_adagrad_`, `row_adam_`, and of the pair `loss_entries`,
-`row_update_` that updates inside a loss backward.
+"""Row updates: fakes of `torch.ops.samplex.row_apply_`, and of the pair `loss_entries`, `row_update_` that updates
+inside a loss backward.
 
-`samplex_cuda.optim` and `SampledClassifier.fuse_optimizer` are the doors for people.
+`samplex_cuda.optim` and `SampledClassifier.fuse_optimizer` are the public API.
 """
 
 from __future__ import annotations
@@ -12,26 +12,11 @@ from torch import Tensor
 from samplex_cuda import _library  # noqa: F401  registers the ops
 from samplex_cuda.ops.fused_loss import acc_dtype
 
-__all__ = ["RULE_KINDS", "Rule", "loss_entries", "row_update_"]
-
-RULE_KINDS = {"sgd": 0, "momentum": 1, "adagrad": 2, "row_adagrad": 3, "adam": 4}
-
-Rule = list[float]
-"""kind, nesterov, lr, weight_decay, keep, eps, beta1, beta2, second: `RowRule` of optim_params.h."""
+__all__ = ["loss_entries", "row_apply_", "row_update_"]
 
 
-@torch.library.register_fake("samplex::row_sgd_")
-def _(weight: Tensor, momentum_buffer: Tensor | None, row_ids: Tensor | None, rows: Tensor, *rest: object) -> None:
-    return None
-
-
-@torch.library.register_fake("samplex::row_adagrad_")
-def _(weight: Tensor, sum: Tensor, row_ids: Tensor | None, rows: Tensor, *rest: object) -> None:
-    return None
-
-
-@torch.library.register_fake("samplex::row_adam_")
-def _(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, row_ids: Tensor | None, *rest: object) -> None:
+@torch.library.register_fake("samplex::row_apply_")
+def _(weight: Tensor, *rest: object) -> None:
     return None
 
 
@@ -67,4 +52,5 @@ def _(
 
 
 loss_entries = torch.ops.samplex.loss_entries.default
+row_apply_ = torch.ops.samplex.row_apply_.default
 row_update_ = torch.ops.samplex.row_update_.default

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import op_error
 from samplex_cuda.ops.attention_pool import attention_pool as _attention_pool
-from samplex_cuda.ops.fused_loss import acc_dtype, keep_coalesced
+from samplex_cuda.ops.fused_loss import acc_dtype
 
 __all__ = ["attention_pool"]
 
@@ -98,11 +99,7 @@ def attention_pool(
     table, query, value = embedding.contiguous(), p.to(acc).contiguous(), v.to(acc).contiguous()
     if torch.compiler.is_compiling():
         return _attention_pool(flat, table, query, value, sparse=sparse).reshape(lead)
-    if sparse and torch.is_grad_enabled() and embedding.requires_grad:
-        keep_coalesced(embedding)
     try:
         return _attention_pool(flat, table, query, value, sparse=sparse).reshape(lead)
     except RuntimeError as error:
-        if "ids must be in [0, " in str(error):  # the stable ABI knows only RuntimeError
-            raise IndexError(str(error).splitlines()[0]) from None
-        raise
+        raise op_error(error) from None

@@ -1,6 +1,5 @@
 """The contrastive loss: a query against its own key and negatives, with gradients to queries and keys.
 
-`samplex_cuda.functional.contrastive` is the door; this module is what is behind it.
 """
 
 from __future__ import annotations
@@ -14,14 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda.ops.fused_loss import REDUCTIONS, acc_dtype, keep_coalesced
-from samplex_cuda.ops.sampled_softmax import sampled_softmax as _sampled_softmax
+from samplex_cuda._checks import describe, op_error
+from samplex_cuda.losses import SampledSoftmax
+from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, acc_dtype, run_loss
 from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.rng import Key, key_tensor
 
 __all__ = ["contrastive"]
 
 _OP = "contrastive"
+_LOSS = SampledSoftmax()
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _NO_ID = -(1 << 63)  # no positive is skipped
 EXACT_LIMIT = 1 << 26  # numbers that `exact` keeps for its backward: half a gigabyte of float64
@@ -146,36 +147,30 @@ def contrastive(
 
 
 # ------------------------------------------------------------------------------------------------ checks
-def _got(t: object) -> str:
-    if isinstance(t, Tensor):
-        return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
-    return repr(t) if isinstance(t, bool | int | float | str) else type(t).__name__
-
-
 def _check_ids(name: str, t: object, device: torch.device, wanted: str) -> None:
     if not isinstance(t, Tensor) or t.dtype != torch.int64:
-        raise TypeError(f"{_OP}: {name} must be an int64 tensor {wanted}, got {_got(t)}")
+        raise TypeError(f"{_OP}: {name} must be an int64 tensor {wanted}, got {describe(t)}")
     if t.device != device:
-        raise ValueError(f"{_OP}: {name} must be on {device} like keys, got {_got(t)}")
+        raise ValueError(f"{_OP}: {name} must be on {device} like keys, got {describe(t)}")
 
 
 def _check(queries: Tensor, keys: Tensor, positives: Tensor | None, key_ids: Tensor | None, reduction: str) -> Tensor:
     """Checks the tensors every way has; queries in the dtype of keys."""
     for name, t, wanted in (("queries", queries, "[B, d]"), ("keys", keys, "[n, d]")):
         if not isinstance(t, Tensor):
-            raise TypeError(f"{_OP}: {name} must be a tensor {wanted}, got {_got(t)}")
+            raise TypeError(f"{_OP}: {name} must be a tensor {wanted}, got {describe(t)}")
     if keys.dim() != 2 or keys.dtype not in _FLOATS:
-        raise ValueError(f"{_OP}: keys must be [n, d] float32, float64, float16 or bfloat16, got {_got(keys)}")
+        raise ValueError(f"{_OP}: keys must be [n, d] float32, float64, float16 or bfloat16, got {describe(keys)}")
     if queries.dim() != 2 or queries.shape[1] != keys.shape[1]:
         raise ValueError(
-            f"{_OP}: queries must be [B, {keys.shape[1]}] to fit keys {list(keys.shape)}, got {_got(queries)}"
+            f"{_OP}: queries must be [B, {keys.shape[1]}] to fit keys {list(keys.shape)}, got {describe(queries)}"
         )
     if queries.device != keys.device:
-        raise ValueError(f"{_OP}: queries must be on {keys.device} like keys, got {_got(queries)}")
+        raise ValueError(f"{_OP}: queries must be on {keys.device} like keys, got {describe(queries)}")
     if queries.dtype != keys.dtype:
         if not (queries.dtype in _FLOATS and torch.is_autocast_enabled(keys.device.type)):
             raise TypeError(
-                f"{_OP}: queries must be {keys.dtype} like keys (or run under autocast), got {_got(queries)}"
+                f"{_OP}: queries must be {keys.dtype} like keys (or run under autocast), got {describe(queries)}"
             )
         queries = queries.to(keys.dtype)
     batch = queries.shape[0]
@@ -183,16 +178,16 @@ def _check(queries: Tensor, keys: Tensor, positives: Tensor | None, key_ids: Ten
         if keys.shape[0] != batch:
             raise ValueError(
                 f"{_OP}: positives must be [{batch}] int64 where keys are not one a query (a bank), got None "
-                f"with keys {_got(keys)}"
+                f"with keys {describe(keys)}"
             )
     else:
         _check_ids("positives", positives, keys.device, "[B]")
         if positives.shape != (batch,):
-            raise ValueError(f"{_OP}: positives must be [{batch}] to fit queries, got {_got(positives)}")
+            raise ValueError(f"{_OP}: positives must be [{batch}] to fit queries, got {describe(positives)}")
     if key_ids is not None:
         _check_ids("key_ids", key_ids, keys.device, "[B]")
         if key_ids.shape != (batch,):
-            raise ValueError(f"{_OP}: key_ids must be [{batch}] to fit queries, got {_got(key_ids)}")
+            raise ValueError(f"{_OP}: key_ids must be [{batch}] to fit queries, got {describe(key_ids)}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"{_OP}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     return queries
@@ -212,7 +207,7 @@ def _ways(
     """Which row of the table is meant: "given", "subset", "sampler", "exact" or "batch"; refuses what fits none."""
     if num_negatives is not None:
         if isinstance(num_negatives, bool) or not isinstance(num_negatives, int):
-            raise TypeError(f"{_OP}: num_negatives must be an int, got {_got(num_negatives)}")
+            raise TypeError(f"{_OP}: num_negatives must be an int, got {describe(num_negatives)}")
         if num_negatives < 0:
             raise ValueError(f"{_OP}: num_negatives must not be negative, got {num_negatives}")
         if negatives is not None:
@@ -233,7 +228,7 @@ def _ways(
         ("symmetric", symmetric or None, ("batch",)),
     ):
         if value is not None and how not in ways:
-            raise ValueError(f"{_OP}: {name} does not go with {_WAYS[how]}, got {_got(value)}")
+            raise ValueError(f"{_OP}: {name} does not go with {_WAYS[how]}, got {describe(value)}")
     if symmetric and log_q is not None:
         raise ValueError(f"{_OP}: symmetric must be False with log_q, which says nothing of the queries, got True")
     return how
@@ -250,10 +245,10 @@ _WAYS = {
 
 def _check_log_q(log_q: Tensor, negatives: Tensor, shape: str) -> Tensor:
     if not isinstance(log_q, Tensor) or not log_q.is_floating_point():
-        raise TypeError(f"{_OP}: log_q must be floating point of {shape} {list(negatives.shape)}, got {_got(log_q)}")
+        raise TypeError(f"{_OP}: log_q must be floating point of {shape} {list(negatives.shape)}, got {describe(log_q)}")
     if log_q.shape != negatives.shape or log_q.device != negatives.device:
         raise ValueError(
-            f"{_OP}: log_q must be {shape} {list(negatives.shape)} on {negatives.device}, got {_got(log_q)}"
+            f"{_OP}: log_q must be {shape} {list(negatives.shape)} on {negatives.device}, got {describe(log_q)}"
         )
     return log_q.detach()
 
@@ -271,7 +266,7 @@ def _subset(positives: Tensor, num_negatives: int | None, n: int, key: Key | Ten
     try:
         return subset_sample(pair, positives.shape[0], num_negatives, n, positives.contiguous())
     except RuntimeError as error:
-        raise _renamed(error) from None
+        raise _renamed(op_error(error)) from None
 
 
 def _same_ids(key_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,48 +295,40 @@ def _loss(
     """The fused op. It checks shapes and ids once more; what it says is put into the words of this function."""
     _check_ids("negatives", negatives, keys.device, "[B, k] or [k]")
     if negatives.dim() == 0 or negatives.dim() > 2 or (negatives.dim() == 2 and negatives.shape[0] != queries.shape[0]):
-        raise ValueError(f"{_OP}: negatives must be [{queries.shape[0]}, k] or [k], got {_got(negatives)}")
+        raise ValueError(f"{_OP}: negatives must be [{queries.shape[0]}, k] or [k], got {describe(negatives)}")
     acc = acc_dtype(keys.dtype)
     if log_q is None:  # what the op adds for the number of draws, taken back
         log_q = torch.full(negatives.shape, -math.log(max(negatives.shape[-1], 1)), dtype=acc, device=keys.device)
-    needs_grad = torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad)
-    if needs_grad and sparse and not torch.compiler.is_compiling():
-        keep_coalesced(keys)
     offsets, ids = (None, None) if known is None else known
-    rest = (
+    x = Inputs(
+        queries.contiguous(),
+        keys.contiguous(),
+        None,
         positives.contiguous(),
         negatives.contiguous(),
         log_q.to(acc).contiguous(),
         None,
         offsets,
         ids,
-        scale,
-        0.0,
-        _NO_ID,
-        REDUCTIONS[reduction],
-        False,
-        needs_grad,
-        False,
-        sparse,
     )
-    queries, keys = queries.contiguous(), keys.contiguous()
+    form = Form(scale, _NO_ID, REDUCTIONS[reduction], sparse)
     if torch.compiler.is_compiling():
-        return _sampled_softmax(queries, keys, None, rest, need_grad=needs_grad, with_lse=False)[0]
+        return run_loss(_LOSS, x, form)[0]
     try:
-        return _sampled_softmax(queries, keys, None, rest, need_grad=needs_grad, with_lse=False)[0]
-    except RuntimeError as error:
+        return run_loss(_LOSS, x, form)[0]
+    except IndexError as error:
         raise _renamed(error) from None
 
 
-def _renamed(error: RuntimeError) -> Exception:
-    """The op's complaint about an id as an IndexError that names the argument the caller knows."""
-    text = str(error).splitlines()[0]
+def _renamed(error: Exception) -> Exception:
+    """The op's complaint about an id, with the name of the argument the caller knows."""
+    text = str(error)
     for old, new in (
         ("sampled_softmax: ids ", "negatives "),
         ("sampled_softmax: target ", "positives "),
         ("subset_sample: exclude must be -1 or ", "positives must be "),
     ):
-        if text.startswith(old) and " in [0, " in text:
+        if text.startswith(old):
             return IndexError(f"{_OP}: {new}{text[len(old) :]}".replace(" or ignore_index", ""))
     return error
 
