@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samplex_cuda.functional import as_python
 from samplex_cuda.ops.fused_loss import REDUCTIONS
-from samplex_cuda.ops.optim import loss_entries, row_update_
+from samplex_cuda.ops.row_rules import loss_entries, row_update_
 from samplex_cuda.optim import RowOptimizer
 from samplex_cuda.rng import key_tensor
 from samplex_cuda.samplers.static import StaticSampler
