@@ -69,8 +69,8 @@ def op_header(path: Path) -> bool:
 
 
 def stems() -> list[tuple[str, str]]:
-    """(stage, stem) of every op."""
-    return [(path.parent.name, path.name.removesuffix("_op.cpp")) for path in sources("_op.cpp")]
+    """(stage/folder, stem) of every op."""
+    return [(relative(path.parent), path.name.removesuffix("_op.cpp")) for path in sources("_op.cpp")]
 
 
 def device_faults(text: str) -> list[str]:
@@ -115,7 +115,7 @@ def test_params_are_plain(path):
     extra = {
         name
         for name in includes(path)
-        if name not in PARAMS_INCLUDES and not re.fullmatch(r"(common|" + path.parent.name + r")/\w+_params\.h", name)
+        if name not in PARAMS_INCLUDES and not re.fullmatch(r"(common|" + path.parents[1].name + r")/(\w+/)?\w+_params\.h", name)
     }
     assert extra == set(), "a params header is a POD that nvcc, g++ and glue all read"
     assert not re.search(r"\b(std::vector|std::string|virtual|Tensor)\b", strip_comments(path.read_text()))
@@ -154,9 +154,9 @@ def test_isa_intrinsics_stay_in_isa_files(path):
 
 
 # ------------------------------------------------------------------------------------------------ an op is whole
-@pytest.mark.parametrize(("stage", "stem"), stems())
-def test_op_has_every_part(stage, stem):
-    wanted = [f"csrc/{stage}/{stem}_{part}" for part in ("params.h", "op.cpp", "cpu.cpp", "kernel.cuh", "cuda.cu")]
+@pytest.mark.parametrize(("folder", "stem"), stems())
+def test_op_has_every_part(folder, stem):
+    wanted = [f"csrc/{folder}/{stem}_{part}" for part in ("params.h", "op.cpp", "cpu.cpp", "kernel.cuh", "cuda.cu")]
     wanted += [
         f"python/samplex_cuda/ops/{stem}.py",
         f"python/samplex_cuda/reference/{stem}.py",
@@ -172,9 +172,9 @@ def test_no_part_without_an_op():
     orphans = [
         relative(path)
         for stage in STAGES
-        for path in sorted(stage.iterdir())
+        for path in sorted(stage.rglob("*"))
         for suffix in suffixes
-        if path.name.endswith(suffix) and (stage.name, path.name.removesuffix(suffix)) not in known
+        if path.name.endswith(suffix) and (relative(path.parent), path.name.removesuffix(suffix)) not in known
     ]
     assert orphans == []
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from samplex_cuda._checks import describe
 from samplex_cuda.ops.fused_loss import acc_dtype
-from samplex_cuda.ops.optim import row_apply_
+from samplex_cuda.ops.row_rules import row_apply_
 from samplex_cuda.optim.rules import Rule
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.tables import empty_table

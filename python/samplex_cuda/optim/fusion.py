@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from samplex_cuda._checks import check_int
 from samplex_cuda.ops.fused_loss import Entries, LossGrad, entries
-from samplex_cuda.ops.optim import row_update_
+from samplex_cuda.ops.row_rules import row_update_
 from samplex_cuda.optim.base import RowOptimizer
 
 __all__ = ["Fusion", "fusion_of"]

@@ -1,0 +1,1 @@
+#include "sampler/static_sample/static_sample_cpu_rows.h"
