@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "FLOATS",
+    "call",
     "check_choice",
     "check_int",
     "check_number",
@@ -24,6 +26,8 @@ __all__ = [
     "op_error",
     "shape_text",
 ]
+
+T = TypeVar("T")
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -90,6 +94,16 @@ def check_tensor(op: str, name: str, value: object, wanted: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor {wanted}, got {type(value).__name__}")
     return value
+
+
+def call(op: Callable[..., T], *args: Any) -> T:
+    """The op, with its error as the Python exception it stands for."""
+    if torch.compiler.is_compiling():
+        return op(*args)
+    try:
+        return op(*args)
+    except RuntimeError as error:
+        raise op_error(error) from None
 
 
 def op_error(error: RuntimeError) -> Exception:

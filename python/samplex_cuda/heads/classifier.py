@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from samplex_cuda import losses
 from samplex_cuda._checks import FLOATS, check_choice, check_int, check_number, describe, shape_text
-from samplex_cuda.draw import Draw
+from samplex_cuda.draw import COPIES, Draw
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.functional.full import full_softmax
 from samplex_cuda.heads.exact import ExactAnswers
@@ -393,7 +393,15 @@ class SampledClassifier(ExactAnswers):
         draw = sampler.sample(
             seen, self.num_samples, key=key, exclude=exclude, context=context, **spec.sampling
         )
-        return draw.merged() if spec.merges and draw.repeats() else draw, None
+        return draw.merged() if spec.merges and self._repeats(draw) else draw, None
+
+    def _repeats(self, draw: Draw) -> bool:
+        """Whether shared draws hold enough copies for `Draw.merged` to pay."""
+        collision = getattr(self.sampler, "collision", None)
+        chance = None if collision is None else collision()
+        if chance is None:
+            return draw.repeats()
+        return draw.ids.is_cpu and chance * draw.ids.shape[0] > COPIES and not torch.compiler.is_compiling()
 
     def _valid(self, target: Tensor) -> Tensor:
         return valid_targets(target, self.ignore_index)
