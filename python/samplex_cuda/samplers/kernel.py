@@ -166,9 +166,7 @@ class KernelSampler(Sampler):
             raise ValueError(f"{self._op}: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
         flat, offsets = sort_exclude(self._check_exclude(exclude, query.device, batch))
         out = call(
-            ops.kernel_tree_log_prob,
-                query, phi, wanted.contiguous(), self.rows, self.sums, *self._law(), flat, offsets
-            )
+            ops.kernel_tree_log_prob, query, phi, wanted.contiguous(), self.rows, self.sums, *self._law(), flat, offsets
         )
         return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
 
