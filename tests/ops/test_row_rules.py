@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from samplex_cuda.ops.row_rules import RULE_KINDS
 from samplex_cuda.ops.row_reduce import row_reduce
+from samplex_cuda.ops.row_rules import RULE_KINDS
 from samplex_cuda.reference import row_rules as plain
 from samplex_cuda.testing import assert_close
 
