@@ -455,7 +455,7 @@ def main() -> int:
         add_kernel_tree_rows(report, mode, launch, got["fewest"], got["error"])
     ptx = build_ptx(options.work, "row_rules")
     for mode, got in profile(ptxrun_dir, site, ptx, hook, "row_rules").items():
-        mine = [launch for launch in got["launches"] if f"optim_{mode}" in launch["kernel"]]
+        mine = [launch for launch in got["launches"] if f"row_rules_{mode}" in launch["kernel"]]
         if not mine:
             raise SystemExit(f"profile_cuda: no launch was seen (row update, {mode}); is cudart shared in this build?")
         print(f"    {mine[0]['kernel']} <<<{mine[0]['grid']}, {mine[0]['block']}, {mine[0]['smem']}>>>")

@@ -9,34 +9,31 @@
 namespace samplex::cpu {
 namespace {
 
-SimdLevel level_of(DType dtype) { return dtype == DType::kFloat64 ? SimdLevel::kScalar : simd_level(); }
-
-void pack(const RffParams& p, void* packed, int64_t first, int64_t last) {
-#ifdef SAMPLEX_X86_SIMD
-  const SimdLevel level = level_of(p.dtype);
-  if (level == SimdLevel::kAvx512) return rff_pack_avx512(p, packed, first, last);
-  if (level == SimdLevel::kAvx2) return rff_pack_avx2(p, packed, first, last);
-#endif
+void rff_pack_scalar(const RffParams& p, void* packed, int64_t first, int64_t last) {
   if (p.dtype == DType::kFloat64) return rff_pack_panels<double>(p, packed, first, last);
   rff_pack_panels<float>(p, packed, first, last);
 }
 
-void run(const RffParams& p, const void* packed, const RffRange& range) {
-#ifdef SAMPLEX_X86_SIMD
-  const SimdLevel level = level_of(p.dtype);
-  if (level == SimdLevel::kAvx512) return rff_range_avx512(p, packed, range);
-  if (level == SimdLevel::kAvx2) return rff_range_avx2(p, packed, range);
-#endif
+void rff_range_scalar(const RffParams& p, const void* packed, const RffRange& range) {
   dispatch_dtype("rff", p.dtype, [&](auto tag) { rff_range<typename decltype(tag)::type>(p, packed, range); });
 }
 
-void run_bwd(const RffBwdParams& p, const void* packed, int64_t begin, int64_t end) {
-#ifdef SAMPLEX_X86_SIMD
-  const SimdLevel level = level_of(p.dtype);
-  if (level == SimdLevel::kAvx512) return rff_bwd_range_avx512(p, packed, begin, end);
-  if (level == SimdLevel::kAvx2) return rff_bwd_range_avx2(p, packed, begin, end);
-#endif
+void rff_bwd_range_scalar(const RffBwdParams& p, const void* packed, int64_t begin, int64_t end) {
   dispatch_dtype("rff", p.dtype, [&](auto tag) { rff_bwd_range<typename decltype(tag)::type>(p, packed, begin, end); });
+}
+
+SimdLevel level_of(DType dtype) { return simd_level_unless(dtype == DType::kFloat64); }
+
+void pack(const RffParams& p, void* packed, int64_t first, int64_t last) {
+  SX_SIMD_BODY(level_of(p.dtype), rff_pack)(p, packed, first, last);
+}
+
+void run(const RffParams& p, const void* packed, const RffRange& range) {
+  SX_SIMD_BODY(level_of(p.dtype), rff_range)(p, packed, range);
+}
+
+void run_bwd(const RffBwdParams& p, const void* packed, int64_t begin, int64_t end) {
+  SX_SIMD_BODY(level_of(p.dtype), rff_bwd_range)(p, packed, begin, end);
 }
 
 // Rows a thread takes at a time: a multiple of the tiles' rows, small enough for every thread to have several.

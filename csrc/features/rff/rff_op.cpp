@@ -23,25 +23,25 @@ struct Map {
 Map map_of(const char* op, const Tensor& x, const MaybeTensor& omega, int64_t kind, double nu, double alpha,
            bool gaussian, double shift) {
   dtype_tag(op, "x", x);
-  check(x.dim() == 2 && x.size(1) >= 1, op, ": x must be [B, d] with d >= 1, got ", describe(x));
+  check_value(x.dim() == 2 && x.size(1) >= 1, op, ": x must be [B, d] with d >= 1, got ", describe(x));
   check_tensor(op, "x", x, {-1, -1}, "[B, d]", x.scalar_type(), x);
-  check(kind >= 0 && kind <= 2, op, ": kind must be 0 (fourier), 1 (positive) or 2 (quadratic), got ", kind);
+  check_value(kind >= 0 && kind <= 2, op, ": kind must be 0 (fourier), 1 (positive) or 2 (quadratic), got ", kind);
   Map map{RffKind(kind), 0, 0, 0.0, shift, alpha};
   const int64_t d = x.size(1);
   if (map.kind == RffKind::kQuadratic) {
-    check(!omega.has_value(), op, ": omega must be None for kind 2 (quadratic), got a tensor");
-    check(d <= kRffMostQuadratic, op, ": x must be [B, d] with d <= ", kRffMostQuadratic,
-          " for kind 2 (quadratic), got ", describe(x));
-    check(alpha > 0 && alpha < 1e30, op, ": alpha must be positive and finite, got ", alpha);
+    check_value(!omega.has_value(), op, ": omega must be None for kind 2 (quadratic), got a tensor");
+    check_value(d <= kRffMostQuadratic, op, ": x must be [B, d] with d <= ", kRffMostQuadratic,
+                " for kind 2 (quadratic), got ", describe(x));
+    check_value(alpha > 0 && alpha < 1e30, op, ": alpha must be positive and finite, got ", alpha);
   } else {
-    check(omega.has_value(), op, ": omega must be [D, ", d, "], got None");
+    check_value(omega.has_value(), op, ": omega must be [D, ", d, "], got None");
     check_tensor(op, "omega", *omega, {-1, d}, "[D, d]", acc_type(x.scalar_type()), x);
     map.num_features = omega->size(0);
-    check(map.num_features >= 1, op, ": omega must be [D, d] with D >= 1, got ", describe(*omega));
+    check_value(map.num_features >= 1, op, ": omega must be [D, d] with D >= 1, got ", describe(*omega));
   }
   if (map.kind == RffKind::kPositive) {
-    check(nu > 0 && nu < 1e30, op, ": nu must be positive and finite, got ", nu);
-    check(shift > -1e30 && shift < 1e30, op, ": shift must be finite, got ", shift);
+    check_value(nu > 0 && nu < 1e30, op, ": nu must be positive and finite, got ", nu);
+    check_value(shift > -1e30 && shift < 1e30, op, ": shift must be finite, got ", shift);
     map.decay = gaussian ? nu : nu / 2;
   }
   map.width = rff_num_numbers(map.kind, d, map.num_features);
@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensor> rff_bwd(Tensor grad, Tensor x, MaybeTensor omega, Ten
   const int64_t B = x.size(0), d = x.size(1), D = map.num_features;
   check_tensor(op, "grad", grad, {B, map.width}, "[B, F]", acc, x);
   check_tensor(op, "features", features, {B, map.width}, "[B, F]", acc, x);
-  check(!need_omega || omega.has_value(), op, ": need_omega must be False for kind 2 (quadratic), got True");
+  check_value(!need_omega || omega.has_value(), op, ": need_omega must be False for kind 2 (quadratic), got True");
   Tensor d_x = empty(x, {need_x ? B : 0, d}, x.scalar_type());
   Tensor d_omega = empty(x, {0, d}, acc);
   if (B == 0) {

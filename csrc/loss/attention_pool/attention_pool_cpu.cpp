@@ -7,29 +7,30 @@
 
 namespace samplex::cpu {
 
+namespace {
+
+void attention_pool_range_scalar(const AttentionPoolParams& params, int64_t begin, int64_t end) {
+  dispatch_dtype("attention_pool", params.dtype,
+                 [&](auto tag) { attention_pool_range<typename decltype(tag)::type>(params, begin, end); });
+}
+
+void attention_pool_rows_scalar(const AttentionPoolRowsParams& params, int64_t begin, int64_t end) {
+  params.double_acc ? attention_pool_rows<double>(params, begin, end) : attention_pool_rows<float>(params, begin, end);
+}
+
+}  // namespace
+
 void launch_attention_pool(const AttentionPoolParams& params) {
-  const SimdLevel level = params.dtype == DType::kFloat64 ? SimdLevel::kScalar : simd_level();
+  const auto body = SX_SIMD_BODY(simd_level_unless(params.dtype == DType::kFloat64), attention_pool_range);
   const int64_t work = params.length * params.dim;
-  parallel_for_shared(params.batch, 1 + (1 << 16) / (work + 1), [&](int64_t begin, int64_t end) {
-#ifdef SAMPLEX_X86_SIMD
-    if (level == SimdLevel::kAvx512) return attention_pool_range_avx512(params, begin, end);
-    if (level == SimdLevel::kAvx2) return attention_pool_range_avx2(params, begin, end);
-#endif
-    dispatch_dtype("attention_pool", params.dtype,
-                   [&](auto tag) { attention_pool_range<typename decltype(tag)::type>(params, begin, end); });
-  });
+  parallel_for_shared(params.batch, 1 + (1 << 16) / (work + 1),
+                      [&](int64_t begin, int64_t end) { body(params, begin, end); });
 }
 
 void launch_attention_pool_rows(const AttentionPoolRowsParams& params) {
-  const SimdLevel level = params.double_acc ? SimdLevel::kScalar : simd_level();
-  parallel_for_shared(params.count[0], 1 + (1 << 15) / (params.dim + 1), [&](int64_t begin, int64_t end) {
-#ifdef SAMPLEX_X86_SIMD
-    if (level == SimdLevel::kAvx512) return attention_pool_rows_avx512(params, begin, end);
-    if (level == SimdLevel::kAvx2) return attention_pool_rows_avx2(params, begin, end);
-#endif
-    params.double_acc ? attention_pool_rows<double>(params, begin, end)
-                      : attention_pool_rows<float>(params, begin, end);
-  });
+  const auto body = SX_SIMD_BODY(simd_level_unless(params.double_acc), attention_pool_rows);
+  parallel_for_shared(params.count[0], 1 + (1 << 15) / (params.dim + 1),
+                      [&](int64_t begin, int64_t end) { body(params, begin, end); });
 }
 
 namespace {

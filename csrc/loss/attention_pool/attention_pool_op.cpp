@@ -4,9 +4,9 @@
 // 2), and only then become rows, each written once. No [B, T, d] and no [S, d] tensor exists on any path.
 #include <tuple>
 
+#include "common/calls.h"
 #include "common/ids.h"
 #include "loss/attention_pool/attention_pool_params.h"
-#include "update/row_reduce/row_reduce_op.h"
 
 namespace samplex::glue {
 namespace {
@@ -29,8 +29,9 @@ Forward attention_pool(const Tensor& ids, const Tensor& table, const Tensor& que
   const int64_t B = ids.size(0), T = ids.size(1);
   check_tensor(op, "query", query, {d}, "[d]", acc, table);
   check_tensor(op, "value", value, {d}, "[d]", acc, table);
-  check(B < (int64_t(1) << 31) && T < (int64_t(1) << 31), op, ": B and T must stay below 2^31, got ", describe(ids));
-  check(need_grad || !need_vectors, op, ": need_vectors must be False without need_grad, got True");
+  check_value(B < (int64_t(1) << 31) && T < (int64_t(1) << 31), op, ": B and T must stay below 2^31, got ",
+              describe(ids));
+  check_value(need_grad || !need_vectors, op, ": need_vectors must be False without need_grad, got True");
   check_ids(op, "ids", ids, S, " or -1, -100 for padding", is_padding);
 
   Forward result{empty(table, {B}, acc), empty_pooled(table, {need_grad ? B : 0, T, 2}, acc),
@@ -61,8 +62,8 @@ Backward attention_pool_bwd(const Tensor& grad, const Tensor& ids, const Tensor&
   constexpr const char* op = "attention_pool_bwd";
   begin_op();
   const ScalarType acc = query.scalar_type();
-  check(acc == ScalarType::Float || acc == ScalarType::Double, op, ": query must be float32 or float64, got ",
-        describe(query));
+  check_type(acc == ScalarType::Float || acc == ScalarType::Double, op, ": query must be float32 or float64, got ",
+             describe(query));
   check_tensor(op, "query", query, {-1}, "[d]", acc, query);
   const int64_t d = query.size(0);
   check_tensor(op, "value", value, {d}, "[d]", acc, query);
@@ -71,7 +72,7 @@ Backward attention_pool_bwd(const Tensor& grad, const Tensor& ids, const Tensor&
   check_tensor(op, "grad", grad, {B}, "[B]", acc, query);
   check_tensor(op, "coefs", coefs, {B, T, 2}, "[B, T, 2]", acc, query);
   if (need_vectors) check_tensor(op, "sums", sums, {B, 2, d}, "[B, 2, d]", acc, query);
-  check(num_rows >= 0, op, ": num_rows must be >= 0, got ", num_rows);
+  check_value(num_rows >= 0, op, ": num_rows must be >= 0, got ", num_rows);
   if (need_rows) check_ids(op, "ids", ids, num_rows, " or -1, -100 for padding", is_padding);
   const bool is_double = acc == ScalarType::Double;
 
@@ -88,11 +89,6 @@ Backward attention_pool_bwd(const Tensor& grad, const Tensor& ids, const Tensor&
     SX_RUN(op, query, launch_attention_pool_vectors, vectors);
   }
 
-  RowReduceParams reduce{};
-  reduce.dim = 2;
-  reduce.num_rows = need_rows ? num_rows : 0;
-  reduce.double_acc = is_double;
-  reduce.source[0].entries_per_row = reduce.source[1].entries_per_row = 1;
   const int64_t entries = need_rows ? B * T : 0;
   const Tensor scaled = empty_pooled(query, {entries, 2}, acc);
   if (entries > 0) {
@@ -104,10 +100,12 @@ Backward attention_pool_bwd(const Tensor& grad, const Tensor& ids, const Tensor&
     scale.length = T;
     scale.double_acc = is_double;
     SX_RUN(op, query, launch_attention_pool_scale, scale);
-    const DType acc_tag = is_double ? DType::kFloat64 : DType::kFloat32;
-    reduce.source[0] = {in<int64_t>(ids), nullptr, in_any(scaled), entries, 1, acc_tag};
   }
-  const RowGradients pairs = run_row_reduce(op, reduce, query, false);
+  const std::optional<Tensor> none;
+  const Tensor no_ids = empty(query, {0}, ScalarType::Long), no_pairs = empty(query, {0, 2}, acc);
+  const Tensor flat_ids = entries > 0 ? torch::stable::flatten(ids) : no_ids;
+  const RowGradients pairs =
+      call_row_reduce({flat_ids, none, scaled}, {no_ids, none, no_pairs}, none, need_rows ? num_rows : 0, false);
   const int64_t capacity = pairs.row_ids.size(0);
   Tensor rows = empty_pooled(query, {capacity, d}, acc);
   if (capacity > 0 && d > 0) {
@@ -122,7 +120,7 @@ Backward attention_pool_bwd(const Tensor& grad, const Tensor& ids, const Tensor&
     expand.dim = d;
     expand.double_acc = is_double;
     const bool aligned = reinterpret_cast<uintptr_t>(expand.rows) % 64 == 0;
-    expand.stream = aligned && d % 16 == 0 && size_t(capacity * d) * rows.element_size() >= kStreamSmallest;
+    expand.stream = aligned && d % 16 == 0 && size_t(capacity * d) * rows.element_size() >= kStreamRowsSmallest;
     SX_RUN(op, query, launch_attention_pool_rows, expand);
   }
   return {pairs.row_ids, rows, pairs.count, d_query, d_value};

@@ -12,9 +12,9 @@
 // bits every time.
 #pragma once
 
-#include "loss/fused/fused_loss_kernel.cuh"
 #include "common/vec_load.cuh"
 #include "loss/entry_loss/entry_loss_math.h"
+#include "loss/fused/fused_loss_kernel.cuh"
 
 namespace samplex {
 namespace SX_BACKEND_NS {

@@ -19,8 +19,8 @@ constexpr const char* kNames[] = {"negative_sampling", "nce", "one_vs_each", "au
 constexpr const char* kBackwardNames[] = {"negative_sampling_bwd", "nce_bwd", "one_vs_each_bwd", "augment_reduce_bwd"};
 
 EntryLoss kind_of(const char* op, int64_t code) {
-  check(code >= 0 && code <= 3, op,
-        ": kind must be 0 (negative_sampling), 1 (nce), 2 (one_vs_each) or 3 (augment_reduce), got ", code);
+  check_value(code >= 0 && code <= 3, op,
+              ": kind must be 0 (negative_sampling), 1 (nce), 2 (one_vs_each) or 3 (augment_reduce), got ", code);
   return EntryLoss(code);
 }
 
@@ -51,23 +51,24 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   const Reduction reduction = reduction_of(op, reduction_code);
   const int64_t P = check_target(op, target, B, weight);
   const bool shared = ids.dim() == 1;
-  check(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
+  check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
   const int64_t m = ids.size(ids.dim() - 1);
   const Shape draws = shared ? Shape{m} : Shape{B, m};
   check_tensor(op, "ids", ids, draws, shared ? "[m]" : "[B, m]", ScalarType::Long, weight);
   check_tensor(op, "log_q", log_q, draws, shared ? "[m]" : "[B, m]", acc, weight);
-  check(P + m < (int64_t(1) << 31) - 1, op, ": targets and draws of a row must stay below 2^31, got ", P + m);
-  check(reg >= 0, op, ": reg must be at least 0, got ", reg);
-  check(reg == 0 || kind == EntryLoss::kNegativeSampling, op, ": reg must be 0, got ", reg);
-  check(reg == 0 || target_log_q.has_value(), op, ": target_log_q must be [B] where reg is not 0, got None");
-  check(kind != EntryLoss::kNce || target_log_q.has_value(), op, ": target_log_q must be [B], got None");
+  check_value(P + m < (int64_t(1) << 31) - 1, op, ": targets and draws of a row must stay below 2^31, got ", P + m);
+  check_value(reg >= 0, op, ": reg must be at least 0, got ", reg);
+  check_value(reg == 0 || kind == EntryLoss::kNegativeSampling, op, ": reg must be 0, got ", reg);
+  check_value(reg == 0 || target_log_q.has_value(), op, ": target_log_q must be [B] where reg is not 0, got None");
+  check_value(kind != EntryLoss::kNce || target_log_q.has_value(), op, ": target_log_q must be [B], got None");
   if (target_log_q) {
     const bool one = target.dim() == 1;
     check_tensor(op, "target_log_q", *target_log_q, one ? Shape{B} : Shape{B, P}, one ? "[B]" : "[B, P]", acc, weight);
   }
-  check(kind != EntryLoss::kAugmentReduce || log_eta.has_value(), op, ": log_eta must be [B], got None");
+  check_value(kind != EntryLoss::kAugmentReduce || log_eta.has_value(), op, ": log_eta must be [B], got None");
   if (log_eta) check_tensor(op, "log_eta", *log_eta, {B}, "[B]", acc, weight);
-  check(known_offsets.has_value() == known_ids.has_value(), op, ": known_offsets and known_ids must come together");
+  check_value(known_offsets.has_value() == known_ids.has_value(), op,
+              ": known_offsets and known_ids must come together");
   if (known_offsets) {
     check_tensor(op, "known_offsets", *known_offsets, {B + 1}, "[B + 1]", ScalarType::Long, weight);
     check_tensor(op, "known_ids", *known_ids, {-1}, "[n]", ScalarType::Long, weight);
@@ -150,7 +151,7 @@ LossGradients entry_loss_bwd(const Tensor& grad_loss, const Tensor& hidden, cons
   const Reduction reduction = reduction_of(op, reduction_code);
   const int64_t P = check_target(op, target, B, hidden);
   const bool shared = ids.dim() == 1;
-  check(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
+  check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
   const int64_t m = ids.size(ids.dim() - 1);
   check_tensor(op, "ids", ids, shared ? Shape{m} : Shape{B, m}, shared ? "[m]" : "[B, m]", ScalarType::Long, hidden);
   const bool reduced = reduction != Reduction::kNone;

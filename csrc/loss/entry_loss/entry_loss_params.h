@@ -21,8 +21,8 @@
 #include <cstdint>
 
 #include "common/dtype.h"
-#include "loss/fused/fused_loss_params.h"
 #include "common/launchers.h"
+#include "loss/fused/fused_loss_params.h"
 
 namespace samplex {
 

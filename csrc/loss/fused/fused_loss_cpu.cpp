@@ -1,6 +1,6 @@
 // CPU launchers of what fused losses share: the sum over the batch, and the backward.
-#include "loss/fused/fused_loss_math.h"
 #include "common/parallel.h"
+#include "loss/fused/fused_loss_math.h"
 
 namespace samplex::cpu {
 namespace {

@@ -7,8 +7,8 @@
 
 #include <cstdio>
 
-#include "loss/fused/fused_loss_math.h"
 #include "common/warp.cuh"
+#include "loss/fused/fused_loss_math.h"
 
 namespace samplex {
 namespace SX_BACKEND_NS {

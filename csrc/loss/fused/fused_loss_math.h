@@ -1,8 +1,8 @@
 // Formulas of the reduction and the backward that the CPU and the GPU side share.
 #pragma once
 
-#include "loss/fused/fused_loss_params.h"
 #include "common/numeric.h"
+#include "loss/fused/fused_loss_params.h"
 
 namespace samplex {
 inline namespace SX_ISA_NS {

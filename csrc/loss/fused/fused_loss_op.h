@@ -5,9 +5,8 @@
 #include <algorithm>
 #include <tuple>
 
+#include "common/calls.h"
 #include "loss/fused/fused_loss_params.h"
-#include "common/glue.h"
-#include "update/row_reduce/row_reduce_op.h"
 
 namespace samplex::glue {
 
@@ -17,10 +16,7 @@ inline Tensor gather_rows(const Tensor& weight, const Tensor& ids) {
   const Shape shape{ids.size(0), weight.size(1)};
   const Tensor rows =
       wide ? empty_pooled(weight, shape, weight.scalar_type()) : empty(weight, shape, weight.scalar_type());
-  std::array<StableIValue, 4> stack{torch::stable::detail::from(weight), torch::stable::detail::from(int64_t(0)),
-                                    torch::stable::detail::from(ids), torch::stable::detail::from(rows)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::index_select", "out", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return tensor_of(call_op("aten::index_select", "out", weight, int64_t(0), ids, rows)[0]);
 }
 
 inline Tensor as_acc(const Tensor& t) {
@@ -31,10 +27,7 @@ inline Tensor as_acc(const Tensor& t) {
 // result [n, p] = a [n, k] times b [k, p]. mm.out and not matmul: under autocast the functional overloads answer in
 // half precision.
 inline Tensor product_into(const Tensor& result, const Tensor& a, const Tensor& b) {
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
-                                    torch::stable::detail::from(result)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return tensor_of(call_op("aten::mm", "out", a, b, result)[0]);
 }
 
 inline Tensor product(const Tensor& a, const Tensor& b) {
@@ -97,7 +90,7 @@ inline Tensor view_of(const Tensor& saved, int64_t offset, int64_t rows, int64_t
 }
 
 inline Reduction reduction_of(const char* op, int64_t code) {
-  check(code >= 0 && code <= 2, op, ": reduction must be 0 (none), 1 (mean) or 2 (sum), got ", code);
+  check_value(code >= 0 && code <= 2, op, ": reduction must be 0 (none), 1 (mean) or 2 (sum), got ", code);
   return Reduction(code);
 }
 
@@ -230,32 +223,24 @@ inline LossGradients run_loss_backward(const char* op, const LossBackward& x, co
                                        int64_t num_classes, bool need_rows, bool with_bias) {
   const LossEntries e = run_loss_entries(op, x, at, P, need_rows, with_bias);
   const auto& [grad_loss, grad_lse, hidden, target, ids, saved] = x;
-  const DType dtype = dtype_tag(op, "hidden", hidden);
   const ScalarType acc = acc_type(hidden.scalar_type());
-  const int64_t B = hidden.size(0), d = hidden.size(1), m = ids.size(ids.dim() - 1);
-  const bool shared = ids.dim() == 1;
-  RowReduceParams rows{};
-  rows.dim = d;
-  rows.num_rows = num_classes;
-  rows.double_acc = acc == ScalarType::Double;
+  const int64_t d = hidden.size(1);
   if (!need_rows) {
-    rows.num_rows = 0;
-    RowGradients none{empty(hidden, {0}, ScalarType::Long), empty(hidden, {0, d}, acc), empty(hidden, {0}, acc),
-                      empty(hidden, {1}, ScalarType::Long)};
-    torch::stable::zero_(none.count);
-    return {e.d_hidden, none.row_ids, none.row_grads, none.row_bias, none.count};
+    Tensor count = empty(hidden, {1}, ScalarType::Long);
+    torch::stable::zero_(count);
+    return {e.d_hidden, empty(hidden, {0}, ScalarType::Long), empty(hidden, {0, d}, acc), empty(hidden, {0}, acc),
+            count};
   }
-  rows.source[0] = {in<int64_t>(target), in_any(e.coef_target), in_any(hidden), B * P, std::max<int64_t>(P, 1), dtype};
-  if (e.draw_rows) {
-    const DType acc_tag = acc == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
-    rows.source[1] = {in<int64_t>(ids), nullptr, in_any(*e.draw_rows), m, 1, acc_tag};
-    if (e.draw_bias) rows.source[1].bias = in_any(*e.draw_bias);
-  } else {
-    rows.source[1] = {in<int64_t>(ids),   in_any(e.coef_draw),     in_any(hidden),
-                      shared ? 0 : B * m, std::max<int64_t>(m, 1), dtype};
-  }
-  RowGradients g = run_row_reduce(op, rows, hidden, with_bias);
-  return {e.d_hidden, g.row_ids, g.row_grads, g.row_bias, g.count};
+  const RowSource targets{target, e.coef_target, hidden};
+  const std::optional<Tensor> none;
+  const auto reduce = [&](const RowSource& draws, const std::optional<Tensor>& draw_bias) -> LossGradients {
+    const RowGradients g = call_row_reduce(targets, draws, draw_bias, num_classes, with_bias);
+    return {e.d_hidden, g.row_ids, g.row_grads, g.row_bias, g.count};
+  };
+  if (e.draw_rows) return reduce({ids, none, *e.draw_rows}, e.draw_bias);
+  if (ids.dim() == 2) return reduce({ids, e.coef_draw, hidden}, none);
+  // Shared draws, of which there are none, or nobody to share them.
+  return reduce({empty(hidden, {0}, ScalarType::Long), none, empty(hidden, {0, d}, acc)}, none);
 }
 
 }  // namespace samplex::glue

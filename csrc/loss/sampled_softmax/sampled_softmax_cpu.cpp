@@ -5,17 +5,20 @@
 
 namespace samplex::cpu {
 
+namespace {
+
+void sampled_softmax_rows_scalar(const SampledSoftmaxParams& params, int64_t begin, int64_t end) {
+  dispatch_dtype("sampled_softmax", params.dtype,
+                 [&](auto tag) { sampled_softmax_rows<typename decltype(tag)::type>(params, begin, end); });
+}
+
+}  // namespace
+
 void launch_sampled_softmax(const SampledSoftmaxParams& params) {
-  const SimdLevel level = params.dtype == DType::kFloat64 ? SimdLevel::kScalar : simd_level();
+  const auto body = SX_SIMD_BODY(simd_level_unless(params.dtype == DType::kFloat64), sampled_softmax_rows);
   const int64_t work = (params.num_targets + params.num_samples) * params.dim;
-  parallel_for_shared(params.batch, 1 + (1 << 16) / (work + 1), [&](int64_t begin, int64_t end) {
-#ifdef SAMPLEX_X86_SIMD
-    if (level == SimdLevel::kAvx512) return sampled_softmax_rows_avx512(params, begin, end);
-    if (level == SimdLevel::kAvx2) return sampled_softmax_rows_avx2(params, begin, end);
-#endif
-    dispatch_dtype("sampled_softmax", params.dtype,
-                   [&](auto tag) { sampled_softmax_rows<typename decltype(tag)::type>(params, begin, end); });
-  });
+  parallel_for_shared(params.batch, 1 + (1 << 16) / (work + 1),
+                      [&](int64_t begin, int64_t end) { body(params, begin, end); });
 }
 
 }  // namespace samplex::cpu

@@ -17,7 +17,9 @@ inline namespace SX_ISA_NS {
 // ------------------------------------------------------------------------------------------------ scratch of a thread
 template <typename A>
 struct Scratch {
-  A *h, *push, *pull, *logits, *shares, *signs;
+  A *h, *push, *pull, *logits;
+  A *shares, *signs;           // `run`: the weight of each entry in the loss; with `absolute`, the sign of its logit
+  A *draw_bias, *corrections;  // `run_shared`, in the same memory: bias and correction of each draw, equal for all rows
   int64_t* ids;
   void* memory;
 
@@ -31,6 +33,8 @@ struct Scratch {
     logits = pull + row;
     shares = logits + list;
     signs = shares + list;
+    draw_bias = shares;
+    corrections = signs;
     ids = reinterpret_cast<int64_t*>(signs + list);
   }
   ~Scratch() { std::free(memory); }
@@ -73,9 +77,8 @@ struct SampledSoftmaxRow {
                    params.coef_lse == nullptr && params.num_samples > 0 && can_run_plain(params.dim)) {
     if (!plain_shared) return;
     const A* log_q = static_cast<const A*>(p.log_q);
-    for (int64_t k = 0; k < m; ++k) s.signs[k] = correction(log_q[k]);
-    // Once for all rows; `shares` is free here.
-    for (int64_t k = 0; k < m; ++k) s.shares[k] = load_scalar<A>(p.bias, p.ids[k], A(0));
+    for (int64_t k = 0; k < m; ++k) s.corrections[k] = correction(log_q[k]);
+    for (int64_t k = 0; k < m; ++k) s.draw_bias[k] = load_scalar<A>(p.bias, p.ids[k], A(0));
   }
 
   // inf in log_q would silently drop the draw (or win it all): 0 * inf makes it nan, so that the bad row shows.
@@ -183,7 +186,7 @@ struct SampledSoftmaxRow {
   }
 
   // Shared draws, one target, nothing else: the products of the draws are there, and what is left is a softmax in two
-  // passes over them. The corrections are the same for every row and were made once (s.signs).
+  // passes over them. Bias and corrections of the draws are the same for every row and were made once.
   void run_shared(int64_t b) {
     const int64_t target = p.target[b];
     constexpr int64_t kAhead = 4;
@@ -201,7 +204,7 @@ struct SampledSoftmaxRow {
     int64_t hits = 0;
     for (int64_t k = 0; k < m; ++k) hits += p.ids[k] == target;
     product[0] += load_scalar<A>(p.bias, target, A(0));
-    for (int64_t k = 0; k < m; ++k) logits[k] = (logits[k] + s.shares[k]) * scale + s.signs[k];
+    for (int64_t k = 0; k < m; ++k) logits[k] = (logits[k] + s.draw_bias[k]) * scale + s.corrections[k];
     if (hits > 0) {
       for (int64_t k = 0; k < m; ++k) logits[k] = p.ids[k] == target ? kOut : logits[k];
     }
@@ -262,7 +265,7 @@ struct SampledSoftmaxRow {
 
   // One target, draws of its own, nothing else. Groups of eight draws, each scored while the one before enters the
   // online softmax: the way from products to coefficients is long, and would stand between two groups. Half of the
-  // prefetches go before the scores, half before the sums, so that memory never rests. False: a case for `run`.
+  // prefetches go before the scores, half before the sums, to keep loads in flight. False: a case for `run`.
   bool run_plain(int64_t b) {
     const int64_t target = p.target[b], *const ids = p.ids + b * m;
     if (b + 1 < p.batch && uint64_t(p.target[b + 1]) < uint64_t(p.num_classes)) {

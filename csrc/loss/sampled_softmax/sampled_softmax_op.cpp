@@ -37,15 +37,16 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   check_tensor(kOp, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, -1}, target.dim() == 1 ? "[B]" : "[B, P]",
                ScalarType::Long, weight);
   const bool shared = ids.dim() == 1;
-  check(ids.dim() == 1 || ids.dim() == 2, kOp, ": ids must be [B, m] or [m], got ", describe(ids));
+  check_value(ids.dim() == 1 || ids.dim() == 2, kOp, ": ids must be [B, m] or [m], got ", describe(ids));
   const int64_t m = ids.size(ids.dim() - 1);
   const Shape draws = shared ? Shape{m} : Shape{B, m};
   check_tensor(kOp, "ids", ids, draws, shared ? "[m]" : "[B, m]", ScalarType::Long, weight);
   check_tensor(kOp, "log_q", log_q, draws, shared ? "[m]" : "[B, m]", acc, weight);
-  check(P + m < (int64_t(1) << 31), kOp, ": targets and draws of a row must stay below 2^31, got ", P + m);
-  check(label_smoothing >= 0 && label_smoothing <= 1, kOp, ": label_smoothing must be in [0, 1], got ",
-        label_smoothing);
-  check(known_offsets.has_value() == known_ids.has_value(), kOp, ": known_offsets and known_ids must come together");
+  check_value(P + m < (int64_t(1) << 31), kOp, ": targets and draws of a row must stay below 2^31, got ", P + m);
+  check_value(label_smoothing >= 0 && label_smoothing <= 1, kOp, ": label_smoothing must be in [0, 1], got ",
+              label_smoothing);
+  check_value(known_offsets.has_value() == known_ids.has_value(), kOp,
+              ": known_offsets and known_ids must come together");
   if (known_offsets) {
     check_tensor(kOp, "known_offsets", *known_offsets, {B + 1}, "[B + 1]", ScalarType::Long, weight);
     check_tensor(kOp, "known_ids", *known_ids, {-1}, "[n]", ScalarType::Long, weight);
@@ -135,12 +136,12 @@ LossGradients sampled_softmax_bwd(const Tensor& grad_loss, const std::optional<T
   check_tensor(op, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, -1}, target.dim() == 1 ? "[B]" : "[B, P]",
                ScalarType::Long, hidden);
   const bool shared = ids.dim() == 1;
-  check(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
+  check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
   const int64_t m = ids.size(ids.dim() - 1), entries = P + m;
   check_tensor(op, "ids", ids, shared ? Shape{m} : Shape{B, m}, shared ? "[m]" : "[B, m]", ScalarType::Long, hidden);
   const bool reduced = reduction != Reduction::kNone;
   check_tensor(op, "grad_loss", grad_loss, reduced ? Shape{} : Shape{B}, reduced ? "[]" : "[B]", acc, hidden);
-  check(!grad_lse || with_lse, op, ": grad_lse must be None where the forward did not keep lse (with_lse=False)");
+  check_value(!grad_lse || with_lse, op, ": grad_lse must be None where the forward did not keep lse (with_lse=False)");
   if (grad_lse) check_tensor(op, "grad_lse", *grad_lse, {B}, "[B]", acc, hidden);
   const SavedLoss at(B, entries, d, reduction, true, with_lse);
   check_tensor(op, "saved", saved, {at.size}, "what the forward kept", acc, hidden);

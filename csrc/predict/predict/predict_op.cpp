@@ -11,11 +11,11 @@ using MaybeTensor = std::optional<Tensor>;
 PredictChunk chunk_of(const char* op, const Tensor& dots, const MaybeTensor& bias, int64_t first, double scale,
                       bool absolute) {
   const ScalarType acc = dots.scalar_type();
-  check(dots.dim() == 2 && (acc == ScalarType::Float || acc == ScalarType::Double), op,
-        ": dots must be [B, n] float32 or float64, got ", describe(dots));
+  check_type(acc == ScalarType::Float || acc == ScalarType::Double, op,
+             ": dots must be [B, n] float32 or float64, got ", describe(dots));
   check_tensor(op, "dots", dots, {-1, -1}, "[B, n]", acc, dots);
   if (bias) check_tensor(op, "bias", *bias, {dots.size(1)}, "[n]", acc, dots);
-  check(first >= 0, op, ": first must be at least 0, got ", first);
+  check_value(first >= 0, op, ": first must be at least 0, got ", first);
   return {nullptr, nullptr, dots.size(0), dots.size(1), first, scale, absolute, acc == ScalarType::Double};
 }
 
@@ -92,8 +92,8 @@ void predict_topk(Tensor dots, MaybeTensor bias, int64_t first, double scale, bo
   p.chunk = chunk_of(op, dots, bias, first, scale, absolute);
   check_tensor(op, "values", values, {dots.size(0), -1}, "[B, k]", dots.scalar_type(), dots);
   p.k = values.size(1);
-  check(p.k >= 1 && p.k <= kPredictMostK, op, ": values must be [B, k] with k in [1, ", kPredictMostK, "], got ",
-        describe(values));
+  check_value(p.k >= 1 && p.k <= kPredictMostK, op, ": values must be [B, k] with k in [1, ", kPredictMostK, "], got ",
+              describe(values));
   check_tensor(op, "ids", ids, {dots.size(0), p.k}, "[B, k]", ScalarType::Long, dots);
   if (nothing(p.chunk)) return;
   fill(p.chunk, in_any(dots), bias);

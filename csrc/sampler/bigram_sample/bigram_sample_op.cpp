@@ -19,8 +19,8 @@ struct Tables {
 
 const AliasEntry* entries(const char* op, const char* arg, const Tensor& t) {
   const AliasEntry* data = reinterpret_cast<const AliasEntry*>(glue::in<int64_t>(t));
-  glue::check(reinterpret_cast<uintptr_t>(data) % alignof(AliasEntry) == 0, op, ": ", arg, " must be aligned to ",
-              alignof(AliasEntry), " bytes, got a view that is not");
+  glue::check_value(reinterpret_cast<uintptr_t>(data) % alignof(AliasEntry) == 0, op, ": ", arg, " must be aligned to ",
+                    alignof(AliasEntry), " bytes, got a view that is not");
   return data;
 }
 
@@ -32,8 +32,8 @@ BigramSampleParams checked(const char* op, const Tensor& ref, const Tensor& cont
   glue::check_tensor(op, "offsets", t.offsets, {-1}, "[N + 1]", ScalarType::Long, ref);
   glue::check_tensor(op, "pair_ids", t.pair_ids, {-1}, "[nnz]", ScalarType::Long, ref);
   const int64_t classes = t.table.size(0), contexts = t.offsets.size(0) - 1, pairs = t.pair_ids.size(0);
-  glue::check(classes >= 1, op, ": table must have at least one class, got ", glue::describe(t.table));
-  glue::check(contexts >= 0, op, ": offsets must be [N + 1], got ", glue::describe(t.offsets));
+  glue::check_value(classes >= 1, op, ": table must have at least one class, got ", glue::describe(t.table));
+  glue::check_value(contexts >= 0, op, ": offsets must be [N + 1], got ", glue::describe(t.offsets));
   glue::check_tensor(op, "prefix", t.prefix, {classes + 1}, "[C + 1]", ScalarType::Long, ref);
   glue::check_tensor(op, "pair_table", t.pair_table, {pairs, 4}, "[nnz, 4]", ScalarType::Long, ref);
   glue::check_tensor(op, "pair_prefix", t.pair_prefix, {pairs + contexts}, "[nnz + N]", ScalarType::Long, ref);
@@ -47,13 +47,13 @@ BigramSampleParams checked(const char* op, const Tensor& ref, const Tensor& cont
   u.whole = whole_row(StaticLaw::kAlias, classes);
   p.num_contexts = contexts;
   p.num_pairs = pairs;
-  glue::check(u.batch <= kPhiloxMaxRows, op, ": context must have at most 2^32 rows, got ", u.batch);
+  glue::check_value(u.batch <= kPhiloxMaxRows, op, ": context must have at most 2^32 rows, got ", u.batch);
   check_exclude(op, u, exclude, exclude_offsets, ref);
   p.context = glue::in<int64_t>(context);
   if (context.is_cpu()) {
     for (int64_t b = 0; b < u.batch; ++b) {
-      glue::check(p.context[b] >= -1 && p.context[b] < contexts, op, ": context must be -1 or in [0, ", contexts,
-                  "), got ", p.context[b], " in row ", b);
+      glue::check_index(p.context[b] >= -1 && p.context[b] < contexts, op, ": context must be -1 or in [0, ", contexts,
+                        "), got ", p.context[b], " in row ", b);
     }
   }
   u.table = entries(op, "table", t.table);
@@ -82,8 +82,8 @@ std::tuple<Tensor, Tensor> bigram_sample(Tensor key, Tensor context, int64_t num
   const char* op = "bigram_sample";
   glue::begin_op();
   glue::check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, key);
-  glue::check(num_samples >= 0 && num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
-              num_samples);
+  glue::check_value(num_samples >= 0 && num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
+                    num_samples);
   const Tables tables = {table, prefix, offsets, pair_ids, pair_table, pair_prefix, backoff};
   BigramSampleParams p = checked(op, key, context, num_samples, tables, exclude, exclude_offsets);
   p.unigram.key = glue::in<int64_t>(key);
@@ -103,13 +103,14 @@ Tensor bigram_log_prob(Tensor ids, Tensor context, Tensor table, Tensor prefix, 
   glue::check_tensor(op, "ids", ids, {-1, -1}, "[B, n]", ScalarType::Long, ids);
   const Tables tables = {table, prefix, offsets, pair_ids, pair_table, pair_prefix, backoff};
   BigramSampleParams p = checked(op, ids, context, ids.size(1), tables, exclude, exclude_offsets);
-  glue::check(ids.size(0) == p.unigram.batch, op, ": ids must be [B, n] with B = ", p.unigram.batch, ", got ",
-              glue::describe(ids));
+  glue::check_value(ids.size(0) == p.unigram.batch, op, ": ids must be [B, n] with B = ", p.unigram.batch, ", got ",
+                    glue::describe(ids));
   p.unigram.given = glue::in<int64_t>(ids);
   if (ids.is_cpu()) {
     for (int64_t i = 0; i < p.unigram.batch * p.unigram.num_samples; ++i) {
-      glue::check(p.unigram.given[i] >= 0 && p.unigram.given[i] < p.unigram.num_classes, op, ": ids must be in [0, ",
-                  p.unigram.num_classes, "), got ", p.unigram.given[i], " in row ", i / p.unigram.num_samples);
+      glue::check_index(p.unigram.given[i] >= 0 && p.unigram.given[i] < p.unigram.num_classes, op,
+                        ": ids must be in [0, ", p.unigram.num_classes, "), got ", p.unigram.given[i], " in row ",
+                        i / p.unigram.num_samples);
     }
   }
   Tensor log_q = glue::empty(ids, {p.unigram.batch, p.unigram.num_samples}, ScalarType::Float);

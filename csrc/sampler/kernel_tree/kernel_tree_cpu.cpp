@@ -13,33 +13,39 @@ namespace {
 constexpr int64_t kItems = int64_t(1) << 20;  // under way at a time: bounds the scratch memory
 constexpr int64_t kTasks = 16;                // a subtree with more than this share of the items is cut by rows
 
+void kernel_tree_top_scalar(const KernelTreeWork& work, int64_t begin, int64_t end) {
+  kernel_tree_top(work, begin, end);
+}
+
+void kernel_tree_subtree_scalar(const KernelTreeWork& work, KernelTreeGroup root, double* weights, float* scores) {
+  kernel_tree_subtree(work, root, weights, scores);
+}
+
+void kernel_tree_add_scalar(float* to, const float* a, const float* b, int64_t width) {
+  kernel_tree_add(to, a, b, width);
+}
+
+void kernel_tree_change_scalar(float* to, const float* a, const float* b, int64_t width) {
+  kernel_tree_change(to, a, b, width);
+}
+
+void kernel_tree_total_scalar(float* to, const float* rows, int64_t count, int64_t width) {
+  kernel_tree_total(to, rows, count, width);
+}
+
 struct Bodies {
-  decltype(&kernel_tree_top_avx2) top = [](const KernelTreeWork& w, int64_t b, int64_t e) { kernel_tree_top(w, b, e); };
-  decltype(&kernel_tree_subtree_avx2) subtree = [](const KernelTreeWork& w, KernelTreeGroup g, double* weights,
-                                                   float* scores) { kernel_tree_subtree(w, g, weights, scores); };
-  decltype(&kernel_tree_add_avx2) add = [](float* to, const float* a, const float* b, int64_t n) {
-    kernel_tree_add(to, a, b, n);
-  };
-  decltype(&kernel_tree_change_avx2) change = [](float* to, const float* a, const float* b, int64_t n) {
-    kernel_tree_change(to, a, b, n);
-  };
-  decltype(&kernel_tree_total_avx2) total = [](float* to, const float* rows, int64_t count, int64_t n) {
-    kernel_tree_total(to, rows, count, n);
-  };
+  decltype(&kernel_tree_top_scalar) top;
+  decltype(&kernel_tree_subtree_scalar) subtree;
+  decltype(&kernel_tree_add_scalar) add;
+  decltype(&kernel_tree_change_scalar) change;
+  decltype(&kernel_tree_total_scalar) total;
 };
 
 Bodies bodies() {
-  Bodies found;
-#ifdef SAMPLEX_X86_SIMD
-  if (simd_level() == SimdLevel::kAvx2) {
-    found = {&kernel_tree_top_avx2, &kernel_tree_subtree_avx2, &kernel_tree_add_avx2, &kernel_tree_change_avx2,
-             &kernel_tree_total_avx2};
-  } else if (simd_level() == SimdLevel::kAvx512) {
-    found = {&kernel_tree_top_avx512, &kernel_tree_subtree_avx512, &kernel_tree_add_avx512, &kernel_tree_change_avx512,
-             &kernel_tree_total_avx512};
-  }
-#endif
-  return found;
+  const SimdLevel level = simd_level();
+  return {SX_SIMD_BODY(level, kernel_tree_top), SX_SIMD_BODY(level, kernel_tree_subtree),
+          SX_SIMD_BODY(level, kernel_tree_add), SX_SIMD_BODY(level, kernel_tree_change),
+          SX_SIMD_BODY(level, kernel_tree_total)};
 }
 
 size_t work_bytes(const KernelTreeSampleParams& p, int64_t items) {

@@ -22,11 +22,11 @@ int depth_of(const char* op, const Tensor& sums) {
   check_tensor(op, "sums", sums, {-1, -1}, "[2 * leaves, stride]", ScalarType::Float, sums);
   int depth = 0;
   while (depth < kKernelTreeMostDepth && (int64_t(2) << depth) < sums.size(0)) ++depth;
-  check(sums.size(0) == int64_t(2) << depth && sums.size(1) >= 1 && sums.size(1) % kKernelTreeAlign == 0, op,
-        ": sums must be [2 * leaves, stride] with leaves a power of two and stride a multiple of ", kKernelTreeAlign,
-        ", got ", describe(sums));
-  check(reinterpret_cast<uintptr_t>(sums.const_data_ptr()) % 16 == 0, op,
-        ": sums must be aligned to 16 bytes, got a view that is not");
+  check_value(sums.size(0) == int64_t(2) << depth && sums.size(1) >= 1 && sums.size(1) % kKernelTreeAlign == 0, op,
+              ": sums must be [2 * leaves, stride] with leaves a power of two and stride a multiple of ",
+              kKernelTreeAlign, ", got ", describe(sums));
+  check_value(reinterpret_cast<uintptr_t>(sums.const_data_ptr()) % 16 == 0, op,
+              ": sums must be aligned to 16 bytes, got a view that is not");
   return depth;
 }
 
@@ -38,21 +38,23 @@ KernelTree tree_of(const char* op, const Tensor& h, const Tensor& phi, const Ten
   check_tensor(op, "rows", rows, {-1, -1}, "[n, dim]", ScalarType::Float, sums);
   tree.num_classes = rows.size(0);
   tree.dim = rows.size(1);
-  check(tree.num_classes >= 1 && tree.dim >= 1 && tree.dim % kKernelTreeRowAlign == 0, op,
-        ": rows must be [n, dim] with n >= 1 and dim a multiple of ", kKernelTreeRowAlign, ", got ", describe(rows));
-  check(reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0, op,
-        ": rows must be aligned to 16 bytes, got a view that is not");
+  check_value(tree.num_classes >= 1 && tree.dim >= 1 && tree.dim % kKernelTreeRowAlign == 0, op,
+              ": rows must be [n, dim] with n >= 1 and dim a multiple of ", kKernelTreeRowAlign, ", got ",
+              describe(rows));
+  check_value(reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0, op,
+              ": rows must be aligned to 16 bytes, got a view that is not");
   check_tensor(op, "h", h, {-1, tree.dim}, "[B, dim]", ScalarType::Float, sums);
   check_tensor(op, "phi", phi, {h.size(0), tree.stride}, "[B, stride]", ScalarType::Float, sums);
-  check(leaf_size >= 1 && leaf_size <= tree.num_classes, op, ": leaf_size must be in [1, n] = [1, ", tree.num_classes,
-        "], got ", leaf_size);
+  check_value(leaf_size >= 1 && leaf_size <= tree.num_classes, op, ": leaf_size must be in [1, n] = [1, ",
+              tree.num_classes, "], got ", leaf_size);
   const int64_t buckets = (tree.num_classes + leaf_size - 1) / leaf_size, leaves = int64_t(1) << tree.depth;
-  check(buckets <= leaves && (leaves == 1 || buckets > leaves / 2), op, ": sums must be [2 * leaves, stride] with the ",
-        "power of two that holds ", buckets, " leaves of ", leaf_size, " classes, got ", describe(sums));
-  check(kernel >= 0 && kernel <= 2, op, ": kernel must be 0 (gaussian), 1 (exponential) or 2 (quadratic), got ",
-        kernel);
-  check(std::isfinite(scale) && scale > 0.0, op, ": scale must be finite and positive, got ", scale);
-  check(epsilon >= 0.0 && epsilon < 1.0, op, ": epsilon must be in [0, 1), got ", epsilon);
+  check_value(buckets <= leaves && (leaves == 1 || buckets > leaves / 2), op,
+              ": sums must be [2 * leaves, stride] with the ", "power of two that holds ", buckets, " leaves of ",
+              leaf_size, " classes, got ", describe(sums));
+  check_value(kernel >= 0 && kernel <= 2, op, ": kernel must be 0 (gaussian), 1 (exponential) or 2 (quadratic), got ",
+              kernel);
+  check_value(std::isfinite(scale) && scale > 0.0, op, ": scale must be finite and positive, got ", scale);
+  check_value(epsilon >= 0.0 && epsilon < 1.0, op, ": epsilon must be in [0, 1), got ", epsilon);
   tree.leaf_size = leaf_size;
   tree.kernel = LeafKernel(kernel);
   tree.scale = float(scale);
@@ -63,7 +65,7 @@ KernelTree tree_of(const char* op, const Tensor& h, const Tensor& phi, const Ten
 // Excluded classes: rows ascending, -1 for none; values are checked on the CPU only.
 void take_exclude(const char* op, KernelTreeSampleParams& p, const Tensor& h, const MaybeTensor& exclude,
                   const MaybeTensor& offsets) {
-  check(exclude.has_value() || !offsets.has_value(), op, ": exclude_offsets needs exclude, got None");
+  check_value(exclude.has_value() || !offsets.has_value(), op, ": exclude_offsets needs exclude, got None");
   if (!exclude) return;
   if (offsets) {
     check_tensor(op, "exclude", *exclude, {-1}, "[nnz]", ScalarType::Long, h);
@@ -73,7 +75,8 @@ void take_exclude(const char* op, KernelTreeSampleParams& p, const Tensor& h, co
     p.exclude_width = exclude->size(1);
   }
   p.exclude_size = exclude->numel();
-  check(p.exclude_size < int64_t(1) << 32, op, ": exclude must have fewer than 2^32 entries, got ", describe(*exclude));
+  check_value(p.exclude_size < int64_t(1) << 32, op, ": exclude must have fewer than 2^32 entries, got ",
+              describe(*exclude));
   if (p.exclude_size == 0) return;
   p.exclude = in<int64_t>(*exclude);
   p.exclude_offsets = offsets ? in<int64_t>(*offsets) : nullptr;
@@ -81,17 +84,17 @@ void take_exclude(const char* op, KernelTreeSampleParams& p, const Tensor& h, co
   if (offsets) {
     bool ok = p.exclude_offsets[0] == 0 && p.exclude_offsets[p.batch] == p.exclude_size;
     for (int64_t b = 0; b < p.batch; ++b) ok &= p.exclude_offsets[b] <= p.exclude_offsets[b + 1];
-    check(ok, op, ": exclude_offsets must ascend from 0 to ", p.exclude_size, ", got ", p.exclude_offsets[0], " … ",
-          p.exclude_offsets[p.batch]);
+    check_value(ok, op, ": exclude_offsets must ascend from 0 to ", p.exclude_size, ", got ", p.exclude_offsets[0],
+                " … ", p.exclude_offsets[p.batch]);
   }
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t begin = offsets ? p.exclude_offsets[b] : b * p.exclude_width;
     const int64_t end = offsets ? p.exclude_offsets[b + 1] : begin + p.exclude_width;
     for (int64_t i = begin; i < end; ++i) {
-      check(p.exclude[i] >= -1 && p.exclude[i] < p.tree.num_classes, op, ": exclude must be -1 or in [0, ",
-            p.tree.num_classes, "), got ", p.exclude[i], " in row ", b);
-      check(i == begin || p.exclude[i - 1] <= p.exclude[i], op, ": exclude must ascend in each row, got ",
-            p.exclude[i - (i > begin)], " before ", p.exclude[i], " in row ", b);
+      check_index(p.exclude[i] >= -1 && p.exclude[i] < p.tree.num_classes, op, ": exclude must be -1 or in [0, ",
+                  p.tree.num_classes, "), got ", p.exclude[i], " in row ", b);
+      check_value(i == begin || p.exclude[i - 1] <= p.exclude[i], op, ": exclude must ascend in each row, got ",
+                  p.exclude[i - (i > begin)], " before ", p.exclude[i], " in row ", b);
     }
   }
 }
@@ -146,9 +149,9 @@ std::tuple<Tensor, Tensor, Tensor> kernel_tree_sample(Tensor key, Tensor h, Tens
   p.tree = tree_of(op, h, phi, rows, sums, leaf_size, kernel, scale, epsilon);
   p.batch = h.size(0);
   p.num_samples = num_samples;
-  check(p.batch <= kPhiloxMaxRows - 1, op, ": h must have fewer than 2^32 rows, got ", describe(h));
-  check(num_samples >= 0 && num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
-        num_samples);
+  check_value(p.batch <= kPhiloxMaxRows - 1, op, ": h must have fewer than 2^32 rows, got ", describe(h));
+  check_value(num_samples >= 0 && num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
+              num_samples);
   take_exclude(op, p, h, exclude, exclude_offsets);
   p.key = in<int64_t>(key);
   Tensor ids = empty(h, {p.batch, num_samples}, ScalarType::Long);
@@ -171,8 +174,8 @@ Tensor kernel_tree_log_prob(Tensor h, Tensor phi, Tensor ids, Tensor rows, Tenso
   p.tree = tree_of(op, h, phi, rows, sums, leaf_size, kernel, scale, epsilon);
   p.batch = h.size(0);
   check_tensor(op, "ids", ids, {p.batch, -1}, "[B, n]", ScalarType::Long, h);
-  check(p.batch <= kPhiloxMaxRows - 1 && ids.size(1) < int64_t(1) << 32, op, ": ids must have fewer than 2^32 rows ",
-        "and columns, got ", describe(ids));
+  check_value(p.batch <= kPhiloxMaxRows - 1 && ids.size(1) < int64_t(1) << 32, op,
+              ": ids must have fewer than 2^32 rows ", "and columns, got ", describe(ids));
   p.num_samples = ids.size(1);
   check_ids(op, "ids", ids, p.tree.num_classes);
   take_exclude(op, p, h, exclude, exclude_offsets);
@@ -193,10 +196,11 @@ void kernel_tree_build(Tensor sums, Tensor phi, int64_t first, int64_t leaf_size
   p.stride = sums.size(1);
   check_tensor(op, "phi", phi, {-1, p.stride}, "[n, stride]", ScalarType::Float, sums);
   p.count = phi.size(0);
-  check(leaf_size >= 1, op, ": leaf_size must be at least 1, got ", leaf_size);
+  check_value(leaf_size >= 1, op, ": leaf_size must be at least 1, got ", leaf_size);
   const int64_t leaves = int64_t(1) << p.depth, room = leaves > INT64_MAX / leaf_size ? INT64_MAX : leaves * leaf_size;
-  check(first >= 0 && first % leaf_size == 0 && first <= room - p.count, op, ": first must be a multiple of leaf_size ",
-        leaf_size, " and classes [first, first + ", p.count, ") must lie in ", leaves, " leaves, got ", first);
+  check_value(first >= 0 && first % leaf_size == 0 && first <= room - p.count, op,
+              ": first must be a multiple of leaf_size ", leaf_size, " and classes [first, first + ", p.count,
+              ") must lie in ", leaves, " leaves, got ", first);
   p.first = first;
   p.leaf_size = leaf_size;
   if (p.count == 0) return;
@@ -215,16 +219,16 @@ void kernel_tree_update(Tensor sums, Tensor phi, Tensor old, Tensor ids, int64_t
   p.count = ids.size(0);
   check_tensor(op, "phi", phi, {p.count, p.stride}, "[n, stride]", ScalarType::Float, sums);
   check_tensor(op, "old", old, {p.count, p.stride}, "[n, stride]", ScalarType::Float, sums);
-  check(leaf_size >= 1, op, ": leaf_size must be at least 1, got ", leaf_size);
+  check_value(leaf_size >= 1, op, ": leaf_size must be at least 1, got ", leaf_size);
   p.leaf_size = leaf_size;
   if (p.count == 0) return;
   p.ids = in<int64_t>(ids);
   if (ids.is_cpu()) {
     const int64_t leaves = int64_t(1) << p.depth;
     for (int64_t i = 0; i < p.count; ++i) {
-      check(p.ids[i] >= 0 && p.ids[i] / leaf_size < leaves && (i == 0 || p.ids[i - 1] < p.ids[i]), op,
-            ": ids must ascend without repeats and lie in ", leaves, " leaves of ", leaf_size, " classes, got ",
-            p.ids[i], " at position ", i);
+      check_index(p.ids[i] >= 0 && p.ids[i] / leaf_size < leaves && (i == 0 || p.ids[i - 1] < p.ids[i]), op,
+                  ": ids must ascend without repeats and lie in ", leaves, " leaves of ", leaf_size, " classes, got ",
+                  p.ids[i], " at position ", i);
     }
   }
   p.phi = in<float>(phi);
@@ -248,8 +252,8 @@ void kernel_tree_parents(Tensor sums, MaybeTensor leaves) {
     p.leaves = in<int64_t>(*leaves);
     if (leaves->is_cpu()) {
       for (int64_t i = 0; i < p.count; ++i) {
-        check(p.leaves[i] >= 0 && p.leaves[i] < most && (i == 0 || p.leaves[i - 1] <= p.leaves[i]), op,
-              ": leaves must ascend in [0, ", most, "), got ", p.leaves[i], " at position ", i);
+        check_index(p.leaves[i] >= 0 && p.leaves[i] < most && (i == 0 || p.leaves[i - 1] <= p.leaves[i]), op,
+                    ": leaves must ascend in [0, ", most, "), got ", p.leaves[i], " at position ", i);
       }
     }
   }

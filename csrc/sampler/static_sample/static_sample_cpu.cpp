@@ -3,18 +3,14 @@
 #include "common/simd.h"
 #include "sampler/static_sample/static_sample_cpu_rows.h"
 
-namespace samplex {
+namespace samplex::cpu {
+namespace {
 
-#ifdef SAMPLEX_X86_SIMD
-namespace static_sample_avx2 {
-void sample_range(const StaticSampleParams& p, int64_t begin, int64_t end);
+void static_sample_range_scalar(const StaticSampleParams& p, int64_t begin, int64_t end) {
+  static_sample_rows::sample_range(p, begin, end);
 }
-namespace static_sample_avx512 {
-void sample_range(const StaticSampleParams& p, int64_t begin, int64_t end);
-}
-#endif
 
-namespace cpu {
+}  // namespace
 
 void launch_static_sample(const StaticSampleParams& p) {
   if (p.exclude != nullptr) {
@@ -22,13 +18,8 @@ void launch_static_sample(const StaticSampleParams& p) {
       for (int64_t b = begin; b < end; ++b) p.rows[b] = excluded_row(p, b);
     });
   }
-  auto body = &static_sample_baseline::sample_range;
-#ifdef SAMPLEX_X86_SIMD
-  if (simd_level() == SimdLevel::kAvx2) body = &static_sample_avx2::sample_range;
-  if (simd_level() == SimdLevel::kAvx512) body = &static_sample_avx512::sample_range;
-#endif
+  const auto body = SX_SIMD_BODY(simd_level(), static_sample_range);
   parallel_for(p.batch * p.num_samples, 4096, [&](int64_t begin, int64_t end) { body(p, begin, end); });
 }
 
-}  // namespace cpu
-}  // namespace samplex
+}  // namespace samplex::cpu

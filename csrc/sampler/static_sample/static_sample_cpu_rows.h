@@ -5,11 +5,9 @@
 #include "common/philox_many.h"
 #include "sampler/static_sample/static_sample_math.h"
 
-#define SX_CONCAT_(a, b) a##b
-#define SX_CONCAT(a, b) SX_CONCAT_(a, b)
-#define SX_STATIC_NS SX_CONCAT(static_sample_, SX_ISA_NS)
-
-namespace samplex::SX_STATIC_NS {
+namespace samplex {
+inline namespace SX_ISA_NS {
+namespace static_sample_rows {
 
 constexpr int kBlock = 128;  // the block's arrays, about 8 KiB, stay in the first cache
 
@@ -116,7 +114,7 @@ inline void draw_block(const StaticSampleParams& p, const StaticRow& whole, Phil
 }
 
 // Draws (or given ids) begin <= i < end of the flat [B, m] result.
-void sample_range(const StaticSampleParams& p, int64_t begin, int64_t end) {
+inline void sample_range(const StaticSampleParams& p, int64_t begin, int64_t end) {
   const StaticRow whole = whole_row_in_kernel(p);
   if (p.given != nullptr) {
     for (int64_t i = begin; i < end; ++i) {
@@ -143,4 +141,6 @@ void sample_range(const StaticSampleParams& p, int64_t begin, int64_t end) {
   }
 }
 
-}  // namespace samplex::SX_STATIC_NS
+}  // namespace static_sample_rows
+}  // namespace SX_ISA_NS
+}  // namespace samplex

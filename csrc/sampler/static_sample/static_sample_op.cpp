@@ -34,13 +34,13 @@ StaticSampleParams checked_params(StaticLaw law, bool given, const Tensor& ref, 
                                   int64_t num_classes, const Tensor* table, const Tensor* prefix,
                                   const MaybeTensor& exclude, const MaybeTensor& exclude_offsets) {
   const char* op = op_name(law, given);
-  glue::check(batch >= 0 && batch <= kPhiloxMaxRows, op, ": batch must be in [0, 2^32], got ", batch);
+  glue::check_value(batch >= 0 && batch <= kPhiloxMaxRows, op, ": batch must be in [0, 2^32], got ", batch);
   if (!given) {
-    glue::check(num_samples >= 0 && num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
-                num_samples);
+    glue::check_value(num_samples >= 0 && num_samples <= kPhiloxMaxDraws, op,
+                      ": num_samples must be in [0, 2^24], got ", num_samples);
   }
-  glue::check(num_classes >= 1 && num_classes <= kMaxClasses, op, ": num_classes must be in [1, 2^52], got ",
-              num_classes);
+  glue::check_value(num_classes >= 1 && num_classes <= kMaxClasses, op, ": num_classes must be in [1, 2^52], got ",
+                    num_classes);
   StaticSampleParams p = {};
   p.law = law;
   p.batch = batch;
@@ -61,8 +61,8 @@ void take_pointers(StaticSampleParams& p, const Tensor* table, const Tensor* pre
   if (p.law == StaticLaw::kAlias) {
     p.table = reinterpret_cast<const AliasEntry*>(glue::in<int64_t>(*table));
     p.prefix = glue::in<int64_t>(*prefix);
-    glue::check(reinterpret_cast<uintptr_t>(p.table) % alignof(AliasEntry) == 0, op_name(p.law, p.key == nullptr),
-                ": table must be aligned to ", alignof(AliasEntry), " bytes, got a view that is not");
+    glue::check_value(reinterpret_cast<uintptr_t>(p.table) % alignof(AliasEntry) == 0, op_name(p.law, p.key == nullptr),
+                      ": table must be aligned to ", alignof(AliasEntry), " bytes, got a view that is not");
   }
   take_exclude(p, exclude, exclude_offsets);
 }
@@ -106,8 +106,8 @@ Tensor log_prob(StaticLaw law, const Tensor& ids, int64_t num_classes, const Ten
   p.given = glue::in<int64_t>(ids);
   if (ids.is_cpu()) {
     for (int64_t i = 0; i < p.batch * p.num_samples; ++i) {
-      glue::check(p.given[i] >= 0 && p.given[i] < num_classes, op, ": ids must be in [0, ", num_classes, "), got ",
-                  p.given[i], " in row ", i / p.num_samples);
+      glue::check_index(p.given[i] >= 0 && p.given[i] < num_classes, op, ": ids must be in [0, ", num_classes,
+                        "), got ", p.given[i], " in row ", i / p.num_samples);
     }
   }
   take_pointers(p, table, prefix, exclude, exclude_offsets);

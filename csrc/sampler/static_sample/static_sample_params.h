@@ -48,4 +48,10 @@ struct StaticSampleParams {
 
 SX_DECLARE_LAUNCHER(launch_static_sample, StaticSampleParams)
 
+namespace cpu {
+// Bodies by ISA: draws (or given ids) begin <= i < end of the flat [B, m] result.
+void static_sample_range_avx2(const StaticSampleParams& params, int64_t begin, int64_t end);
+void static_sample_range_avx512(const StaticSampleParams& params, int64_t begin, int64_t end);
+}  // namespace cpu
+
 }  // namespace samplex

@@ -8,17 +8,15 @@
 #include "common/philox_many.h"
 #include "sampler/subset_sample/subset_sample_math.h"
 
-#define SX_CONCAT_(a, b) a##b
-#define SX_CONCAT(a, b) SX_CONCAT_(a, b)
-#define SX_SUBSET_NS SX_CONCAT(subset_sample_, SX_ISA_NS)
-
-namespace samplex::SX_SUBSET_NS {
+namespace samplex {
+inline namespace SX_ISA_NS {
+namespace subset_sample_rows {
 
 constexpr int kSteps = 512;    // the most that are made at once: with more, repetitions are usual
 constexpr int kSeenBits = 16;  // the set of what has been seen, by 16 bits of a hash: 8 KiB
 constexpr int kWords = 1 << (kSeenBits - 6);
 
-// The law as it stands. `table` has p.slots places.
+// The distribution, step by step. `table` has p.slots places.
 inline void step_by_step(const SubsetSampleParams& p, PhiloxKey key, int64_t b, unsigned long long* table) {
   const SubsetRow row(p, b);
   const int64_t k = p.num_samples;
@@ -38,7 +36,7 @@ inline void step_by_step(const SubsetSampleParams& p, PhiloxKey key, int64_t b, 
   }
 }
 
-void subset_rows(const SubsetSampleParams& p, int64_t begin, int64_t end, unsigned long long* table) {
+inline void subset_rows(const SubsetSampleParams& p, int64_t begin, int64_t end, unsigned long long* table) {
   const PhiloxKey key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
   const int64_t k = p.num_samples;
   if (k > kSteps) {
@@ -73,4 +71,6 @@ void subset_rows(const SubsetSampleParams& p, int64_t begin, int64_t end, unsign
   }
 }
 
-}  // namespace samplex::SX_SUBSET_NS
+}  // namespace subset_sample_rows
+}  // namespace SX_ISA_NS
+}  // namespace samplex

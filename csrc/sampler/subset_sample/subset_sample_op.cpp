@@ -19,12 +19,12 @@ Tensor subset_sample(Tensor key, int64_t batch, int64_t num_samples, int64_t num
                      std::optional<Tensor> exclude) {
   glue::begin_op();
   glue::check_tensor(kOp, "key", key, {2}, "[2]", ScalarType::Long, key);
-  glue::check(batch >= 0 && batch <= kPhiloxMaxRows, kOp, ": batch must be in [0, 2^32], got ", batch);
-  glue::check(num_classes >= 1, kOp, ": num_classes must be at least 1, got ", num_classes);
+  glue::check_value(batch >= 0 && batch <= kPhiloxMaxRows, kOp, ": batch must be in [0, 2^32], got ", batch);
+  glue::check_value(num_classes >= 1, kOp, ": num_classes must be at least 1, got ", num_classes);
   const int64_t most = std::min(num_classes - int64_t(exclude.has_value()), 2 * kPhiloxMaxDraws);
-  glue::check(num_samples >= 0 && num_samples <= most, kOp, ": num_samples must be in [0, ", most,
-              "] to be distinct among ", num_classes, " classes", exclude ? " without the excluded one" : "", ", got ",
-              num_samples);
+  glue::check_value(num_samples >= 0 && num_samples <= most, kOp, ": num_samples must be in [0, ", most,
+                    "] to be distinct among ", num_classes, " classes", exclude ? " without the excluded one" : "",
+                    ", got ", num_samples);
   SubsetSampleParams p = {};
   p.batch = batch;
   p.num_samples = num_samples;
@@ -35,8 +35,8 @@ Tensor subset_sample(Tensor key, int64_t batch, int64_t num_samples, int64_t num
     p.exclude = glue::in<int64_t>(*exclude);
     if (key.is_cpu()) {
       for (int64_t b = 0; b < batch; ++b) {
-        glue::check(p.exclude[b] >= -1 && p.exclude[b] < num_classes, kOp, ": exclude must be -1 or in [0, ",
-                    num_classes, "), got ", p.exclude[b], " in row ", b);
+        glue::check_index(p.exclude[b] >= -1 && p.exclude[b] < num_classes, kOp, ": exclude must be -1 or in [0, ",
+                          num_classes, "), got ", p.exclude[b], " in row ", b);
       }
     }
   }

@@ -21,4 +21,10 @@ struct SubsetSampleParams {
 
 SX_DECLARE_LAUNCHER(launch_subset_sample, SubsetSampleParams)
 
+namespace cpu {
+// Bodies by ISA: rows [begin, end); `table` has `slots` places.
+void subset_sample_rows_avx2(const SubsetSampleParams& params, int64_t begin, int64_t end, unsigned long long* table);
+void subset_sample_rows_avx512(const SubsetSampleParams& params, int64_t begin, int64_t end, unsigned long long* table);
+}  // namespace cpu
+
 }  // namespace samplex

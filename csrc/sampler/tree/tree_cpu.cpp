@@ -10,21 +10,25 @@
 namespace samplex::cpu {
 namespace {
 
-void sample_rows(const TreeSampleParams& p, int64_t begin, int64_t end) {
+void tree_project_rows_scalar(const TreeProjectParams& p, int64_t begin, int64_t end) {
+  tree_project_rows(p, begin, end);
+}
+
+void tree_sample_rows_scalar(const TreeSampleParams& p, int64_t begin, int64_t end) {
   if (p.tree.dtype == DType::kBFloat16)
     tree_sample_rows<BFloat16>(p, begin, end);
   else
     tree_sample_rows<float>(p, begin, end);
 }
 
-void all_rows(const TreeAllParams& p, int64_t begin, int64_t end, double* minor, double* product) {
+void tree_log_prob_all_rows_scalar(const TreeAllParams& p, int64_t begin, int64_t end, double* minor, double* product) {
   if (p.tree.dtype == DType::kBFloat16)
     tree_log_prob_all_rows<BFloat16>(p, begin, end, minor, product);
   else
     tree_log_prob_all_rows<float>(p, begin, end, minor, product);
 }
 
-const TreeBeamLevel& beam_row(const TreeTopkParams& p, int64_t row, TreeBeamScratch& scratch) {
+const TreeBeamLevel& tree_beam_scalar(const TreeTopkParams& p, int64_t row, TreeBeamScratch& scratch) {
   if (p.tree.dtype == DType::kBFloat16) return tree_beam<BFloat16>(p, row, scratch);
   return tree_beam<float>(p, row, scratch);
 }
@@ -53,47 +57,28 @@ void write_topk(const TreeTopkParams& p, int64_t b, const TreeBeamLevel& leaves,
 }  // namespace
 
 void launch_tree_project(const TreeProjectParams& p) {
-  auto body = &tree_project_rows;
-#ifdef SAMPLEX_X86_SIMD
-  if (simd_level() == SimdLevel::kAvx2) body = &tree_project_rows_avx2;
-  if (simd_level() == SimdLevel::kAvx512) body = &tree_project_rows_avx512;
-#endif
+  const auto body = SX_SIMD_BODY(simd_level(), tree_project_rows);
   parallel_for(p.batch, 1 + (1 << 17) / (1 + p.features * p.dim),
                [&](int64_t begin, int64_t end) { body(p, begin, end); });
 }
 
 void launch_tree_sample(const TreeSampleParams& p) {
-  auto body = &sample_rows;
-#ifdef SAMPLEX_X86_SIMD
-  if (simd_level() == SimdLevel::kAvx2) body = &tree_sample_rows_avx2;
-  if (simd_level() == SimdLevel::kAvx512) body = &tree_sample_rows_avx512;
-#endif
+  const auto body = SX_SIMD_BODY(simd_level(), tree_sample_rows);
   const int64_t work = 1 + p.num_samples * (p.tree.depth + 1);
   parallel_for_shared(p.batch, 1 + 4096 / work, [&](int64_t begin, int64_t end) { body(p, begin, end); });
 }
 
 void launch_tree_log_prob_all(const TreeAllParams& p) {
+  const auto body = SX_SIMD_BODY(simd_level(), tree_log_prob_all_rows);
   const size_t nodes = size_t(2) << p.tree.depth;
   parallel_for(p.batch, 1, [&](int64_t begin, int64_t end) {
     std::vector<double> scratch(2 * nodes);
-#ifdef SAMPLEX_X86_SIMD
-    if (simd_level() == SimdLevel::kAvx512) {
-      return tree_log_prob_all_rows_avx512(p, begin, end, scratch.data(), scratch.data() + nodes);
-    }
-    if (simd_level() == SimdLevel::kAvx2) {
-      return tree_log_prob_all_rows_avx2(p, begin, end, scratch.data(), scratch.data() + nodes);
-    }
-#endif
-    all_rows(p, begin, end, scratch.data(), scratch.data() + nodes);
+    body(p, begin, end, scratch.data(), scratch.data() + nodes);
   });
 }
 
 void launch_tree_topk(const TreeTopkParams& p) {
-  auto body = &beam_row;
-#ifdef SAMPLEX_X86_SIMD
-  if (simd_level() == SimdLevel::kAvx2) body = &tree_beam_avx2;
-  if (simd_level() == SimdLevel::kAvx512) body = &tree_beam_avx512;
-#endif
+  const auto body = SX_SIMD_BODY(simd_level(), tree_beam);
   parallel_for(p.batch, 1, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique<TreeBeamScratch>();
     std::vector<Found> found;

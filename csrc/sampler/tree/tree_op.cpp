@@ -19,7 +19,7 @@ using MaybeTensor = std::optional<Tensor>;
 // Excluded leaves: rows ascending, -1 for none; values are checked on the CPU only.
 MaybeTensor take_exclude(const char* op, TreeSampleParams& p, const Tensor& x, const MaybeTensor& exclude,
                          const MaybeTensor& offsets) {
-  check(exclude.has_value() || !offsets.has_value(), op, ": exclude_offsets needs exclude, got None");
+  check_value(exclude.has_value() || !offsets.has_value(), op, ": exclude_offsets needs exclude, got None");
   if (!exclude) return std::nullopt;
   if (offsets) {
     check_tensor(op, "exclude", *exclude, {-1}, "[nnz]", ScalarType::Long, x);
@@ -37,16 +37,16 @@ MaybeTensor take_exclude(const char* op, TreeSampleParams& p, const Tensor& x, c
     if (offsets) {
       bool ok = p.exclude_offsets[0] == 0 && p.exclude_offsets[p.batch] == p.exclude_size;
       for (int64_t b = 0; b < p.batch; ++b) ok &= p.exclude_offsets[b] <= p.exclude_offsets[b + 1];
-      check(ok, op, ": exclude_offsets must ascend from 0 to ", p.exclude_size, ", got ", p.exclude_offsets[0], " … ",
-            p.exclude_offsets[p.batch]);
+      check_value(ok, op, ": exclude_offsets must ascend from 0 to ", p.exclude_size, ", got ", p.exclude_offsets[0],
+                  " … ", p.exclude_offsets[p.batch]);
     }
     for (int64_t b = 0; b < p.batch; ++b) {
       const int64_t begin = offsets ? p.exclude_offsets[b] : b * p.exclude_width;
       const int64_t end = offsets ? p.exclude_offsets[b + 1] : begin + p.exclude_width;
       for (int64_t i = begin; i < end; ++i) {
-        check(p.exclude[i] >= -1 && p.exclude[i] < leaves && (i == begin || p.exclude[i - 1] <= p.exclude[i]), op,
-              ": exclude must be leaves in [0, ", leaves, ") or -1, ascending in each row, got ", p.exclude[i],
-              " in row ", b);
+        check_index(p.exclude[i] >= -1 && p.exclude[i] < leaves && (i == begin || p.exclude[i - 1] <= p.exclude[i]), op,
+                    ": exclude must be leaves in [0, ", leaves, ") or -1, ascending in each row, got ", p.exclude[i],
+                    " in row ", b);
       }
     }
   }
@@ -78,9 +78,9 @@ Tensor tree_project(Tensor features, Tensor mean, Tensor projection) {
 }
 
 void check_draws(const char* op, const TreeSampleParams& p, const Tensor& x) {
-  check(p.batch <= kPhiloxMaxRows, op, ": x must have at most 2^32 rows, got ", describe(x));
-  check(p.num_samples >= 0 && p.num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
-        p.num_samples);
+  check_value(p.batch <= kPhiloxMaxRows, op, ": x must have at most 2^32 rows, got ", describe(x));
+  check_value(p.num_samples >= 0 && p.num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
+              p.num_samples);
 }
 
 std::tuple<Tensor, Tensor> run_draws(const char* op, TreeSampleParams p, const Tensor& key, const Tensor& x) {
@@ -141,7 +141,7 @@ std::tuple<Tensor, Tensor, Tensor> tree_sample_and_score(Tensor key, Tensor feat
   check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, features);
   TreeSampleParams p{};
   p.tree = tree_table_of(op, "projection", projection, nodes, leaf_class, class_leaf);
-  check(features.dim() == 2, op, ": features must be [B, K] float32, got ", describe(features));
+  check_value(features.dim() == 2, op, ": features must be [B, K] float32, got ", describe(features));
   p.batch = features.size(0);
   p.num_samples = num_samples;
   check_draws(op, p, features);
@@ -181,9 +181,9 @@ std::tuple<Tensor, Tensor> tree_topk(Tensor x, Tensor nodes, Tensor leaf_class, 
   TreeTopkParams p{};
   p.tree = tree_table_of(op, "x", x, nodes, leaf_class, class_leaf);
   p.batch = x.size(0);
-  check(beam >= 1 && beam <= kTreeMostBeam, op, ": beam must be in [1, ", kTreeMostBeam, "], got ", beam);
-  check(k >= 1 && k <= beam && k <= p.tree.num_classes, op, ": k must be in [1, min(beam, C)] = [1, ",
-        beam < p.tree.num_classes ? beam : p.tree.num_classes, "], got ", k);
+  check_value(beam >= 1 && beam <= kTreeMostBeam, op, ": beam must be in [1, ", kTreeMostBeam, "], got ", beam);
+  check_value(k >= 1 && k <= beam && k <= p.tree.num_classes, op, ": k must be in [1, min(beam, C)] = [1, ",
+              beam < p.tree.num_classes ? beam : p.tree.num_classes, "], got ", k);
   p.beam = beam;
   p.k = k;
   p.x = in<float>(x);

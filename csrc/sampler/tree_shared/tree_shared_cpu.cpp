@@ -13,15 +13,11 @@
 namespace samplex::cpu {
 namespace {
 
-using NodeBody = void (*)(const TreeTable&, int64_t, TreeSharedNode&);
-
-NodeBody node_body() {
-#ifdef SAMPLEX_X86_SIMD
-  if (simd_level() == SimdLevel::kAvx512) return &tree_shared_node_avx512;
-  if (simd_level() == SimdLevel::kAvx2) return &tree_shared_node_avx2;
-#endif
-  return &tree_shared_any;
+void tree_shared_node_scalar(const TreeTable& tree, int64_t node, TreeSharedNode& at) {
+  tree_shared_any(tree, node, at);
 }
+
+using NodeBody = decltype(&tree_shared_node_scalar);
 
 // A node some draws have come to.
 struct Place {
@@ -36,7 +32,7 @@ class Descent {
  public:
   explicit Descent(const TreeSharedParams& p)
       : p_(p),
-        body_(node_body()),
+        body_(SX_SIMD_BODY(simd_level(), tree_shared_node)),
         tiles_((p.batch + kTile - 1) / kTile),
         rows_(tiles_ * kTile),
         width_((p.tree.dim + kTreeLanes - 1) / kTreeLanes * kTreeLanes),

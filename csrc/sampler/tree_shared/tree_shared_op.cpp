@@ -36,8 +36,8 @@ std::tuple<Tensor, Tensor> tree_sample_shared(Tensor key, Tensor x, Tensor nodes
   p.tree = tree_table_of(op, "x", x, nodes, leaf_class, class_leaf);
   p.batch = x.size(0);
   p.num_samples = num_samples;
-  check(num_samples >= 0 && num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
-        num_samples);
+  check_value(num_samples >= 0 && num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
+              num_samples);
   p.key = in<int64_t>(key);
   p.stratified = stratified;
   Tensor ids = empty(x, {num_samples}, ScalarType::Long);
@@ -52,7 +52,7 @@ Tensor tree_log_prob_shared(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_clas
   p.tree = tree_table_of(op, "x", x, nodes, leaf_class, class_leaf);
   p.batch = x.size(0);
   check_tensor(op, "ids", ids, {-1}, "[n]", ScalarType::Long, x);
-  check(ids.size(0) < int64_t(1) << 31, op, ": ids must be fewer than 2^31, got ", describe(ids));
+  check_value(ids.size(0) < int64_t(1) << 31, op, ": ids must be fewer than 2^31, got ", describe(ids));
   check_ids(op, "ids", ids, p.tree.num_classes);
   p.num_samples = ids.size(0);
   p.given = in<int64_t>(ids);

@@ -61,7 +61,8 @@ int64_t sorted_ranges(const RowReduceParams& p, void (*body)(const RowReduceRang
   const int64_t split = p.source[0].entries, entries = split + p.source[1].entries;
   const int entry_bits = std::bit_width(uint64_t(entries));
   const int id_bits = std::max(1, int(std::bit_width(uint64_t(std::max<int64_t>(p.num_rows - 1, 1)))));
-  if (entry_bits + id_bits > 64) throw std::runtime_error("row_reduce: entries x num_rows must stay below 2^64");
+  if (entry_bits + id_bits > 64)
+    throw std::runtime_error("ValueError: row_reduce: entries x num_rows must stay below 2^64");
 
   const int64_t parts = std::clamp<int64_t>(entries / 4096, 1, num_threads());
   const int top_bits = std::min(id_bits, kMaxDigitBits), top_shift = entry_bits + id_bits - top_bits;
@@ -161,16 +162,13 @@ int64_t sorted_ranges(const RowReduceParams& p, void (*body)(const RowReduceRang
   return first_row[parts];
 }
 
-template <typename A>
+void row_reduce_range_scalar(const RowReduceParams& p, const RowReduceRange& range) {
+  p.double_acc ? row_reduce_range<double>(p, range) : row_reduce_range<float>(p, range);
+}
+
 void sum_range(const RowReduceRange& range, void* context) {
   const RowReduceParams& p = *static_cast<const RowReduceParams*>(context);
-#ifdef SAMPLEX_X86_SIMD
-  if constexpr (sizeof(A) == 4) {
-    if (simd_level() == SimdLevel::kAvx512) return row_reduce_range_avx512(p, range);
-    if (simd_level() == SimdLevel::kAvx2) return row_reduce_range_avx2(p, range);
-  }
-#endif
-  row_reduce_range<A>(p, range);
+  SX_SIMD_BODY(simd_level_unless(p.double_acc), row_reduce_range)(p, range);
 }
 
 }  // namespace
@@ -180,8 +178,7 @@ int64_t for_sorted_ranges(const RowReduceParams& params, void (*body)(const RowR
 }
 
 void launch_row_reduce(const RowReduceParams& params) {
-  const auto body = params.double_acc ? sum_range<double> : sum_range<float>;
-  params.count[0] = for_sorted_ranges(params, body, const_cast<RowReduceParams*>(&params));
+  params.count[0] = for_sorted_ranges(params, sum_range, const_cast<RowReduceParams*>(&params));
   std::fill(params.row_ids + params.count[0], params.row_ids + params.capacity, int64_t(-1));
 }
 

@@ -1,14 +1,10 @@
-// The row reduction as a step inside other ops' glue.
+// The row reduction as a step inside the glue of this stage; other stages call the op (common/calls.h).
 #pragma once
 
-#include "common/glue.h"
+#include "common/calls.h"
 #include "update/row_reduce/row_reduce_params.h"
 
 namespace samplex::glue {
-
-struct RowGradients {
-  Tensor row_ids, row_grads, row_bias, count;
-};
 
 // Fills the outputs and scratch of `params`, whose sources and sizes are set, and runs it on the backend of `like`.
 RowGradients run_row_reduce(const char* op, RowReduceParams params, const Tensor& like, bool with_bias);

@@ -15,8 +15,6 @@
 namespace samplex {
 
 constexpr int64_t kStreamWidth = 2048;
-// Bytes of rows from which on they are written past the cache: fewer stay there for whoever reads them next. Measured.
-constexpr uint64_t kStreamSmallest = uint64_t(4) << 20;
 
 struct RowReduceSource {
   const int64_t* ids;  // [entries]

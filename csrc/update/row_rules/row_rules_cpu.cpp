@@ -10,7 +10,7 @@ namespace samplex::cpu {
 namespace {
 
 // Rows of a thread: gradients that are summed, and a widened weight row.
-void* buffer_of(const OptimParams& params) {
+void* buffer_of(const RowRulesParams& params) {
   static thread_local std::vector<std::max_align_t> memory;
   const size_t numbers = size_t(kUpdateBuffer * params.dim),
                wanted = numbers * sizeof(double) / sizeof(std::max_align_t) + 1;
@@ -18,33 +18,30 @@ void* buffer_of(const OptimParams& params) {
   return memory.data();
 }
 
+void row_rules_range_scalar(const RowRulesParams& params, const RowReduceRange& range, void* buffer) {
+  row_rules_range_by_type(params, range, buffer);
+}
+
+void row_rules_rows_scalar(const RowRulesParams& params, int64_t begin, int64_t end, void* buffer) {
+  row_rules_rows_by_type(params, begin, end, buffer);
+}
+
 void run_range(const RowReduceRange& range, void* context) {
-  const OptimParams& params = *static_cast<const OptimParams*>(context);
-  void* const buffer = buffer_of(params);
-#ifdef SAMPLEX_X86_SIMD
-  if (simd_level() == SimdLevel::kAvx512) return optim_range_avx512(params, range, buffer);
-  if (simd_level() == SimdLevel::kAvx2) return optim_range_avx2(params, range, buffer);
-#endif
-  optim_range_by_type(params, range, buffer);
+  const RowRulesParams& params = *static_cast<const RowRulesParams*>(context);
+  SX_SIMD_BODY(simd_level(), row_rules_range)(params, range, buffer_of(params));
 }
 
 }  // namespace
 
-void launch_optim_rows(const OptimParams& params) {
+void launch_row_rules_rows(const RowRulesParams& params) {
   const int64_t n = params.count == nullptr || params.count[0] > params.n ? params.n : params.count[0];
   const int64_t chunk = 1 + (1 << 15) / (params.dim + 1);
-  parallel_for_shared(n, chunk, [&](int64_t begin, int64_t end) {
-    void* const buffer = buffer_of(params);
-#ifdef SAMPLEX_X86_SIMD
-    if (simd_level() == SimdLevel::kAvx512) return optim_rows_avx512(params, begin, end, buffer);
-    if (simd_level() == SimdLevel::kAvx2) return optim_rows_avx2(params, begin, end, buffer);
-#endif
-    optim_rows_by_type(params, begin, end, buffer);
-  });
+  const auto body = SX_SIMD_BODY(simd_level(), row_rules_rows);
+  parallel_for_shared(n, chunk, [&](int64_t begin, int64_t end) { body(params, begin, end, buffer_of(params)); });
 }
 
-void launch_optim_entries(const OptimParams& params) {
-  for_sorted_ranges(params.entries, run_range, const_cast<OptimParams*>(&params));
+void launch_row_rules_entries(const RowRulesParams& params) {
+  for_sorted_ranges(params.entries, run_range, const_cast<RowRulesParams*>(&params));
 }
 
 }  // namespace samplex::cpu

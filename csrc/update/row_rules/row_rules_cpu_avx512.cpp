@@ -3,12 +3,12 @@
 
 namespace samplex::cpu {
 
-void optim_range_avx512(const OptimParams& params, const RowReduceRange& range, void* buffer) {
-  optim_range_by_type(params, range, buffer);
+void row_rules_range_avx512(const RowRulesParams& params, const RowReduceRange& range, void* buffer) {
+  row_rules_range_by_type(params, range, buffer);
 }
 
-void optim_rows_avx512(const OptimParams& params, int64_t begin, int64_t end, void* buffer) {
-  optim_rows_by_type(params, begin, end, buffer);
+void row_rules_rows_avx512(const RowRulesParams& params, int64_t begin, int64_t end, void* buffer) {
+  row_rules_rows_by_type(params, begin, end, buffer);
 }
 
 }  // namespace samplex::cpu

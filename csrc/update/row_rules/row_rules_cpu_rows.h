@@ -6,8 +6,8 @@
 #pragma once
 
 #include "common/rows.h"
-#include "update/row_rules/row_rules_math.h"
 #include "update/row_reduce/row_reduce_cpu_rows.h"
+#include "update/row_rules/row_rules_math.h"
 
 namespace samplex {
 inline namespace SX_ISA_NS {
@@ -130,7 +130,7 @@ inline void store_row(T* to, const acc_t<T>* from, int64_t d, const int64_t* key
 
 // Row `id` of the weight by its gradient g; `wide` [d] is scratch for storage types that must be widened.
 template <RowRuleKind Kind, typename T, bool kStream = false, typename G, typename A = acc_t<T>>
-inline void update_row(const OptimParams& p, RuleNumbers<A> r, int64_t id, const G g, A* wide) {
+inline void update_row(const RowRulesParams& p, RuleNumbers<A> r, int64_t id, const G g, A* wide) {
   const int64_t d = p.dim;
   T* const row = static_cast<T*>(p.weight.values) + id * d;
   A* w = wide;
@@ -152,7 +152,7 @@ inline void update_row(const OptimParams& p, RuleNumbers<A> r, int64_t id, const
 
 // SX_ALWAYS_INLINE: see rows.h.
 template <RowRuleKind Kind, typename T>
-SX_ALWAYS_INLINE void prefetch_rows_of(const OptimParams& p, int64_t id, const RowPrefetch& how,
+SX_ALWAYS_INLINE void prefetch_rows_of(const RowRulesParams& p, int64_t id, const RowPrefetch& how,
                                        const RowPrefetch& how_state) {
   using A = acc_t<T>;
   const int64_t at = id * p.dim;
@@ -171,7 +171,7 @@ SX_ALWAYS_INLINE void prefetch_bias(const RowTable& bias, int64_t id) {
 }
 
 template <RowRuleKind Kind, typename T>
-inline void update_given(const OptimParams& p, int64_t begin, int64_t end, acc_t<T>* buffer) {
+inline void update_given(const RowRulesParams& p, int64_t begin, int64_t end, acc_t<T>* buffer) {
   using A = acc_t<T>;
   const RuleNumbers<A> r(p.weight.rule);
   constexpr int64_t kTables = 1 + has_state0(Kind) + has_state1(Kind);
@@ -199,7 +199,7 @@ struct EntryReader {
   const int64_t split;
   const Divider row_of[2];
 
-  EntryReader(const OptimParams& p, const cpu::RowReduceRange& range_)
+  EntryReader(const RowRulesParams& p, const cpu::RowReduceRange& range_)
       : range(range_),
         e(p.entries),
         entry_mask((uint64_t(1) << range_.entry_bits) - 1),
@@ -255,7 +255,7 @@ constexpr int64_t kReady = 128;
 // Nothing else in this loop: rows come from the L2 cache, and the next row's loads are under way only while they fit
 // the core's window together with this row. `after` are ids that follow the rows.
 template <RowRuleKind Kind, typename T, bool kStream, typename A = acc_t<T>>
-SX_NOINLINE void update_ready(const OptimParams& p, const RuleNumbers<A>& r, const ReadyRow<A>* rows, int64_t n,
+SX_NOINLINE void update_ready(const RowRulesParams& p, const RuleNumbers<A>& r, const ReadyRow<A>* rows, int64_t n,
                               const int64_t* after, const RowPrefetch& how, const RowPrefetch& how_state, A* wide) {
   for (int64_t i = 0; i < n; ++i) {
     const int64_t ahead = i + how.rows < n ? rows[i + how.rows].id : after[i + how.rows - n];
@@ -270,7 +270,7 @@ SX_NOINLINE void update_ready(const OptimParams& p, const RuleNumbers<A>& r, con
 
 // `buffer` holds cpu::kUpdateBuffer rows: one to widen a weight row, and sums of rows that several entries touch.
 template <RowRuleKind Kind, typename T>
-inline void update_range(const OptimParams& p, const cpu::RowReduceRange& range, acc_t<T>* buffer) {
+inline void update_range(const RowRulesParams& p, const cpu::RowReduceRange& range, acc_t<T>* buffer) {
   using A = acc_t<T>;
   const RuleNumbers<A> r(p.weight.rule);
   constexpr int64_t kTables = 1 + has_state0(Kind) + has_state1(Kind);
@@ -318,7 +318,7 @@ inline void update_range(const OptimParams& p, const cpu::RowReduceRange& range,
 // body(rule tag, type tag). No dispatch_dtype: its error message is standard library code, which must not be compiled
 // for one ISA.
 template <typename F>
-inline void dispatch_update(const OptimParams& p, const F& body) {
+inline void dispatch_update(const RowRulesParams& p, const F& body) {
   dispatch_rule(p.weight.rule.kind, [&](auto rule) {
     switch (p.weight.dtype) {
       case DType::kFloat64:
@@ -333,14 +333,14 @@ inline void dispatch_update(const OptimParams& p, const F& body) {
   });
 }
 
-inline void optim_rows_by_type(const OptimParams& p, int64_t begin, int64_t end, void* buffer) {
+inline void row_rules_rows_by_type(const RowRulesParams& p, int64_t begin, int64_t end, void* buffer) {
   dispatch_update(p, [&](auto rule, auto type) {
     using T = typename decltype(type)::type;
     update_given<decltype(rule)::kind, T>(p, begin, end, static_cast<acc_t<T>*>(buffer));
   });
 }
 
-inline void optim_range_by_type(const OptimParams& p, const cpu::RowReduceRange& range, void* buffer) {
+inline void row_rules_range_by_type(const RowRulesParams& p, const cpu::RowReduceRange& range, void* buffer) {
   dispatch_update(p, [&](auto rule, auto type) {
     using T = typename decltype(type)::type;
     update_range<decltype(rule)::kind, T>(p, range, static_cast<acc_t<T>*>(buffer));

@@ -21,28 +21,28 @@ uint64_t inverse_of(int64_t divisor) { return divisor == 1 ? 0 : ~uint64_t(0) / 
 bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
 // Whether rows can be read four numbers at a time.
-bool wide(const OptimParams& p, const void* gradients) {
+bool wide(const RowRulesParams& p, const void* gradients) {
   return p.weight.dtype != DType::kFloat64 && p.dim % 4 == 0 && aligned(p.weight.values) && aligned(p.weight.state0) &&
          aligned(p.weight.state1) && aligned(gradients);
 }
 
 }  // namespace
 
-void launch_optim_rows(const OptimParams& params, void* stream) {
+void launch_row_rules_rows(const RowRulesParams& params, void* stream) {
   dispatch_dtype("row update", params.weight.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     constexpr int kWidth = kOptimWidth<T>;
     const int width = wide(params, params.rows) ? kWidth : 1, group = log_group_of(params.dim, width);
     const unsigned grid = blocks(params.n, group);
     if (kWidth > 1 && width > 1)
-      SX_LAUNCH("row update", (optim_rows_kernel<T, kWidth>), grid, kOptimThreads, 0, stream, params, group);
+      SX_LAUNCH("row update", (row_rules_rows_kernel<T, kWidth>), grid, kOptimThreads, 0, stream, params, group);
     else
-      SX_LAUNCH("row update", (optim_rows_kernel<T, 1>), grid, kOptimThreads, 0, stream, params, group);
+      SX_LAUNCH("row update", (row_rules_rows_kernel<T, 1>), grid, kOptimThreads, 0, stream, params, group);
   });
 }
 
-void launch_optim_entries(const OptimParams& given, void* stream) {
-  OptimParams params = given;
+void launch_row_rules_entries(const RowRulesParams& given, void* stream) {
+  RowRulesParams params = given;
   for (int i = 0; i < 2; ++i) params.inverse[i] = inverse_of(params.entries.source[i].entries_per_row);
   dispatch_dtype("row update", params.weight.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
@@ -52,9 +52,9 @@ void launch_optim_entries(const OptimParams& given, void* stream) {
     const int width = all ? kWidth : 1, group = log_group_of(params.dim, width);
     const unsigned grid = blocks(source[0].entries + source[1].entries, group);
     if (kWidth > 1 && width > 1)
-      SX_LAUNCH("row update", (optim_entries_kernel<T, kWidth>), grid, kOptimThreads, 0, stream, params, group);
+      SX_LAUNCH("row update", (row_rules_entries_kernel<T, kWidth>), grid, kOptimThreads, 0, stream, params, group);
     else
-      SX_LAUNCH("row update", (optim_entries_kernel<T, 1>), grid, kOptimThreads, 0, stream, params, group);
+      SX_LAUNCH("row update", (row_rules_entries_kernel<T, 1>), grid, kOptimThreads, 0, stream, params, group);
   });
 }
 

@@ -87,7 +87,7 @@ SX_DEVICE inline void load_either(const void* rows, bool narrow, int64_t at, A* 
 
 template <int Width, typename T, typename A>
 struct GivenGradient {
-  const OptimParams& p;
+  const RowRulesParams& p;
   int64_t row;
   SX_DEVICE void load(int64_t c, A* g) const {
     load_either<Width, T>(p.rows, p.rows_dtype == p.weight.dtype, row * p.dim + c, g);
@@ -96,7 +96,7 @@ struct GivenGradient {
 
 template <int Width, typename T, typename A>
 struct SummedGradient {
-  const OptimParams& p;
+  const RowRulesParams& p;
   int64_t place, id;  // the first of the row's entries among the sorted ones
 
   template <typename F>
@@ -133,7 +133,7 @@ struct SummedGradient {
 };
 
 template <int Width, RowRuleKind Kind, typename T, typename A, typename Gradient>
-SX_DEVICE inline void update_columns(const OptimParams& p, const RuleNumbers<A>& r, const Gradient& gradient,
+SX_DEVICE inline void update_columns(const RowRulesParams& p, const RuleNumbers<A>& r, const Gradient& gradient,
                                      int64_t id, int lane, int group) {
   T* const row = static_cast<T*>(p.weight.values) + id * p.dim;
   // Roots and quotients in double are subroutines: unrolled, they spill on sm_90.
@@ -156,7 +156,7 @@ SX_DEVICE inline void update_columns(const OptimParams& p, const RuleNumbers<A>&
 
 // Every lane arrives; `here` says whether its group has a row.
 template <int Width, typename T, typename A, typename Gradient>
-SX_DEVICE inline void update_row_by_group(const OptimParams& p, const Gradient& gradient, int64_t id, bool here,
+SX_DEVICE inline void update_row_by_group(const RowRulesParams& p, const Gradient& gradient, int64_t id, bool here,
                                           int lane, int group) {
   RuleNumbers<A> r(p.weight.rule);
   if (p.weight.rule.kind == RowRuleKind::kRowAdagrad) {
@@ -193,7 +193,8 @@ SX_DEVICE inline void update_row_by_group(const OptimParams& p, const Gradient& 
 }
 
 template <typename T, int Width>
-__global__ void __launch_bounds__(kOptimThreads, kOptimResident) optim_rows_kernel(OptimParams p, int log_group) {
+__global__ void __launch_bounds__(kOptimThreads, kOptimResident)
+    row_rules_rows_kernel(RowRulesParams p, int log_group) {
   using A = acc_t<T>;
   const int64_t i = (int64_t(blockIdx.x) * kOptimThreads + threadIdx.x) >> log_group;
   const int group = 1 << log_group, lane = int(threadIdx.x) & (group - 1);
@@ -205,7 +206,8 @@ __global__ void __launch_bounds__(kOptimThreads, kOptimResident) optim_rows_kern
 }
 
 template <typename T, int Width>
-__global__ void __launch_bounds__(kOptimThreads, kOptimResident) optim_entries_kernel(OptimParams p, int log_group) {
+__global__ void __launch_bounds__(kOptimThreads, kOptimResident)
+    row_rules_entries_kernel(RowRulesParams p, int log_group) {
   using A = acc_t<T>;
   const RowReduceParams& e = p.entries;
   const int64_t place = (int64_t(blockIdx.x) * kOptimThreads + threadIdx.x) >> log_group;

@@ -1,14 +1,12 @@
-// Row optimizers: row_apply_ on given gradient rows; loss_entries and row_update_, the two
-// halves of a loss backward that updates at once. See row_rules_params.h.
+// Row optimizers: row_apply_ on given gradient rows; row_update_, which takes the entries of a
+// loss backward (loss_entries) and updates at once. See row_rules_params.h.
 #include <algorithm>
 #include <cmath>
 #include <tuple>
 #include <vector>
 
-#include "common/glue.h"
-#include "loss/fused/fused_loss_op.h"
-#include "update/row_rules/row_rules_params.h"
 #include "update/row_reduce/row_reduce_op.h"
+#include "update/row_rules/row_rules_params.h"
 
 namespace samplex::glue {
 namespace {
@@ -29,8 +27,8 @@ void* state_of(const char* op, const char* arg, const Tensor& state, const Tenso
 }
 
 RowTable table_of_rows(const char* op, const char* arg, const Tensor& weight, const RowRule& rule) {
-  check(weight.dim() == 1 || weight.dim() == 2, op, ": ", arg, " must be [C] or [C, d], got ", describe(weight));
-  check(weight.is_contiguous(), op, ": ", arg, " must be contiguous, got ", describe(weight));
+  check_value(weight.dim() == 1 || weight.dim() == 2, op, ": ", arg, " must be [C] or [C, d], got ", describe(weight));
+  check_value(weight.is_contiguous(), op, ": ", arg, " must be contiguous, got ", describe(weight));
   RowTable table{};
   table.dtype = dtype_tag(op, arg, weight);
   table.rule = rule;
@@ -38,11 +36,11 @@ RowTable table_of_rows(const char* op, const char* arg, const Tensor& weight, co
   return table;
 }
 
-void take_key(const char* op, OptimParams& params, const std::optional<Tensor>& key, const Tensor& weight) {
+void take_key(const char* op, RowRulesParams& params, const std::optional<Tensor>& key, const Tensor& weight) {
   if (!key) return;
   check_tensor(op, "key", *key, {2}, "[2]", ScalarType::Long, weight);
-  check(params.num_rows <= kMaxNoiseRows && params.dim <= kMaxNoiseColumns, op, ": weight must be at most [",
-        kMaxNoiseRows, ", ", kMaxNoiseColumns, "] with a key, got ", describe(weight));
+  check_value(params.num_rows <= kMaxNoiseRows && params.dim <= kMaxNoiseColumns, op, ": weight must be at most [",
+              kMaxNoiseRows, ", ", kMaxNoiseColumns, "] with a key, got ", describe(weight));
   params.key = in<int64_t>(*key);
 }
 
@@ -55,14 +53,14 @@ struct Given {
 
 // Checks what all rules share and runs the update. `table` has the states.
 void run_given(const char* op, const Tensor& weight, const RowTable& table, const Given& x) {
-  OptimParams params{};
+  RowRulesParams params{};
   params.weight = table;
   params.num_rows = weight.size(0);
   params.dim = weight.dim() == 2 ? weight.size(1) : 1;
   const int64_t n = x.row_ids ? x.row_ids->numel() : params.num_rows;
   if (x.row_ids) check_tensor(op, "row_ids", *x.row_ids, {-1}, "[n]", ScalarType::Long, weight);
-  check(is_row_type(x.rows, weight), op, ": rows must be ", dtype_name(weight.scalar_type()), " as the weight, or ",
-        dtype_name(acc_type(weight.scalar_type())), ", got ", describe(x.rows));
+  check_type(is_row_type(x.rows, weight), op, ": rows must be ", dtype_name(weight.scalar_type()),
+             " as the weight, or ", dtype_name(acc_type(weight.scalar_type())), ", got ", describe(x.rows));
   check_tensor(op, "rows", x.rows, weight.dim() == 2 ? Shape{n, params.dim} : Shape{n},
                weight.dim() == 2 ? "[n, d]" : "[n]", x.rows.scalar_type(), weight);
   if (x.count) check_tensor(op, "count", *x.count, {1}, "[1]", ScalarType::Long, weight);
@@ -76,16 +74,17 @@ void run_given(const char* op, const Tensor& weight, const RowTable& table, cons
   if (x.row_ids && weight.is_cpu()) {
     const int64_t present = x.count ? std::min(n, params.count[0]) : n;
     for (int64_t i = 0; i < present; ++i) {
-      check(params.row_ids[i] >= 0 && params.row_ids[i] < params.num_rows, op,
-            ": row_ids must be in [0, C) with C = ", params.num_rows, ", got ", params.row_ids[i]);
+      check_index(params.row_ids[i] >= 0 && params.row_ids[i] < params.num_rows, op,
+                  ": row_ids must be in [0, C) with C = ", params.num_rows, ", got ", params.row_ids[i]);
     }
   }
-  SX_RUN(op, weight, launch_optim_rows, params);
+  SX_RUN(op, weight, launch_row_rules_rows, params);
 }
 
 RowRule rule_of(const char* op, const char* arg, const std::vector<double>& x) {
-  check(x.size() == 9, op, ": ", arg, " must have 9 numbers, got ", x.size());
-  check(x[0] >= 0 && x[0] <= 4 && x[0] == std::floor(x[0]), op, ": ", arg, "[0] must be a kind of 0 to 4, got ", x[0]);
+  check_value(x.size() == 9, op, ": ", arg, " must have 9 numbers, got ", x.size());
+  check_value(x[0] >= 0 && x[0] <= 4 && x[0] == std::floor(x[0]), op, ": ", arg, "[0] must be a kind of 0 to 4, got ",
+              x[0]);
   return {RowRuleKind(int(x[0])), x[1] != 0.0, x[2], x[3], x[4], x[5], x[6], x[7], x[8]};
 }
 
@@ -93,8 +92,9 @@ void take_states(const char* op, const char* arg0, const char* arg1, RowTable& t
                  const std::optional<Tensor>& state0, const std::optional<Tensor>& state1) {
   const RowRuleKind kind = table.rule.kind;
   const int wanted = kind == RowRuleKind::kSgd ? 0 : kind == RowRuleKind::kAdam ? 2 : 1;
-  check(int(state0.has_value()) + int(state1.has_value()) == wanted && (state0 || !state1), op, ": ", arg0, " and ",
-        arg1, " must be the ", wanted, " states of the rule, got ", int(state0.has_value()) + int(state1.has_value()));
+  check_value(int(state0.has_value()) + int(state1.has_value()) == wanted && (state0 || !state1), op, ": ", arg0,
+              " and ", arg1, " must be the ", wanted, " states of the rule, got ",
+              int(state0.has_value()) + int(state1.has_value()));
   if (state0) table.state0 = state_of(op, arg0, *state0, weight, kind == RowRuleKind::kRowAdagrad);
   if (state1) table.state1 = state_of(op, arg1, *state1, weight, false);
 }
@@ -111,49 +111,15 @@ void row_apply_(Tensor weight, std::optional<Tensor> state0, std::optional<Tenso
 }
 
 // ------------------------------------------------------------------------------------------------ inside a backward
-using Entries = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hidden, Tensor target, Tensor ids,
-                     Tensor saved, int64_t reduction_code, bool with_lse, bool with_bias) {
-  constexpr const char* op = "loss_entries";
-  begin_op();
-  dtype_tag(op, "hidden", hidden);
-  check_tensor(op, "hidden", hidden, {-1, -1}, "[B, d]", hidden.scalar_type(), hidden);
-  const ScalarType acc = acc_type(hidden.scalar_type());
-  const int64_t B = hidden.size(0), d = hidden.size(1);
-  const Reduction reduction = reduction_of(op, reduction_code);
-  check(target.dim() == 1 || target.dim() == 2, op, ": target must be [B] or [B, P], got ", describe(target));
-  const int64_t P = target.dim() == 1 ? 1 : target.size(1);
-  check_tensor(op, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, P}, "[B] or [B, P]", ScalarType::Long,
-               hidden);
-  check(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
-  const bool shared = ids.dim() == 1, reduced = reduction != Reduction::kNone;
-  const int64_t m = ids.size(ids.dim() - 1);
-  check_tensor(op, "ids", ids, shared ? Shape{m} : Shape{B, m}, shared ? "[m]" : "[B, m]", ScalarType::Long, hidden);
-  check_tensor(op, "grad_loss", grad_loss, reduced ? Shape{} : Shape{B}, reduced ? "[]" : "[B]", acc, hidden);
-  if (grad_lse) check_tensor(op, "grad_lse", *grad_lse, {B}, "[B]", acc, hidden);
-  check(with_lse || !grad_lse, op, ": grad_lse must be None without with_lse, got ",
-        grad_lse ? describe(*grad_lse) : std::string());
-  const SavedLoss plain(B, P + m, d, reduction, true, with_lse);
-  // Some losses keep a number a row more, behind what counts here.
-  const bool with_ratio = saved.dim() == 1 && saved.size(0) == plain.size + B;
-  const SavedLoss at(B, P + m, d, reduction, true, with_lse, with_ratio);
-  check_tensor(op, "saved", saved, {at.size}, "what the forward kept", acc, hidden);
-  LossEntries e = run_loss_entries(op, {grad_loss, grad_lse, hidden, target, ids, saved}, at, P, true, with_bias);
-  if (shared) e.coef_draw = empty(hidden, {0, m}, acc);
-  return {e.d_hidden, e.coef_target, e.coef_draw, e.draw_rows ? *e.draw_rows : empty(hidden, {0, d}, acc),
-          e.draw_bias ? *e.draw_bias : empty(hidden, {0}, acc)};
-}
-
 RowReduceSource entries_from(const char* op, const char* arg_ids, const char* arg_coef, const char* arg_rows,
                              const Tensor& ids, const std::optional<Tensor>& coef, const Tensor& rows,
                              const Tensor& weight) {
   const int64_t d = weight.size(1);
-  check(ids.dim() == 2, op, ": ", arg_ids, " must be [S, k], got ", describe(ids));
+  check_value(ids.dim() == 2, op, ": ", arg_ids, " must be [S, k], got ", describe(ids));
   const int64_t S = ids.size(0), k = ids.size(1);
   check_tensor(op, arg_ids, ids, {S, k}, "[S, k]", ScalarType::Long, weight);
-  check(is_row_type(rows, weight), op, ": ", arg_rows, " must be ", dtype_name(weight.scalar_type()),
-        " as the weight, or ", dtype_name(acc_type(weight.scalar_type())), ", got ", describe(rows));
+  check_type(is_row_type(rows, weight), op, ": ", arg_rows, " must be ", dtype_name(weight.scalar_type()),
+             " as the weight, or ", dtype_name(acc_type(weight.scalar_type())), ", got ", describe(rows));
   check_tensor(op, arg_rows, rows, {S, d}, "[S, d]", rows.scalar_type(), weight);
   if (coef) check_tensor(op, arg_coef, *coef, {S, k}, "[S, k]", acc_type(weight.scalar_type()), weight);
   return {in<int64_t>(ids),        coef ? in_any(*coef) : nullptr, in_any(rows), S * k,
@@ -167,16 +133,16 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
                  std::vector<double> weight_rule, std::vector<double> bias_rule) {
   constexpr const char* op = "row_update_";
   begin_op();
-  check(weight.dim() == 2, op, ": weight must be [C, d], got ", describe(weight));
-  OptimParams params{};
+  check_value(weight.dim() == 2, op, ": weight must be [C, d], got ", describe(weight));
+  RowRulesParams params{};
   params.weight = table_of_rows(op, "weight", weight, rule_of(op, "weight_rule", weight_rule));
   take_states(op, "weight_state0", "weight_state1", params.weight, weight, weight_state0, weight_state1);
   params.num_rows = weight.size(0);
   params.dim = weight.size(1);
   const ScalarType acc = acc_type(weight.scalar_type());
   if (bias) {
-    check(is_row_type(*bias, weight), op, ": bias must be ", dtype_name(weight.scalar_type()), " as the weight, or ",
-          dtype_name(acc), ", got ", describe(*bias));
+    check_type(is_row_type(*bias, weight), op, ": bias must be ", dtype_name(weight.scalar_type()),
+               " as the weight, or ", dtype_name(acc), ", got ", describe(*bias));
     check_tensor(op, "bias", *bias, {params.num_rows}, "[C]", bias->scalar_type(), weight);
     params.bias = table_of_rows(op, "bias", *bias, rule_of(op, "bias_rule", bias_rule));
     take_states(op, "bias_state0", "bias_state1", params.bias, *bias, bias_state0, bias_state1);
@@ -195,7 +161,7 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
   if (e.source[0].entries + e.source[1].entries == 0 || weight.numel() == 0) return;
   std::optional<SortedEntries> kept;
   if (backend_of(op, weight) != Backend::kCpu) kept = run_row_sort(op, e, weight);
-  SX_RUN(op, weight, launch_optim_entries, params);
+  SX_RUN(op, weight, launch_row_rules_entries, params);
 }
 
 }  // namespace
@@ -207,11 +173,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "Tensor? count, Tensor? key, float[] rule) -> ()",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
-      "loss_entries(Tensor grad_loss, Tensor? grad_lse, Tensor hidden, Tensor target, Tensor ids, Tensor saved, "
-      "int reduction, bool with_lse, bool with_bias) -> "
-      "(Tensor d_hidden, Tensor coef_target, Tensor coef_draw, Tensor draw_rows, Tensor draw_bias)",
-      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
-  m.def(
       "row_update_(Tensor(a!) weight, Tensor(b!)? weight_state0, Tensor(c!)? weight_state1, Tensor(d!)? bias, "
       "Tensor(e!)? bias_state0, Tensor(f!)? bias_state1, Tensor ids_a, Tensor? coef_a, Tensor rows_a, Tensor ids_b, "
       "Tensor? coef_b, Tensor rows_b, Tensor? bias_b, Tensor? key, float[] weight_rule, "
@@ -220,11 +181,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {
   m.impl("row_apply_", TORCH_BOX(&samplex::glue::row_apply_));
-  m.impl("loss_entries", TORCH_BOX(&samplex::glue::loss_entries));
   m.impl("row_update_", TORCH_BOX(&samplex::glue::row_update_));
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) {
   m.impl("row_apply_", TORCH_BOX(&samplex::glue::row_apply_));
-  m.impl("loss_entries", TORCH_BOX(&samplex::glue::loss_entries));
   m.impl("row_update_", TORCH_BOX(&samplex::glue::row_update_));
 }

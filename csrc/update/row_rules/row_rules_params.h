@@ -36,7 +36,7 @@ struct RowTable {
   RowRule rule;
 };
 
-struct OptimParams {
+struct RowRulesParams {
   RowTable weight, bias;  // bias with summed gradients only; its dtype is the weight's or A
   const int64_t* key;     // [2] seed, offset of stochastic rounding; nullptr: round to nearest
   int64_t num_rows, dim;  // C, d
@@ -54,17 +54,17 @@ struct OptimParams {
 };
 
 namespace cpu {
-void launch_optim_entries(const OptimParams& params);
+void launch_row_rules_entries(const RowRulesParams& params);
 // Bodies by ISA. `buffer` holds kUpdateBuffer * d numbers of type A.
 constexpr int64_t kUpdateBuffer = 17;
-void optim_range_avx2(const OptimParams& params, const RowReduceRange& range, void* buffer);
-void optim_range_avx512(const OptimParams& params, const RowReduceRange& range, void* buffer);
-void optim_rows_avx2(const OptimParams& params, int64_t begin, int64_t end, void* buffer);
-void optim_rows_avx512(const OptimParams& params, int64_t begin, int64_t end, void* buffer);
+void row_rules_range_avx2(const RowRulesParams& params, const RowReduceRange& range, void* buffer);
+void row_rules_range_avx512(const RowRulesParams& params, const RowReduceRange& range, void* buffer);
+void row_rules_rows_avx2(const RowRulesParams& params, int64_t begin, int64_t end, void* buffer);
+void row_rules_rows_avx512(const RowRulesParams& params, int64_t begin, int64_t end, void* buffer);
 }  // namespace cpu
 
-SX_DECLARE_LAUNCHER(launch_optim_rows, OptimParams)
+SX_DECLARE_LAUNCHER(launch_row_rules_rows, RowRulesParams)
 // After the entries were sorted: entries.sorted and entries.order are set.
-SX_DECLARE_CUDA_LAUNCHER(launch_optim_entries, OptimParams)
+SX_DECLARE_CUDA_LAUNCHER(launch_row_rules_entries, RowRulesParams)
 
 }  // namespace samplex

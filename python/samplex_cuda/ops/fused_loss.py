@@ -168,13 +168,40 @@ def entries(g: LossGrad, with_bias: bool) -> tuple[Tensor, Entries]:
     """The gradient of hidden, and the weight gradient before it is summed by class."""
     p = g.plan
     d_hidden, coef_a, coef_b, rows_b, bias_b = _entries_op(
-        g.grad_loss, g.grad_lse, g.hidden, g.target, g.ids, g.saved, p.reduction, p.with_lse, with_bias
+        g.grad_loss, g.grad_lse, g.hidden, g.target, g.ids, g.saved, p.reduction, p.with_lse, with_bias, p.with_ratio
     )
     target = g.target.unsqueeze(1) if g.target.dim() == 1 else g.target
     if g.ids.dim() == 1:
         ids_b = g.ids[: rows_b.shape[0]].unsqueeze(1)
         return d_hidden, Entries(target, coef_a, g.hidden, ids_b, None, rows_b, bias_b if with_bias else None)
     return d_hidden, Entries(target, coef_a, g.hidden, g.ids, coef_b, g.hidden, None)
+
+
+@torch.library.register_fake("samplex::loss_entries")
+def _(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    hidden: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    saved: Tensor,
+    reduction: int,
+    with_lse: bool,
+    with_bias: bool,
+    with_ratio: bool = False,
+) -> tuple[Tensor, ...]:
+    batch, dim = hidden.shape
+    shared, m = ids.dim() == 1, ids.shape[-1]
+    targets = 1 if target.dim() == 1 else target.shape[1]
+    summed = m if shared and batch > 0 else 0
+    acc = acc_dtype(hidden.dtype)
+    return (
+        torch.empty_like(hidden),
+        hidden.new_empty((batch, targets), dtype=acc),
+        hidden.new_empty((0 if shared else batch, m), dtype=acc),
+        hidden.new_empty((summed, dim), dtype=acc),
+        hidden.new_empty((summed if with_bias else 0,), dtype=acc),
+    )
 
 
 def rows_to_coo(
