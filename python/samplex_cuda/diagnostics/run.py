@@ -477,7 +477,7 @@ def _time_law(
         def draw(m: int = m, now: Tensor = now, given: Tensor | None = given, y: Tensor = y, key: Key = key) -> Any:
             if shared:
                 drawn = sampler.sample(now, m, shared=True, key=key, context=given, **strata)
-                return drawn.merged() if drawn.repeats() and not head.label_smoothing else drawn
+                return drawn.merged() if drawn.repeats() and head.loss.needs.mergeable else drawn
             return sampler.sample(now, m, key=key, exclude=y, context=given)
 
         def step(draw: Callable[[], Any] = draw, leaves: list[Tensor] = leaves, y: Tensor = y) -> Any:
