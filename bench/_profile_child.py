@@ -77,7 +77,7 @@ def child(ptxrun_dir: str, ptx: str, case: str) -> None:
     torch.manual_seed(0)
     if case == "kernel_tree":
         result = run_kernel_tree(launches)
-    elif case == "optim":
+    elif case == "row_rules":
         result = run_optim(launches)
     elif case in RFF_CASES:
         result = run_rff(case, launches)
@@ -208,8 +208,8 @@ def run_kernel_tree(launches: list[dict[str, Any]]) -> dict[str, Any]:
 
 def run_optim(launches: list[dict[str, Any]]) -> dict[str, Any]:
     """Adagrad on given rows, and on a loss's entries, each of a row of its own. The fewest sectors go with each."""
-    from samplex_cuda.ops.optim import RULE_KINDS, row_update_
-    from samplex_cuda.reference.optim import row_adagrad
+    from samplex_cuda.ops.row_rules import RULE_KINDS, row_update_
+    from samplex_cuda.reference.row_rules import row_adagrad
 
     dim, n = 128, BATCH * (M + 1)
     ids = torch.randperm(CLASSES)[:n]

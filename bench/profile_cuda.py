@@ -54,11 +54,11 @@ from _profile_child import (
 
 # Sources, with what their build adds to the common flags.
 SOURCES = {
-    "sampled_softmax": (ROOT / "csrc" / "loss" / "sampled_softmax_cuda.cu", []),
-    "tree": (ROOT / "csrc" / "sampler" / "tree_cuda.cu", ["-fmad=false"]),
-    "rff": (ROOT / "csrc" / "features" / "rff_cuda.cu", []),
-    "kernel_tree": (ROOT / "csrc" / "sampler" / "kernel_tree_cuda.cu", ["-fmad=false"]),
-    "optim": (ROOT / "csrc" / "update" / "optim_cuda.cu", []),
+    "sampled_softmax": (ROOT / "csrc" / "loss" / "sampled_softmax" / "sampled_softmax_cuda.cu", []),
+    "tree": (ROOT / "csrc" / "sampler" / "tree" / "tree_cuda.cu", ["-fmad=false"]),
+    "rff": (ROOT / "csrc" / "features" / "rff" / "rff_cuda.cu", []),
+    "kernel_tree": (ROOT / "csrc" / "sampler" / "kernel_tree" / "kernel_tree_cuda.cu", ["-fmad=false"]),
+    "row_rules": (ROOT / "csrc" / "update" / "row_rules" / "row_rules_cuda.cu", []),
 }
 
 
@@ -208,9 +208,9 @@ def main() -> int:
         if options.lines:
             print_hot(launch, BATCH * M)
         add_kernel_tree_rows(report, mode, launch, got["fewest"], got["error"])
-    ptx = build_ptx(options.work, "optim")
-    for mode, got in profile(ptxrun_dir, site, ptx, hook, "optim").items():
-        mine = [launch for launch in got["launches"] if f"optim_{mode}" in launch["kernel"]]
+    ptx = build_ptx(options.work, "row_rules")
+    for mode, got in profile(ptxrun_dir, site, ptx, hook, "row_rules").items():
+        mine = [launch for launch in got["launches"] if f"row_rules_{mode}" in launch["kernel"]]
         if not mine:
             raise SystemExit(f"profile_cuda: no launch was seen (row update, {mode}); is cudart shared in this build?")
         print(f"    {mine[0]['kernel']} <<<{mine[0]['grid']}, {mine[0]['block']}, {mine[0]['smem']}>>>")

@@ -23,4 +23,4 @@ def exact_logits(head, h):
     o = head.scale * (h.double() @ head.weight.detach().double().T)
     if head.bias is not None:
         o += head.scale * head.bias.detach().double()
-    return o.abs() if head.absolute else o
+    return o.abs() if head.loss.absolute else o

@@ -19,7 +19,7 @@ SAMPLERS = {
     "holes": lambda head: sx.samplers.Unigram([5, 0, 9, 2, 0, 4]),  # two classes are never drawn
     "quadratic": lambda head: sx.samplers.Quadratic(head.weight.detach(), 2.0, head.bias.detach()),
     "softmax": lambda head: sx.samplers.Softmax(
-        head.weight, head.bias, scale=head.scale, absolute=head.absolute, copy=False
+        head.weight, head.bias, scale=head.scale, absolute=head.loss.absolute, copy=False
     ),
 }
 
@@ -313,7 +313,7 @@ def test_default_candidates():
     assert all(law.missing == 0 for law in found.laws)
     assert [point.num_samples for point in found.laws[1].points] == [4, 8]  # the head's own m, too
     assert [point.num_samples for point in found.laws[0].points] == [8]
-    head, h, _ = make(classes=50, absolute=True)
+    head, h, _ = make(classes=50, loss=sx.losses.SampledSoftmax(absolute=True))
     assert [law.name for law in diagnose(head, h, timed=False).laws] == ["Uniform", "Quadratic"]
     plain = sx.SampledClassifier(D, 50, loss="full_softmax")
     assert diagnose(plain, h, num_samples=(8,), timed=False).laws[0].name == "Uniform"

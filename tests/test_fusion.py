@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import samplex_cuda as sx
-from samplex_cuda.fusion import Fusion
 
 CLASSES, DIM, BATCH, DRAWS = 60, 12, 7, 9
 LOSSES = ["sampled_softmax", "negative_sampling", "nce", "one_vs_each", "augment_reduce"]
@@ -19,7 +18,7 @@ def make_head(seed=0, *, loss="sampled_softmax", sampler=None, **options) -> sx.
     torch.manual_seed(seed)
     sampler = sampler or sx.samplers.Uniform(CLASSES)
     if loss == "augment_reduce":
-        options["num_examples"] = BATCH
+        loss = sx.losses.AugmentReduce(BATCH)
     return sx.SampledClassifier(DIM, CLASSES, sampler, DRAWS, loss, **options)
 
 
@@ -394,71 +393,60 @@ def some_tree(classes: int, features: int) -> sx.samplers.Tree:
     return sx.samplers.Tree.fit(x, y, num_classes=classes, dim=4, progress=False)
 
 
-SHORT = {
+SAMPLERS = {
     "rows": lambda: (sx.samplers.LogUniform(300), {}),
     "shared": lambda: (sx.samplers.LogUniform(300), {"shared": True}),
     "tree": lambda: (some_tree(300, 9), {"shared": True}),
-    "strata": lambda: (some_tree(300, 9), {"shared": True, "stratified": True}),
+    "stratified": lambda: (some_tree(300, 9), {"shared": True, "stratified": True}),
 }
 
 
-@pytest.mark.parametrize("law", SHORT)
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_short_way_gives_the_bits_of_the_general_one(backend, bias, reduction, law, monkeypatch):
-    """`Fusion.plain_loss` leaves out Python, not arithmetic."""
+def test_a_head_has_the_bits_of_sampler_and_function(backend, bias, reduction, sampler):
+    """One step, one path: draw by hand, call the function on the fused weight, and get what the head gives."""
 
-    def steps(short: bool) -> list[torch.Tensor]:
-        taken = []
-        real = Fusion.plain_loss
-
-        def plain_loss(self, *args):
-            found = real(self, *args) if short else None
-            taken.append(found is not None)
-            return found
-
+    def steps(by_hand: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)
-        sampler, options = SHORT[law]()
-        head = sx.SampledClassifier(9, 300, sampler, 7, bias=bias, reduction=reduction, scale=2.0, **options)
+        made, options = SAMPLERS[sampler]()
+        head = sx.SampledClassifier(9, 300, made, 7, bias=bias, reduction=reduction, scale=2.0, **options)
         head = head.to(backend.device)
         optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.1)
         head.fuse_optimizer(optimizer)
         key, out = sx.Key(5), []
-        with monkeypatch.context() as patch:
-            patch.setattr(Fusion, "plain_loss", plain_loss)
-            for step in range(3):
-                h = torch.randn(6, 9).to(backend.device).requires_grad_(step < 2)
-                y = torch.randint(300, (6,)).to(backend.device)
-                y[2] = -100
+        for step in range(3):
+            h = torch.randn(6, 9).to(backend.device).requires_grad_(step < 2)
+            y = torch.randint(300, (6,)).to(backend.device)
+            y[2] = -100
+            if by_hand:
+                exclude = None if "shared" in options else y.clamp(min=-1)
+                draw = made.sample(h.detach(), 7, key=key, exclude=exclude, **options)
+                if draw.repeats():
+                    draw = draw.merged()
+                loss = sx.functional.sampled_softmax(
+                    h, head.weight, y, draw.ids, draw.log_q, head.bias, scale=2.0, reduction=reduction
+                )
+            else:
                 loss = head(h, y, key=key)
-                loss.sum().backward()
-                out += [loss.detach(), *([h.grad] if step < 2 else [])]
-        assert taken == [short] * 3
+            loss.sum().backward()
+            out += [loss.detach(), *([h.grad] if step < 2 else [])]
         return [*out, *head.parameters(), *(optimizer.state[p]["sum"] for p in head.parameters())]
 
     for got, want in zip(steps(True), steps(False), strict=True):
         assert torch.equal(got, want)
 
 
-def test_the_short_way_is_not_taken_where_more_is_asked_for():
-    head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=5, label_smoothing=0.1)
+def test_ids_out_of_range_raise_before_anything_changes():
+    head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=5)
     head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
-    h, y = torch.randn(3, 4), torch.tensor([1, 2, 3])
-    assert head._fusion.plain_loss(h, y, None) is None
-    head.label_smoothing = 0.0
-    assert head._fusion.plain_loss(h, y, None) is not None
-    assert head._fusion.plain_loss(h.double(), y, None) is None
-    assert head._fusion.plain_loss(h, torch.tensor([1, 2, 50]), None) is None
-    with pytest.raises(IndexError, match="50"):
-        head(h, torch.tensor([1, 2, 50]))
-    head.shared = True
-    assert head._fusion.plain_loss(h, y, None) is not None
-    with pytest.raises(IndexError, match=r"target must be .*50"):
-        head(h, torch.tensor([1, 2, 50]))
-    head.sampler.sample = head.sampler.sample  # somebody's own
-    assert head._fusion.plain_loss(h, y, None) is None
-    head.sampler = sx.samplers.Softmax(head.weight)  # a law for each row by chance
-    assert head._fusion.plain_loss(h, y, None) is None
+    before = head.weight.detach().clone()
+    h = torch.randn(3, 4)
+    for shared in (False, True):
+        head.shared = shared
+        with pytest.raises(IndexError, match="50"):
+            head(h, torch.tensor([1, 2, 50]))
+    assert torch.equal(head.weight, before)
 
 
 def test_a_sampler_of_ones_own_is_asked():
@@ -475,10 +463,25 @@ def test_a_sampler_of_ones_own_is_asked():
     assert changed == [1, 2, 3, 49]
 
 
-def test_a_weight_outside_the_parameter_table_goes_the_general_way():
-    """Pruning and parametrisations move it; the short way looks into the table."""
+def test_a_weight_outside_the_parameter_table():
+    """Pruning and parametrizations move it."""
     head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5, bias=False)
     head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
     head.__dict__["weight"] = head._parameters.pop("weight")
-    assert head._fusion.plain_loss(torch.randn(4, 8), torch.arange(4), sx.Key(1)) is None
-    assert head(torch.randn(4, 8), torch.arange(4), key=sx.Key(1)).isfinite()
+    before = head.weight.detach().clone()
+    head(torch.randn(4, 8), torch.arange(4), key=sx.Key(1)).backward()
+    assert not torch.equal(head.weight, before)
+
+
+def test_a_fused_head_and_its_table_are_freed():
+    """Nothing global keeps a fused table alive."""
+    import gc
+    import weakref
+
+    head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+    head(torch.randn(4, 8), torch.arange(4)).backward()
+    watched = weakref.ref(head.weight)
+    del head
+    gc.collect()
+    assert watched() is None

@@ -24,7 +24,7 @@ def head_of(loss, **options):
 
 
 def step(head, h, y, **options):
-    index = torch.arange(y.shape[0]) if head.loss == "augment_reduce" else None
+    index = torch.arange(y.shape[0]) if head.loss.needs.index else None
     return head(h, y, **{"index": index} | options)
 
 
@@ -118,7 +118,7 @@ def test_nce_lets_its_sampler_follow_the_table():
 
 # ------------------------------------------------------------------------------------------------ eta
 def test_eta_is_a_running_mean_of_the_estimated_sums():
-    head = head_of("augment_reduce", eta_rate=0.25, reduction="none")
+    head = head_of("augment_reduce", rate=0.25, reduction="none")
     assert torch.equal(head.log_eta, torch.full((N,), math.log(C)))
     h, y = batch()
     index = torch.tensor([3, 40, 7, 9, 11, 0, 49])
@@ -147,7 +147,7 @@ def test_eta_finds_the_softmax_and_the_loss_its_nll():
     torch.manual_seed(1)
     weight, h, y = torch.randn(30, 4), torch.randn(6, 4), torch.arange(6)
     sampler = sx.samplers.Softmax(weight)
-    head = sx.SampledClassifier(4, 30, sampler, 8, loss="augment_reduce", bias=False, num_examples=6, reduction="none")
+    head = sx.SampledClassifier(4, 30, sampler, 8, loss=sx.losses.AugmentReduce(6), bias=False, reduction="none")
     with torch.no_grad():
         head.weight.copy_(weight)
     for number in range(30):
@@ -225,18 +225,18 @@ def test_a_compiled_step_moves_eta_as_an_eager_one():
     ("loss", "options", "text"),
     [
         ("hinge", {}, f"loss must be one of {', '.join(LOSSES)}"),
-        ("nce", {"absolute": True}, "absolute must be off with loss='nce', got True"),
-        ("one_vs_each", {"label_smoothing": 0.1}, "label_smoothing must be off with loss='one_vs_each', got 0.1"),
-        ("nce", {"reg": 0.1}, "reg must be 0 with loss='nce', got 0.1"),
-        ("augment_reduce", {"num_examples": None}, "num_examples must be an int of at least 1 with loss='augment_red"),
+        ("nce", {"absolute": True}, "NCE: absolute is not an option of this loss, got True"),
+        ("one_vs_each", {"label_smoothing": 0.1}, "OneVsEach: label_smoothing is not an option of this loss, got 0.1"),
+        ("nce", {"reg": 0.1}, "NCE: reg is not an option of this loss, got 0.1"),
+        ("augment_reduce", {"num_examples": None}, "AugmentReduce: num_examples must be an int of at least 1, got None"),
         ("augment_reduce", {"num_examples": 0}, "num_examples must be an int of at least 1"),
-        ("augment_reduce", {"eta_rate": 0.0}, "eta_rate must be in (0, 1], got 0.0"),
-        ("augment_reduce", {"eta_rate": math.nan}, "eta_rate must be in (0, 1], got nan"),
-        ("one_vs_each", {"num_examples": 5}, "num_examples must be None with loss='one_vs_each', got 5"),
+        ("augment_reduce", {"rate": 0.0}, "rate must be in (0, 1], got 0.0"),
+        ("augment_reduce", {"rate": math.nan}, "rate must be in (0, 1], got nan"),
+        ("one_vs_each", {"num_examples": 5}, "OneVsEach: num_examples is not an option of this loss, got 5"),
     ],
 )  # fmt: skip
 def test_options_are_checked(loss, options, text):
-    with pytest.raises(ValueError, match=re.escape(f"SampledClassifier: {text}")):
+    with pytest.raises(ValueError, match=re.escape(text)):
         head_of(loss, **options)
 
 
@@ -245,9 +245,9 @@ def test_calls_are_checked_and_leave_the_state_alone():
     h, y = batch()
     before = head.log_eta.clone()
     for index, kind, text in (
-        (None, ValueError, "index must be [7] int64 with loss='augment_reduce', got None"),
-        (torch.zeros(B), ValueError, "index must be [7] int64 with loss='augment_reduce', got [7] float32"),
-        (torch.zeros(B - 1, dtype=torch.int64), ValueError, "index must be [7] int64 with loss='augment_reduce', got"),
+        (None, ValueError, "index must be [7] int64 with AugmentReduce(num_examples=50, rate=0.5), got None"),
+        (torch.zeros(B), ValueError, "index must be [7] int64 with AugmentReduce(num_examples=50, rate=0.5), got [7] float32"),
+        (torch.zeros(B - 1, dtype=torch.int64), ValueError, "index must be [7] int64 with AugmentReduce(num_examples=50, rate=0.5), got"),
         (torch.full((B,), N), IndexError, "index must be in [0, 50), got 50"),
         (torch.full((B,), -1), IndexError, "index must be in [0, 50), got -1"),
     ):  # fmt: skip
@@ -255,6 +255,6 @@ def test_calls_are_checked_and_leave_the_state_alone():
             head(h, y, index=index)
     with pytest.raises(IndexError, match=re.escape(f"augment_reduce: target must be in [0, {C}) or ignore_index")):
         head(h, torch.full((B,), C), index=torch.arange(B))
-    with pytest.raises(ValueError, match=re.escape("y must have at least one target a row, got [7, 0] int64")):
+    with pytest.raises(ValueError, match=re.escape("y must have at least one target per row, got [7, 0] int64")):
         head(h, torch.empty(B, 0, dtype=torch.int64), index=torch.arange(B))
     assert torch.equal(head.log_eta, before)

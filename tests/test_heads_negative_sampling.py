@@ -142,10 +142,10 @@ def test_a_class_the_noise_never_draws_is_never_predicted():
     ("options", "text"),
     [
         ({"absolute": True}, "absolute must be off with loss='negative_sampling', got True"),
-        ({"label_smoothing": 0.1}, "label_smoothing must be off with loss='negative_sampling', got 0.1"),
+        ({"label_smoothing": 0.1}, "NegativeSampling: label_smoothing is not an option of this loss, got 0.1"),
         ({"reg": -1.0}, "reg must be finite and at least 0, got -1.0"),
         ({"reg": math.inf}, "reg must be finite and at least 0, got inf"),
-        ({"reg": 0.1, "loss": "sampled_softmax"}, "reg must be 0 with loss='sampled_softmax', got 0.1"),
+        ({"reg": 0.1, "loss": "sampled_softmax"}, "SampledSoftmax: reg is not an option of this loss, got 0.1"),
     ],
 )
 def test_negative_sampling_options_are_checked(options, text):

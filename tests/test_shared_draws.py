@@ -64,7 +64,7 @@ def test_shared_draws_follow_the_mean_of_the_laws(name):
     want = mean_law(sampler, h, context)
     draw = sampler.sample(h, 20_000, shared=True, key=sx.Key(1), context=context)
     assert draw.ids.shape == draw.log_q.shape == (20_000,)
-    assert draw.replacement
+    assert draw.independent
     torch.testing.assert_close(draw.log_q.double().exp(), want[draw.ids], rtol=5e-6, atol=1e-12)
     assert chisquare(draw.ids.bincount(minlength=C).numpy(), (want * 20_000).numpy() / float(want.sum())).pvalue > 1e-4
     every = sampler.log_prob_shared(h, torch.arange(C), context=context)
@@ -153,12 +153,12 @@ def test_the_normaliser_is_right_in_expectation(stratified):
 # ------------------------------------------------------------------------------------------------ strata
 @pytest.mark.parametrize("loss", ["sampled_softmax", "one_vs_each", "augment_reduce"])
 def test_a_head_draws_in_strata(loss):
-    more = {"num_examples": 7} if loss == "augment_reduce" else {}
-    head = head_of(make_tree(), loss, m=40, stratified=True, **more)
+    of_head = sx.losses.AugmentReduce(7) if loss == "augment_reduce" else loss
+    head = head_of(make_tree(), of_head, m=40, stratified=True)
     index = torch.arange(7)
     got = head(rows(), torch.arange(7), key=sx.Key(3), index=index)
     drawn = head.sampler.sample(rows(), 40, shared=True, stratified=True, key=sx.Key(3))
-    assert not drawn.replacement
+    assert not drawn.independent
     weight, target = head.weight, torch.arange(7)
     if loss == "augment_reduce":
         log_eta = torch.full((7,), math.log(C))
@@ -205,7 +205,7 @@ def test_merged_draws_have_the_same_loss(loss):
     draw = Draw(draw.ids, draw.log_q.double())
     merged = draw.merged()
     assert merged.ids.shape[0] == draw.ids.unique().numel() < 200
-    assert not merged.replacement
+    assert not merged.independent
     found = []
     for one in (draw, merged):
         weight = torch.randn(C, D, generator=g.manual_seed(2), dtype=torch.float64).requires_grad_()
@@ -231,20 +231,24 @@ def head_of(sampler, loss="sampled_softmax", m=300, **options) -> sx.SampledClas
 
 
 @pytest.mark.parametrize(
-    ("options", "merges"),
-    [({}, True), ({"loss": "one_vs_each"}, True), ({"label_smoothing": 0.1}, False), ({"loss": "nce"}, False)],
+    ("loss", "merges"),
+    [
+        (sx.losses.SampledSoftmax(), True),
+        (sx.losses.OneVsEach(), True),
+        (sx.losses.SampledSoftmax(label_smoothing=0.1), False),
+        (sx.losses.NCE(), False),
+    ],
 )
-def test_a_head_merges_where_that_is_the_same(monkeypatch, options, merges):
+def test_a_head_merges_where_that_is_the_same(monkeypatch, loss, merges):
     seen = []
-    name = options.get("loss", "sampled_softmax")
-    inner = getattr(sx.functional, name)
+    inner = type(loss).forward
 
-    def spy(h, weight, target, ids, *args, **kwargs):
-        seen.append(ids.shape[0])
-        return inner(h, weight, target, ids, *args, **kwargs)
+    def spy(self, x, *args):
+        seen.append(x.ids.shape[0])
+        return inner(self, x, *args)
 
-    monkeypatch.setattr(sx.functional, name, spy)
-    head_of(make_tree(), **options)(rows(), torch.arange(7), key=sx.Key(0)).backward()
+    monkeypatch.setattr(type(loss), "forward", spy)
+    head_of(make_tree(), loss)(rows(), torch.arange(7), key=sx.Key(0)).backward()
     assert (seen[0] <= C) if merges else seen == [300]
 
 

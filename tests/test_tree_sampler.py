@@ -79,7 +79,7 @@ def test_refit_replaces_the_tree_or_nothing(data):
 def test_training_with_the_tree(data, tree):
     x, y, held_x, held_y = data
     torch.manual_seed(0)
-    head = sx.SampledClassifier(WIDTH, CLASSES, tree, num_samples=2, loss="negative_sampling", reg=1e-3)
+    head = sx.SampledClassifier(WIDTH, CLASSES, tree, num_samples=2, loss=sx.losses.NegativeSampling(1e-3))
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
     optimizer = torch.optim.Adagrad(head.parameters(), lr=0.3)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from samplex_cuda import functional, optim, rff, samplers
+from samplex_cuda import functional, losses, optim, rff, samplers
 from samplex_cuda._library import _native
 from samplex_cuda.draw import Draw
 from samplex_cuda.heads import SampledClassifier
@@ -28,6 +28,7 @@ __all__ = [
     "data",
     "diagnostics",
     "functional",
+    "losses",
     "metrics",
     "optim",
     "release_memory",

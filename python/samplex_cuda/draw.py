@@ -1,4 +1,4 @@
-"""The contract between samplers and losses: what was drawn, and with which probability."""
+"""The contract between samplers and losses: what was drawn, and with what probability."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_COPIES = 0.5  # expected further copies of a draw from which it pays to look for them
+COPIES = 0.5  # expected further copies of a draw from which it pays to look for them
 
 
 class Draw(NamedTuple):
@@ -17,8 +17,8 @@ class Draw(NamedTuple):
     Attributes:
         ids: int64, [B, m] per row or [m] shared by the batch.
         log_q: float32, the shape of `ids`. Finite for every id that was drawn.
-        replacement: whether the draws of a row are independent. Where they are not (draws in strata, merged draws) a
-            class y still weighs 1 in expectation: E[copies of y] = m q(y), so sums of exp(o - log_q) / m are right.
+        independent: whether the draws of a row are independent. If they are not (stratified or merged draws), a class y
+            still weighs 1 in expectation: E[copies of y] = m q(y), so sums of exp(o - log_q) / m are right.
 
     Example:
         >>> import samplex_cuda as sx
@@ -29,30 +29,30 @@ class Draw(NamedTuple):
 
     ids: Tensor
     log_q: Tensor
-    replacement: bool = True
+    independent: bool = True
 
     def repeats(self) -> bool:
-        """Whether `merged` pays: shared draws with many copies, where the answer needs no wait for a device.
+        """Whether `merged` pays: shared draws with many copies, if the answer needs no wait for a device.
 
         Example:
             >>> import samplex_cuda as sx
             >>> short, long = sx.samplers.Unigram([8, 1, 1]), sx.samplers.Uniform(1_000_000)
-            >>> [law.sample(None, 64, shared=True).repeats() for law in (short, long)]
+            >>> [sampler.sample(None, 64, shared=True).repeats() for sampler in (short, long)]
             [True, False]
         """
         if torch.compiler.is_compiling() or self.ids.device.type != "cpu" or self.ids.dim() != 1:
             return False
-        return self.ids.shape[0] > 1 and float(self.log_q.exp().mean()) * self.ids.shape[0] > _COPIES
+        return self.ids.shape[0] > 1 and float(self.log_q.exp().mean()) * self.ids.shape[0] > COPIES
 
     def merged(self) -> Draw:
         """Shared draws with each class once, for losses that weigh a draw by 1 / (m q): the same loss for less work.
 
         A class that came n times in m draws weighs n / (m q); among u distinct classes it does so with
-        log_q + log(m / (n u)). Batches that share draws from a law with a short head come to a fraction of their rows.
+        log_q + log(m / (n u)). Shared draws from a skewed distribution shrink to a fraction of their rows.
 
         Returns:
-            ids [u], ascending (draws in strata keep their order), and their log_q; `replacement` is False. On a GPU
-            this waits for the device.
+            ids [u], ascending (stratified draws keep their order), and their log_q; `independent` is False. On a GPU this
+            waits for the device.
 
         Example:
             >>> import torch
@@ -63,7 +63,7 @@ class Draw(NamedTuple):
         """
         if self.ids.dim() != 1:
             raise ValueError(f"Draw.merged: ids must be [m], shared by the batch, got {list(self.ids.shape)}")
-        find = torch.unique if self.replacement else torch.unique_consecutive  # strata: copies lie side by side
+        find = torch.unique if self.independent else torch.unique_consecutive  # stratified: copies are adjacent
         ids, place, times = find(self.ids, return_inverse=True, return_counts=True)
         if ids.shape == self.ids.shape:
             return self

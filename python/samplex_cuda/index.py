@@ -51,9 +51,9 @@ class ClassIndex:
         self, head: SampledClassifier, kind: str = "flat", *, candidates: int | None = None, **options: Any
     ) -> None:
         faiss = _faiss()
-        if head.loss == "negative_sampling":
+        if head.loss.needs.prior:
             raise ValueError("ClassIndex: head must have a loss without a prior, got loss='negative_sampling'")
-        if head.absolute:
+        if head.loss.absolute:
             raise ValueError("ClassIndex: head must have absolute=False, got True")
         if candidates is not None and (isinstance(candidates, bool) or candidates < 1):
             raise ValueError(f"ClassIndex: candidates must be an int of at least 1, got {candidates!r}")

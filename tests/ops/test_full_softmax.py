@@ -225,7 +225,7 @@ def test_errors(change, error, message):
 
 # ------------------------------------------------------------------------------------------------ the head
 def test_head_trains_on_the_full_softmax():
-    head = sx.SampledClassifier(D, C, loss="full_softmax", label_smoothing=0.1, scale=1.3, class_weight=torch.rand(C))
+    head = sx.SampledClassifier(D, C, loss=sx.losses.FullSoftmax(0.1), scale=1.3, class_weight=torch.rand(C))
     h, y = torch.randn(B, D), torch.randint(C, (B,))
     loss = head(h, y)
     wanted = F.cross_entropy(1.3 * head.linear()(h), y, weight=head.class_weight, label_smoothing=0.1)

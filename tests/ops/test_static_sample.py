@@ -93,7 +93,7 @@ def test_equals_reference(backend, law, form):
     ids, log_q = reference.sample(law, weights_of(law, sampler), KEY, 3, 40, rows, table)
     assert draw.ids.dtype == torch.int64
     assert draw.log_q.dtype == torch.float32
-    assert draw.replacement
+    assert draw.independent
     np.testing.assert_array_equal(draw.ids.cpu().numpy(), ids)
     np.testing.assert_allclose(draw.log_q.cpu().numpy(), log_q, rtol=3e-7, atol=1e-15)
 

@@ -158,7 +158,7 @@ def test_subset_of_a_sampler():
     target = torch.tensor([0, 9, -1])
     draw = sampler.subset(4, exclude=target, key=sx.Key(*KEY))
     assert torch.equal(draw.ids, subset_sample(key_on("cpu"), 3, 4, 10, target))
-    assert not draw.replacement
+    assert not draw.independent
     torch.testing.assert_close(draw.log_q.exp(), torch.tensor([[1 / 9], [1 / 9], [1 / 10]]).expand(3, 4))
     assert sampler.subset(10, batch_size=2).ids.sort(1).values.tolist() == [list(range(10))] * 2
     torch.manual_seed(3)

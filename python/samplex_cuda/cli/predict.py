@@ -143,7 +143,7 @@ def top(
     """
     h = h.to(head.weight.dtype)
     lse = exact_lse(
-        h, head.weight, head.bias, scale=head.scale, absolute=head.absolute, prior=head._prior(h, features)
+        h, head.weight, head.bias, scale=head.scale, absolute=head.loss.absolute, prior=head.prior(h, features)
     ).unsqueeze(1)
     if known is None:
         logits, ids = head.topk(h, k, features=features)

@@ -118,9 +118,9 @@ class Rows:
 
     def _finish(self, out: Tensor, rows: slice, ids: Tensor) -> Tensor:
         out = out.mul_(self.head.scale)
-        if self.head.absolute:
+        if self.head.loss.absolute:
             out = out.abs_()
-        if self.head.loss == "negative_sampling":  # its scores are relative to the sampler's law
+        if self.head.loss.needs.prior:  # its scores are relative to the sampler's law
             some = self.seen[rows]
             wanted = ids.expand(some.shape[0], -1) if ids.dim() == 1 else ids
             given = None if self.context is None else self.context[rows]

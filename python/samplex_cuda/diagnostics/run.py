@@ -67,7 +67,7 @@ def default_candidates(
     weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
     if "Quadratic" not in out and head.scale != 0:
         out["Quadratic"] = samplers.Quadratic(weight, min(1e29, 100.0 * head.scale**2), bias)
-    if "RandomFourier" not in out and head.scale > 0 and not head.absolute:
+    if "RandomFourier" not in out and head.scale > 0 and not head.loss.absolute:
         count = num_features or min(1024, max(64, 4 * head.in_features))
         out["RandomFourier"] = samplers.RandomFourier(
             weight, num_features=count, nu=head.scale, kind="positive", bias=bias, key=Key(seed)
@@ -145,7 +145,7 @@ def diagnose(
             num_classes=head.num_classes,
             in_features=head.in_features,
             rows=rows.count,
-            loss=head.loss,
+            loss=head.loss.name,
             shared=bool(head.shared),
             seed=seed,
             gradient_norm=0.0,
@@ -225,7 +225,7 @@ def _targets(head: Any, h: Tensor, flat: Tensor, y: Tensor | None, seed: int) ->
         everything = torch.ones(flat.shape[0], dtype=torch.bool, device=flat.device)
         if flat.shape[0] == 0:
             return torch.zeros(0, dtype=torch.int64, device=flat.device), everything
-        own = samplers.Softmax(head.weight, head.bias, scale=head.scale, absolute=head.absolute, copy=False)
+        own = samplers.Softmax(head.weight, head.bias, scale=head.scale, absolute=head.loss.absolute, copy=False)
         return own.sample(flat, 1, key=Key(seed)).ids[:, 0], everything
     lead = h.shape[:-1]
     if not isinstance(y, Tensor) or y.dtype != torch.int64 or y.shape[: len(lead)] != lead or y.dim() > h.dim():
@@ -485,7 +485,7 @@ def _time_law(
         def step(draw: Callable[[], Any] = draw, leaves: list[Tensor] = leaves, y: Tensor = y) -> Any:
             drawn = draw()
             loss = functional.sampled_softmax(
-                leaves[0], leaves[1], y, drawn.ids, drawn.log_q, *leaves[2:], scale=head.scale, absolute=head.absolute,
+                leaves[0], leaves[1], y, drawn.ids, drawn.log_q, *leaves[2:], scale=head.scale, absolute=head.loss.absolute,
                 sparse=head.sparse,
             )  # fmt: skip
             return torch.autograd.grad(loss, leaves)
@@ -531,7 +531,7 @@ def _time_full(head: Any, h: Tensor, target: Tensor) -> float | None:
 
     def step() -> Any:
         loss = functional.full_softmax(
-            leaves[0], leaves[1], target, *leaves[2:], scale=head.scale, absolute=head.absolute
+            leaves[0], leaves[1], target, *leaves[2:], scale=head.scale, absolute=head.loss.absolute
         )
         return torch.autograd.grad(loss, leaves)
 

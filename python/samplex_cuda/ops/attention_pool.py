@@ -1,6 +1,6 @@
 """Attention pooling: fakes and autograd of `torch.ops.samplex.attention_pool` and its backward.
 
-The ops take what the kernels need and check it; `samplex_cuda.functional.attention_pool` is the door for people.
+The ops take what the kernels need and check it; `samplex_cuda.functional.attention_pool` is the public function.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import _library  # noqa: F401  registers the ops
-from samplex_cuda.ops.fused_loss import LossPlan, acc_dtype, deliver
+from samplex_cuda.ops.fused_loss import TableGradient, acc_dtype
 
 __all__ = ["attention_pool"]
 
@@ -57,7 +57,8 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ids, table, query, value, need_grad, _, sparse = inputs
     _, coefs, sums = output
-    ctx.plan = LossPlan(_NAME, table.shape, table.dtype, None, 0, need_grad, sparse)
+    ctx.size, ctx.dtype, ctx.need_grad = table.shape, table.dtype, need_grad
+    ctx.gradient = TableGradient(sparse, None if torch.compiler.is_compiling() else table)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(coefs, sums)
     ctx.save_for_backward(ids, query, value, coefs, sums)
@@ -68,8 +69,10 @@ def _backward(ctx: Any, grad: Tensor | None, grad_coefs: Tensor | None, grad_sum
         raise RuntimeError("attention_pool: only pooled is differentiable")
     if grad is None:
         return (None,) * 7
-    plan = ctx.plan
-    plan.check()
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{_NAME}: double backward (create_graph=True) is not supported")
+    if not ctx.need_grad:
+        raise RuntimeError(f"{_NAME}: backward needs need_grad=True in the forward call, got False")
     ids, query, value, coefs, sums = ctx.saved_tensors
     _, need_table, need_query, need_value, *_ = ctx.needs_input_grad
     need_vectors = need_query or need_value
@@ -78,10 +81,9 @@ def _backward(ctx: Any, grad: Tensor | None, grad_coefs: Tensor | None, grad_sum
             "attention_pool: gradients of query and value need need_vectors=True in the forward, got False"
         )
     row_ids, rows, count, d_query, d_value = torch.ops.samplex.attention_pool_bwd(
-        grad.contiguous(), ids, query, value, coefs, sums, plan.weight_shape[0], need_table, need_vectors
+        grad.contiguous(), ids, query, value, coefs, sums, ctx.size[0], need_table, need_vectors
     )
-    none = query.new_empty(0)
-    _, d_table, _ = deliver(plan, (False, need_table, False), (none, row_ids, rows, none, count))
+    d_table = ctx.gradient(row_ids, rows, count, tuple(ctx.size), ctx.dtype) if need_table else None
     return None, d_table, d_query if need_query else None, d_value if need_value else None, None, None, None
 
 

@@ -1,60 +1,130 @@
-"""What fused losses share in Python: how row gradients reach autograd as coalesced sparse (or dense) tensors."""
+"""The one step of every fused loss: forward, backward, and where its row gradients go.
+
+A loss forward gives the loss and `saved`, the unit gradients in one tensor. Backward scales them and passes a `LossGrad`
+to a sink, which decides the form of the weight gradient: `RowSink` makes coalesced COO (or dense) tensors for autograd,
+`samplex_cuda.optim.fusion.Fusion` updates the rows at once.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from samplex_cuda import _library  # noqa: F401  registers the ops
+from samplex_cuda._checks import op_error
+
+if TYPE_CHECKING:
+    from samplex_cuda.losses.base import Loss
 
 __all__ = [
     "REDUCTIONS",
-    "LossPlan",
+    "Entries",
+    "Form",
+    "Forward",
+    "Inputs",
+    "LossGrad",
+    "Plan",
+    "RowSink",
+    "Sink",
+    "TableGradient",
     "acc_dtype",
-    "deliver",
+    "differentiate",
     "fake_gradients",
-    "fusion_of",
-    "keep_coalesced",
-    "loss_gradients",
+    "pack_saved",
     "rows_to_coo",
+    "run_loss",
 ]
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
-# Row ids of the last gradients made here. Holding them keeps their memory from being used again, so that a gradient
-# whose indices lie at the same address is one of ours. A few, for weight and bias of a few heads.
-_delivered: deque[Tensor] = deque(maxlen=8)
+_below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def _mark_coalesced(parameter: Tensor) -> None:
-    grad = parameter.grad
-    if grad is None or not grad.is_sparse or grad.is_coalesced():
-        return
-    address = grad._indices().data_ptr()
-    if any(address == row_ids.data_ptr() and grad._nnz() <= row_ids.numel() for row_ids in _delivered):
-        grad._coalesced_(True)
+class Inputs(NamedTuple):
+    """The tensors of a loss in the form the ops take: checked, flat, contiguous, on one device."""
+
+    hidden: Tensor  # [B, d], the dtype of weight
+    weight: Tensor  # [C, d]
+    bias: Tensor | None  # [C]
+    target: Tensor  # int64 [B] or [B, P]
+    ids: Tensor  # int64 [B, m], or [m] shared by the batch
+    log_q: Tensor  # the shape of ids, float32 (float64 for float64 weights)
+    class_weight: Tensor | None = None  # [C]
+    known_offsets: Tensor | None = None  # int64 [B + 1], known positives as CSR
+    known_ids: Tensor | None = None  # int64 [n]
+    target_log_q: Tensor | None = None  # the shape of target
+    row_value: Tensor | None = None  # [B], what the loss keeps per example
 
 
-def keep_coalesced(parameter: Tensor) -> None:
-    """Let `parameter.grad` say that it is coalesced when it is.
+class Form(NamedTuple):
+    """The options that every loss shares; resolved once per head."""
 
-    Autograd's accumulation makes a shallow copy of a sparse gradient and forgets the flag on the way, so every
-    optimizer would sort and sum the rows once more. A hook after the accumulation puts the flag back, where the
-    gradient is one of ours alone; a sum of two gradients is left as it is. Registered once per parameter; what is not a
-    leaf, or needs no gradient, is left alone.
+    scale: float = 1.0
+    ignore_index: int = -100
+    reduction: int = REDUCTIONS["mean"]
+    sparse: bool = True
+    with_lse: bool = False
 
-    Example:
-        >>> import torch
-        >>> from samplex_cuda.ops.fused_loss import keep_coalesced
-        >>> keep_coalesced(torch.zeros(3, 2, requires_grad=True))
-    """
-    if getattr(parameter, "_samplex_keeps_coalesced", False):
-        return
-    if parameter.is_leaf and parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(_mark_coalesced)
-        parameter._samplex_keeps_coalesced = True  # type: ignore[attr-defined]
+
+class Forward(NamedTuple):
+    """What a loss forward returns."""
+
+    loss: Tensor  # [] or [B]
+    saved: Tensor  # unit gradients and what the reduction needs, laid out as in loss/fused
+    extra: Tensor | None = None  # [B]: lse where asked for, or the ratio of augment_reduce
+
+
+class Plan(NamedTuple):
+    """What a backward needs to know besides tensors."""
+
+    op: str
+    num_classes: int
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    reduction: int
+    with_lse: bool = False  # whether `saved` holds the gradients of lse too
+    with_ratio: bool = False  # whether `saved` ends with a ratio per row
+    version: int = 0  # of the weight in the forward
+
+
+class LossGrad(NamedTuple):
+    """What the backward of a loss passes to its sink."""
+
+    plan: Plan
+    hidden: Tensor
+    target: Tensor
+    ids: Tensor
+    saved: Tensor
+    grad_loss: Tensor  # contiguous, [] or [B]
+    grad_lse: Tensor | None  # contiguous, [B]
+
+
+class Entries(NamedTuple):
+    """Weight gradients before they are summed by class: ids [S, k], coefficients [S, k], rows [S, d], twice."""
+
+    ids_a: Tensor
+    coef_a: Tensor
+    rows_a: Tensor
+    ids_b: Tensor
+    coef_b: Tensor | None
+    rows_b: Tensor
+    bias_b: Tensor | None
+
+    def clone(self) -> Entries:
+        """Copies of every tensor."""
+        copies: Any = [None if t is None else t.clone() for t in self]
+        return Entries(*copies)
+
+
+class Sink(Protocol):
+    """Takes the gradient of a class table."""
+
+    def deliver(self, grad: LossGrad, need: tuple[bool, bool, bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of hidden, weight and bias for autograd; None where the sink has used them up."""
+        ...
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -62,10 +132,82 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+# ------------------------------------------------------------------------------------------------ row gradients
+_rows_op = torch.ops.samplex.sampled_softmax_bwd.default
+_rows_with_ratio_op = torch.ops.samplex.entry_loss_bwd.default
+_entries_op = torch.ops.samplex.loss_entries.default
+_RATIO_KIND = 3  # augment_reduce
+
+
+class RowGradients(NamedTuple):
+    """Gradients summed by class, of a fixed size: no host synchronization until the rows are counted."""
+
+    d_hidden: Tensor  # [B, d]
+    row_ids: Tensor  # int64 [n], the first `count` ascending and distinct
+    row_grads: Tensor  # [n, d]
+    row_bias: Tensor  # [n] or [0]
+    count: Tensor  # int64 [1]
+
+
+def row_gradients(g: LossGrad, need_rows: bool, with_bias: bool) -> RowGradients:
+    """The gradients of a loss with its weight gradient summed by class."""
+    p = g.plan
+    tensors = (g.hidden, g.target, g.ids, g.saved)
+    if p.with_ratio:
+        found = _rows_with_ratio_op(
+            g.grad_loss, *tensors, _RATIO_KIND, p.num_classes, p.reduction, need_rows, with_bias
+        )
+    else:
+        found = _rows_op(
+            g.grad_loss, g.grad_lse, *tensors, p.num_classes, p.reduction, p.with_lse, need_rows, with_bias
+        )
+    return RowGradients(*found)
+
+
+def entries(g: LossGrad, with_bias: bool) -> tuple[Tensor, Entries]:
+    """The gradient of hidden, and the weight gradient before it is summed by class."""
+    p = g.plan
+    d_hidden, coef_a, coef_b, rows_b, bias_b = _entries_op(
+        g.grad_loss, g.grad_lse, g.hidden, g.target, g.ids, g.saved, p.reduction, p.with_lse, with_bias, p.with_ratio
+    )
+    target = g.target.unsqueeze(1) if g.target.dim() == 1 else g.target
+    if g.ids.dim() == 1:
+        ids_b = g.ids[: rows_b.shape[0]].unsqueeze(1)
+        return d_hidden, Entries(target, coef_a, g.hidden, ids_b, None, rows_b, bias_b if with_bias else None)
+    return d_hidden, Entries(target, coef_a, g.hidden, g.ids, coef_b, g.hidden, None)
+
+
+@torch.library.register_fake("samplex::loss_entries")
+def _(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    hidden: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    saved: Tensor,
+    reduction: int,
+    with_lse: bool,
+    with_bias: bool,
+    with_ratio: bool = False,
+) -> tuple[Tensor, ...]:
+    batch, dim = hidden.shape
+    shared, m = ids.dim() == 1, ids.shape[-1]
+    targets = 1 if target.dim() == 1 else target.shape[1]
+    summed = m if shared and batch > 0 else 0
+    acc = acc_dtype(hidden.dtype)
+    return (
+        torch.empty_like(hidden),
+        hidden.new_empty((batch, targets), dtype=acc),
+        hidden.new_empty((0 if shared else batch, m), dtype=acc),
+        hidden.new_empty((summed, dim), dtype=acc),
+        hidden.new_empty((summed if with_bias else 0,), dtype=acc),
+    )
+
+
 def rows_to_coo(
     row_ids: Tensor, rows: Tensor, count: Tensor, size: tuple[int, ...], dtype: torch.dtype | None
 ) -> Tensor:
-    """Fixed-size row gradients as a coalesced sparse COO tensor. The only step of a backward that waits for the device.
+    """Fixed-size row gradients as a coalesced sparse COO tensor. The only part of a backward that waits for the device.
 
     Args:
         row_ids: int64 [n], the first `count` ascending and distinct.
@@ -85,8 +227,6 @@ def rows_to_coo(
     if torch.compiler.is_compiling():
         torch._check(n >= 0)
         torch._check(n <= row_ids.shape[0])
-    else:
-        _delivered.append(row_ids)
     values = rows[:n]
     if dtype is not rows.dtype:
         values = values.to(dtype)
@@ -96,84 +236,231 @@ def rows_to_coo(
 def _rows_to_dense(
     row_ids: Tensor, rows: Tensor, count: Tensor, size: tuple[int, ...], dtype: torch.dtype | None
 ) -> Tensor:
-    # Rows behind `count` carry id -1 and unspecified numbers; they all go to one row that is cut off.
+    # Rows past `count` have id -1 and unspecified values; all of them go to one extra row that is cut off.
     dense = rows.new_zeros((size[0] + 1, *size[1:]))
     dense.index_copy_(0, torch.where(row_ids < 0, size[0], row_ids), rows)
     return dense[: size[0]].to(dtype)
 
 
-class LossPlan(NamedTuple):
-    """What a backward needs to know besides tensors."""
+class _CoalescedFlag:
+    """Restores the coalesced flag of a parameter's gradient.
 
-    op: str
-    weight_shape: torch.Size
-    weight_dtype: torch.dtype
-    bias_dtype: torch.dtype | None
-    reduction: int
+    Autograd's accumulation makes a shallow copy of a sparse gradient and drops the flag, so every optimizer would sort
+    and sum the rows again. This hook runs after the accumulation and sets the flag again, if the gradient still has the
+    very indices that the sink delivered: a sum of two gradients has others, and is left alone.
+    """
+
+    def __init__(self) -> None:
+        self.indices: Tensor | None = None
+
+    def __call__(self, parameter: Tensor) -> None:
+        given, self.indices = self.indices, None
+        grad = parameter.grad
+        if given is None or grad is None or not grad.is_sparse or grad.is_coalesced():
+            return
+        if grad._indices().is_set_to(given):
+            grad._coalesced_(True)
+
+
+_flags: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> its _CoalescedFlag
+
+
+class TableGradient:
+    """The gradient of one table from its row gradients: a coalesced COO tensor, or a dense one at O(C d).
+
+    Args:
+        sparse: which of the two.
+        parameter: the leaf whose gradient keeps its coalesced flag; None where autograd is traced.
+    """
+
+    def __init__(self, sparse: bool, parameter: Tensor | None = None) -> None:
+        self.sparse = sparse
+        self.flag: _CoalescedFlag | None = None
+        if sparse and parameter is not None and parameter.requires_grad and parameter.is_leaf:
+            self.flag = _flags.get(parameter)
+            if self.flag is None:
+                self.flag = _flags[parameter] = _CoalescedFlag()
+                parameter.register_post_accumulate_grad_hook(self.flag)
+
+    def __call__(
+        self, row_ids: Tensor, rows: Tensor, count: Tensor, size: tuple[int, ...], dtype: torch.dtype | None
+    ) -> Tensor:
+        """Arguments as in `rows_to_coo`."""
+        if not self.sparse:
+            return _rows_to_dense(row_ids, rows, count, size, dtype)
+        made = rows_to_coo(row_ids, rows, count, size, dtype)
+        if self.flag is not None:
+            self.flag.indices = made._indices()
+        return made
+
+
+class RowSink:
+    """Gives autograd the weight gradient as a coalesced COO tensor (`sparse`), or as a dense one at O(C d).
+
+    Args:
+        sparse: which of the two.
+        weight: whose gradient keeps its coalesced flag; None where autograd is traced.
+        bias: the same.
+    """
+
+    def __init__(self, sparse: bool, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = TableGradient(sparse, weight), TableGradient(sparse, bias)
+
+    def deliver(
+        self, grad: LossGrad, need: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """See `Sink.deliver`."""
+        need_hidden, need_weight, need_bias = need
+        p = grad.plan
+        rows = row_gradients(grad, need_weight or need_bias, need_bias)
+        d_weight = d_bias = None
+        if need_weight:
+            size = (p.num_classes, grad.hidden.shape[1])
+            d_weight = self.weight(rows.row_ids, rows.row_grads, rows.count, size, p.weight_dtype)
+        if need_bias:
+            d_bias = self.bias(rows.row_ids, rows.row_bias, rows.count, (p.num_classes,), p.bias_dtype)
+        return rows.d_hidden if need_hidden else None, d_weight, d_bias
+
+
+# ------------------------------------------------------------------------------------------------ the step
+def _grad(plan: Plan, tensors: tuple[Tensor, ...], grad_loss: Tensor | None, grad_lse: Tensor | None) -> LossGrad | None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{plan.op}: double backward (create_graph=True) is not supported")
+    if grad_loss is None:
+        if grad_lse is None:
+            return None
+        grad_loss = grad_lse.new_zeros(() if plan.reduction else grad_lse.shape)
+    hidden, target, ids, saved = tensors
+    return LossGrad(
+        plan, hidden, target, ids, saved, grad_loss.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    )
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Eager autograd of every fused loss.
+
+    `register_autograd`, `Function.setup_context` and calling the op through its own autograd key each cost 0.05 ms of
+    Python per call: together they would be a third of a step. They serve compiled graphs (`differentiate`), by the same
+    backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: Loss, x: Inputs, form: Form, sink: Sink | None
+    ) -> Any:
+        with _below_autograd():
+            made = loss.forward(x, form, True, ctx.needs_input_grad[0])
+        extra = made.extra
+        ctx.plan = Plan(
+            loss.name,
+            weight.shape[0],
+            weight.dtype,
+            None if bias is None else bias.dtype,
+            form.reduction,
+            form.with_lse,
+            extra is not None and not form.with_lse,
+            weight._version,
+        )
+        ctx.sink = RowSink(form.sparse, weight, bias) if sink is None else sink
+        ctx.saved = made.saved
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, x.target, x.ids)
+        if extra is None:
+            return made.loss
+        if not form.with_lse:
+            ctx.mark_non_differentiable(extra)
+        return made.loss, extra
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, grad_extra: Tensor | None = None) -> Any:
+        plan = ctx.plan
+        grad = _grad(plan, (*ctx.saved_tensors, ctx.saved), grad_loss, grad_extra if plan.with_lse else None)
+        if grad is None:
+            return None, None, None, None, None, None, None
+        return (*ctx.sink.deliver(grad, ctx.needs_input_grad[:3]), None, None, None, None)
+
+
+# Past `torch.autograd.Function.apply`, which looks for functorch wrappers in every argument.
+_apply = super(torch.autograd.Function, _FusedLoss).apply
+
+
+def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tuple[Tensor, Tensor | None]:
+    """The loss of checked inputs, differentiable in hidden, weight and bias.
+
+    Args:
+        loss: which loss, with its options.
+        x: tensors in the form the ops take.
+        form: what every loss shares.
+        sink: where the weight gradient goes; by default to autograd.
+
+    Returns:
+        The loss, and what the loss returns besides: lse with `form.with_lse`, the ratio of augment_reduce.
+    """
+    bias = x.bias
+    need_grad = torch.is_grad_enabled() and (
+        x.hidden.requires_grad or x.weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    if torch.compiler.is_compiling():
+        made = loss.forward(x, form, need_grad, True)
+        return made.loss, made.extra
+    try:
+        if not need_grad:
+            with _below_autograd():
+                made = loss.forward(x, form, False, False)
+            return made.loss, made.extra
+        call = _FusedLoss.apply if torch._C._are_functorch_transforms_active() else _apply
+        output = call(x.hidden, x.weight, bias, loss, x, form, sink)
+    except RuntimeError as error:
+        raise op_error(error) from None
+    return output if isinstance(output, tuple) else (output, None)
+
+
+def differentiate(op: str, read: Any) -> None:
+    """Registers the backward of a loss op for compiled graphs, and for whoever calls the op itself.
+
+    Args:
+        op: e.g. "samplex::nce".
+        read: makes an `OpCall` of the op's inputs and outputs.
+    """
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call = call = read(inputs, output)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1 + call.plan.with_lse :])
+        ctx.save_for_backward(call.hidden, call.target, call.ids, call.saved)
+        ctx.call = call._replace(hidden=None, target=None, ids=None, saved=None)
+
+    def backward(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> Any:
+        call: OpCall = ctx.call
+        plan = call.plan
+        grad_lse = others[0] if plan.with_lse else None
+        if any(other is not None for other in others[plan.with_lse :]):
+            raise RuntimeError(f"{plan.op}: only the loss{' and lse' if plan.with_lse else ''} can be differentiated")
+        if not call.need_grad:
+            raise RuntimeError(f"{plan.op}: backward needs need_grad=True in the forward call, got False")
+        gradients: list[Tensor | None] = [None] * call.arguments
+        grad = _grad(plan, ctx.saved_tensors, grad_loss, grad_lse)
+        if grad is not None:
+            need = tuple(ctx.needs_input_grad[place] for place in call.places)
+            for place, value in zip(call.places, RowSink(call.sparse).deliver(grad, need), strict=True):
+                gradients[place] = value
+        return tuple(gradients)
+
+    torch.library.register_autograd(op, backward, setup_context=setup_context)
+
+
+class OpCall(NamedTuple):
+    """What `differentiate` reads of a call of a loss op."""
+
+    plan: Plan
+    places: tuple[int, int, int]  # of hidden, weight and bias among the arguments
+    arguments: int
     need_grad: bool
     sparse: bool
-    fusion: Any = None  # `samplex_cuda.fusion.Fusion` of the weight, which updates it inside backward
-    version: int = 0  # of the weight in the forward, with `fusion`
-
-    def check(self) -> None:
-        """Stops a backward that cannot be had."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(f"{self.op}: double backward (create_graph=True) is not supported")
-        if not self.need_grad:
-            raise RuntimeError(f"{self.op}: backward needs need_grad=True in the forward call, got False")
-
-
-def fusion_of(weight: Tensor) -> tuple[Any, int]:
-    """The last two fields of a `LossPlan`: the optimizer fused to this weight, or None, and the weight's version."""
-    return getattr(weight, "_samplex_fusion", None), weight._version
-
-
-def loss_gradients(
-    plan: LossPlan,
-    need: tuple[bool, bool, bool],
-    tensors: tuple[Tensor, ...],
-    grad_loss: Tensor,
-    run: Callable[[bool, bool], tuple[Tensor, ...]],
-    *,
-    with_lse: bool = False,
-    grad_lse: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias, as far as `need` says: the backward of every fused loss.
-
-    Args:
-        plan: what the forward was.
-        need: whether hidden, weight and bias need a gradient.
-        tensors: hidden, target, ids and saved.
-        grad_loss: upstream gradient, contiguous.
-        run: the loss's own backward op, called with (need_rows, with_bias).
-        with_lse: whether the forward kept the parts of a second output.
-        grad_lse: its upstream gradient, contiguous.
-    """
-    plan.check()
-    if plan.fusion is not None and need[1]:
-        d_hidden = plan.fusion.take(plan.version, plan.reduction, tensors, with_lse, grad_loss, grad_lse)
-        return d_hidden if need[0] else None, None, None
-    return deliver(plan, need, run(need[1] or need[2], need[2]))
-
-
-def deliver(
-    plan: LossPlan, need: tuple[bool, bool, bool], gradients: tuple[Tensor, ...]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias, as far as `need` says, from the outputs of a loss's backward op.
-
-    Args:
-        plan: shapes, dtypes and the form asked for.
-        need: whether hidden, weight and bias need a gradient.
-        gradients: d_hidden [B, d], row_ids [n], row_grads [n, d], row_bias [n] or [0], count [1].
-    """
-    d_hidden, row_ids, row_grads, row_bias, count = gradients
-    need_hidden, need_weight, need_bias = need
-    form = rows_to_coo if plan.sparse else _rows_to_dense
-    return (
-        d_hidden if need_hidden else None,
-        form(row_ids, row_grads, count, plan.weight_shape, plan.weight_dtype) if need_weight else None,
-        form(row_ids, row_bias, count, plan.weight_shape[:1], plan.bias_dtype) if need_bias else None,
-    )
+    hidden: Tensor | None
+    target: Tensor | None
+    ids: Tensor | None
+    saved: Tensor | None
 
 
 def fake_gradients(
@@ -181,8 +468,8 @@ def fake_gradients(
 ) -> tuple[Tensor, ...]:
     """Empty tensors of the shapes a loss's backward op gives."""
     acc = acc_dtype(hidden.dtype)
-    entries = target.numel() + ids.numel()
-    capacity = torch.sym_min(entries, num_classes) if need_rows else 0
+    count = target.numel() + ids.numel()
+    capacity = torch.sym_min(count, num_classes) if need_rows else 0
     return (
         torch.empty_like(hidden),
         hidden.new_empty((capacity,), dtype=torch.int64),
@@ -190,3 +477,33 @@ def fake_gradients(
         hidden.new_empty((capacity if with_bias else 0,), dtype=acc),
         hidden.new_empty((1,), dtype=torch.int64),
     )
+
+
+def pack_saved(row_loss: Tensor, denom: Tensor, coef: Tensor | None, d_loss: Tensor | None, form: Form) -> Forward:
+    """A `Forward` from the parts of a loss written in torch; the layout is that of `SavedLoss` in loss/fused.
+
+    Args:
+        row_loss: [B].
+        denom: [B], what each row counts in a mean.
+        coef: [B, P + m], derivative of each row's loss by the products h @ w of targets and draws; None without need.
+        d_loss: [B, d], derivative of each row's loss by its hidden vector.
+        form: of the call.
+    """
+    parts = [] if coef is None or d_loss is None else [d_loss.reshape(-1), coef.reshape(-1)]
+    if form.reduction == REDUCTIONS["none"]:
+        return Forward(row_loss, torch.cat([*parts, denom]))
+    total = denom.sum()
+    factor = torch.ones_like(total)
+    if form.reduction == REDUCTIONS["mean"]:
+        factor = torch.where(total == 0, 0.0, 1.0 / torch.where(total == 0, 1.0, total))
+    loss = torch.where(total == 0, 0.0, row_loss.sum() * factor)
+    return Forward(loss, torch.cat([*parts, row_loss, denom, factor.reshape(1)]))
+
+
+def saved_numbers(batch: int, entries: int, dim: int, reduction: int, need_grad: bool, with_lse: bool, with_ratio: bool) -> int:
+    """How many numbers `saved` holds; as `SavedLoss` in loss/fused."""
+    kept = (dim + entries) * batch * (1 + with_lse) if need_grad else 0
+    kept += batch if reduction == REDUCTIONS["none"] else 2 * batch + 1
+    return kept + (batch if with_ratio else 0)
+
+

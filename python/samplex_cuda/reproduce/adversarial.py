@@ -122,6 +122,12 @@ class Trained:
     head: sx.SampledClassifier
 
 
+def _loss(name: str, reg: float, examples: int) -> sx.losses.Loss:
+    own = sx.losses.by_name(name).options()
+    options = {"reg": reg, "num_examples": examples}
+    return sx.losses.from_name(name, **{option: value for option, value in options.items() if option in own})
+
+
 def train(
     method: Method, noise: Noise | None, data: Data, marks: list[int], rate: float, reg: float, seed: int,
     parts: tuple[str, ...], watch: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -134,9 +140,7 @@ def train(
         data.num_classes,
         noise.sampler if noise is not None else None,
         num_samples=method.draws if sampled else None,
-        loss=method.loss,
-        reg=reg if method.loss == "negative_sampling" else 0.0,
-        num_examples=len(y) if method.loss == "augment_reduce" else None,
+        loss=_loss(method.loss, reg, len(y)),
     )
     torch.nn.init.zeros_(head.weight)
     # NCE learns normalised scores: from 0 it would have to lower every class for every example first.

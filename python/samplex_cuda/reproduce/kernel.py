@@ -55,8 +55,15 @@ def head_of(task: Task, name: str, m: int) -> sx.SampledClassifier:
     """The head with its sampler; "full" and "full, absolute" draw nothing. No bias: o = <h, w>, as in the paper."""
     classes, width = task.num_classes, task.width
     if name.startswith("full"):
-        return sx.SampledClassifier(width, classes, loss="full_softmax", bias=False, absolute="absolute" in name)
-    made = sx.SampledClassifier(width, classes, sx.samplers.Uniform(classes), m, bias=False, absolute=name in SYMMETRIC)
+        return sx.SampledClassifier(width, classes, loss=sx.losses.FullSoftmax(absolute="absolute" in name), bias=False)
+    made = sx.SampledClassifier(
+        width,
+        classes,
+        sx.samplers.Uniform(classes),
+        m,
+        sx.losses.SampledSoftmax(absolute=name in SYMMETRIC),
+        bias=False,
+    )
     sampler: Any = made.sampler
     if name == "unigram":
         sampler = sx.samplers.Unigram(task.counts + 1)

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import uniform_sample
 from samplex_cuda.rng import Key, fold_in, key_tensor
@@ -22,11 +23,6 @@ MAX_BATCH = 1 << 32
 MAX_SAMPLES = 1 << 24
 _UNIFORM_BITS = 52
 _BLOCK = 1 << 22  # numbers of [B, n] at a time
-
-
-def describe(t: Tensor) -> str:
-    """Shape and dtype as error messages print them."""
-    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
 
 
 def check_int64(op: str, name: str, t: object) -> Tensor:
@@ -211,6 +207,10 @@ class Sampler(torch.nn.Module):
             return draw, self.log_prob_shared(h, ids, context=context)
         return draw, self.log_prob(h, ids, context=context)
 
+    def collision(self) -> float | None:
+        """The probability that two shared draws are of one class; None if that depends on the batch."""
+        return None
+
     def log_prob_all(self, h: Tensor | None = None) -> Tensor:
         """Log-probability of every class, [B, C] float32: for tests and small C. h = None counts as one row."""
         raise NotImplementedError
@@ -239,6 +239,8 @@ class Sampler(torch.nn.Module):
 
     # -------------------------------------------------------------------------------------------- checks
     def _check_count(self, num_samples: int) -> int:
+        if type(num_samples) is int and 0 <= num_samples <= MAX_SAMPLES:
+            return num_samples
         try:
             count = operator.index(num_samples)
         except TypeError:

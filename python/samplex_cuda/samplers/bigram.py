@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import call, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import bigram_sample as ops
 from samplex_cuda.ops.static_sample import build_alias, sort_exclude
 from samplex_cuda.rng import Key, key_tensor
-from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, describe
-from samplex_cuda.samplers.static import _call
+from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
 
 __all__ = ["Bigram"]
 
@@ -178,7 +178,7 @@ class Bigram(Sampler):
         rows = self._check_context(h, context, batch_size)
         flat, starts = sort_exclude(self._check_exclude(exclude, rows.device, rows.shape[0]))
         pair = key_tensor(self._op, key, rows.device)
-        return Draw(*_call(lambda: ops.bigram_sample(pair, rows, count, *self._tables(), flat, starts)))
+        return Draw(*call(ops.bigram_sample, pair, rows, count, *self._tables(), flat, starts))
 
     def log_prob(
         self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None
@@ -194,14 +194,14 @@ class Bigram(Sampler):
         else:
             raise ValueError(f"bigram: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
         flat, starts = sort_exclude(self._check_exclude(exclude, rows.device, batch))
-        out = _call(lambda: ops.bigram_log_prob(wanted.contiguous(), rows, *self._tables(), flat, starts))
+        out = call(ops.bigram_log_prob, wanted.contiguous(), rows, *self._tables(), flat, starts)
         return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
 
     def log_prob_all(self, h: Tensor | None = None, *, context: Tensor | None = None) -> Tensor:
         """Log-probability of every class, [B, C] float32."""
         rows = self._check_context(h, context, None)
         ids = torch.arange(self.num_classes, device=rows.device).expand(rows.shape[0], -1).contiguous()
-        return _call(lambda: ops.bigram_log_prob(ids, rows, *self._tables()))
+        return call(ops.bigram_log_prob, ids, rows, *self._tables())
 
     def update(self, ids: Tensor, rows: Tensor) -> None:
         """Nothing to do: the law does not depend on the class table."""

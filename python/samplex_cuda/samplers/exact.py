@@ -12,10 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import uniform_sample
 from samplex_cuda.rng import Key, key_tensor
-from samplex_cuda.samplers.base import MAX_SAMPLES, Exclude, Sampler, check_int64, describe
+from samplex_cuda.samplers.base import MAX_SAMPLES, Exclude, Sampler, check_int64
 
 __all__ = ["ExactSampler", "Quartic", "Softmax"]
 

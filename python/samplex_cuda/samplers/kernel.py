@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import rff
+from samplex_cuda._checks import call, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import kernel_tree as ops
 from samplex_cuda.ops.static_sample import sort_exclude
 from samplex_cuda.rng import Key, key_tensor
-from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, describe
-from samplex_cuda.samplers.static import _call
+from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
 from samplex_cuda.tables import empty_table
 
 __all__ = ["KernelSampler", "Quadratic", "RandomFourier"]
@@ -144,9 +144,7 @@ class KernelSampler(Sampler):
         self._check_batch(query, batch_size, None)
         flat, offsets = sort_exclude(self._check_exclude(exclude, query.device, query.shape[0]))
         pair = key_tensor(self._op, key, query.device)
-        ids, log_q, clipped = _call(
-            lambda: ops.kernel_tree_sample(pair, query, phi, self.rows, self.sums, *self._law(), count, flat, offsets)
-        )
+        ids, log_q, clipped = call(ops.kernel_tree_sample, pair, query, phi, self.rows, self.sums, *self._law(), count, flat, offsets)
         self._watch(clipped)
         return Draw(ids, log_q)
 
@@ -166,10 +164,8 @@ class KernelSampler(Sampler):
         else:
             raise ValueError(f"{self._op}: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
         flat, offsets = sort_exclude(self._check_exclude(exclude, query.device, batch))
-        out = _call(
-            lambda: ops.kernel_tree_log_prob(
-                query, phi, wanted.contiguous(), self.rows, self.sums, *self._law(), flat, offsets
-            )
+        out = call(
+            ops.kernel_tree_log_prob, query, phi, wanted.contiguous(), self.rows, self.sums, *self._law(), flat, offsets
         )
         return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
 

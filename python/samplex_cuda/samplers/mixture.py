@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplex_cuda._checks import describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import uniform_sample
 from samplex_cuda.rng import Key, fold_in, key_tensor
-from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, describe
+from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
 
 __all__ = ["Mixture"]
 

@@ -1,9 +1,9 @@
-"""Samplers whose law does not look at the query: Uniform, LogUniform, Unigram."""
+"""Samplers whose distribution does not depend on the query: Uniform, LogUniform, Unigram."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,29 +13,12 @@ from samplex_cuda.draw import Draw
 from samplex_cuda.ops import static_sample as ops
 from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.rng import Key, key_tensor
-from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, describe
+from samplex_cuda._checks import call, describe
+from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
 
 __all__ = ["LogUniform", "StaticSampler", "Uniform", "Unigram"]
 
 MAX_CLASSES = 1 << 52
-
-T = TypeVar("T")
-
-
-def _call(op: Callable[[], T]) -> T:
-    """The op, with its complaint about a value as the Python error it is."""
-    if torch.compiler.is_compiling():
-        return op()
-    try:
-        return op()
-    except RuntimeError as error:
-        text = str(error)
-        if " in [0, " in text and ", got " in text:
-            raise IndexError(text) from None
-        if "exclude_offsets must" in text:
-            raise ValueError(text) from None
-        raise
-
 
 class StaticSampler(Sampler):
     """What the static samplers share. `h` only says how many rows there are; `context` is not looked at.
@@ -55,6 +38,7 @@ class StaticSampler(Sampler):
         if not 1 <= num_classes <= MAX_CLASSES:
             raise ValueError(f"{self._op}: num_classes must be in [1, 2^52], got {num_classes}")
         self.num_classes = num_classes
+        self._collision: float | None = None
         # Follows .to(device), so that the sampler knows where to draw when there is no h.
         self.register_buffer("_anchor", torch.empty(0), persistent=False)
 
@@ -103,17 +87,26 @@ class StaticSampler(Sampler):
             if h is not None or batch_size is not None:
                 self._check_batch(h, batch_size, None)
             pair = key_tensor(self._op, key, self._device(h, key))
-            ids, log_q = _call(lambda: self._sample_op(pair, 1, count, None, None))
+            ids, log_q = call(self._sample_op, pair, 1, count, None, None)
             return Draw(ids[0], log_q[0])
-        if exclude is not None and not isinstance(exclude, Tensor | tuple | list):
-            raise TypeError(
-                f"{self._op}: exclude must be a tensor or a pair (offsets, ids), got {type(exclude).__name__}"
-            )
-        batch = self._check_batch(h, batch_size, exclude)
-        device = self._device(h, exclude, *(exclude if isinstance(exclude, tuple | list) else ()), key)
-        flat, offsets = ops.sort_exclude(self._check_exclude(exclude, device, batch))
+        if isinstance(exclude, Tensor) and exclude.dim() == 1 and h is not None and exclude.dtype is torch.int64:
+            # The form of a training step: one excluded class per row of h.
+            device, flat, offsets = self._device(h, exclude, key), exclude.unsqueeze(1), None
+            if exclude.device != device:
+                self._check_exclude(exclude, device, exclude.shape[0])
+            batch = self._check_batch(h, batch_size, None)
+            if exclude.shape[0] != batch:
+                self._check_exclude(exclude, device, batch)
+        else:
+            if exclude is not None and not isinstance(exclude, Tensor | tuple | list):
+                raise TypeError(
+                    f"{self._op}: exclude must be a tensor or a pair (offsets, ids), got {type(exclude).__name__}"
+                )
+            batch = self._check_batch(h, batch_size, exclude)
+            device = self._device(h, exclude, *(exclude if isinstance(exclude, tuple | list) else ()), key)
+            flat, offsets = ops.sort_exclude(self._check_exclude(exclude, device, batch))
         pair = key_tensor(self._op, key, device)
-        return Draw(*_call(lambda: self._sample_op(pair, batch, count, flat, offsets)))
+        return Draw(*call(self._sample_op, pair, batch, count, flat, offsets))
 
     def log_prob(
         self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None
@@ -138,17 +131,17 @@ class StaticSampler(Sampler):
         if ids.dim() == 2:
             if ids.shape[0] != batch:
                 raise ValueError(f"{self._op}: ids must be [B, n] with B = {batch}, got {describe(ids)}")
-            return _call(lambda: self._log_prob_op(ids.contiguous(), flat, offsets))
+            return call(self._log_prob_op, ids.contiguous(), flat, offsets)
         if ids.shape[0] == batch:
-            return _call(lambda: self._log_prob_op(ids.unsqueeze(1).contiguous(), flat, offsets)).squeeze(1)
+            return call(self._log_prob_op, ids.unsqueeze(1).contiguous(), flat, offsets).squeeze(1)
         if exclude is None:  # the same for every row: once
-            return _call(lambda: self._log_prob_op(ids.unsqueeze(0).contiguous(), None, None)).expand(batch, -1)
-        return _call(lambda: self._log_prob_op(ids.expand(batch, -1).contiguous(), flat, offsets))
+            return call(self._log_prob_op, ids.unsqueeze(0).contiguous(), None, None).expand(batch, -1)
+        return call(self._log_prob_op, ids.expand(batch, -1).contiguous(), flat, offsets)
 
     def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
         """Log-probability of given ids of any shape under the law of shared draws, which is every row's law."""
         check_int64(self._op, "ids", ids)
-        return _call(lambda: self._log_prob_op(ids.reshape(1, -1).contiguous(), None, None)).reshape(ids.shape)
+        return call(self._log_prob_op, ids.reshape(1, -1).contiguous(), None, None).reshape(ids.shape)
 
     def log_prob_all(self, h: Tensor | None = None) -> Tensor:
         """Log-probability of every class: [B, C], a view of one row of C numbers.
@@ -162,11 +155,20 @@ class StaticSampler(Sampler):
         ids = torch.arange(self.num_classes, device=self._device(h))
         return self._log_prob_op(ids.unsqueeze(0), None, None).expand(batch, -1)
 
+    def collision(self) -> float:
+        """The probability that two draws are of one class, sum of q squared."""
+        if self._collision is None:
+            self._collision = self._sum_of_squares()
+        return self._collision
+
+    def _sum_of_squares(self) -> float:
+        raise NotImplementedError
+
     def update(self, ids: Tensor, rows: Tensor) -> None:
-        """Nothing to do: a static law does not depend on the class table."""
+        """Nothing to do: a static distribution does not depend on the class table."""
 
     def rebuild(self, weight: Tensor) -> None:
-        """Nothing to do: a static law does not depend on the class table."""
+        """Nothing to do: a static distribution does not depend on the class table."""
 
     def extra_repr(self) -> str:
         """The number of classes."""
@@ -196,6 +198,9 @@ class Uniform(StaticSampler):
     def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
         return ops.uniform_log_prob(ids, self.num_classes, exclude, offsets)
 
+    def _sum_of_squares(self) -> float:
+        return 1.0 / self.num_classes
+
     def subset(
         self,
         num_samples: int,
@@ -218,7 +223,7 @@ class Uniform(StaticSampler):
         Example:
             >>> import torch, samplex_cuda as sx
             >>> draw = sx.samplers.Uniform(4).subset(3, exclude=torch.tensor([0, 2]), key=sx.Key(1))
-            >>> draw.ids.sort(1).values, draw.replacement
+            >>> draw.ids.sort(1).values, draw.independent
             (tensor([[1, 2, 3],
                     [0, 1, 3]]), False)
         """
@@ -235,11 +240,11 @@ class Uniform(StaticSampler):
         pair = key_tensor(self._op, key, device)
         if exclude is not None:
             exclude = exclude.contiguous()
-        ids = _call(lambda: subset_sample(pair, batch, count, self.num_classes, exclude))
+        ids = call(subset_sample, pair, batch, count, self.num_classes, exclude)
         left = torch.full((batch, 1), self.num_classes, dtype=torch.float64, device=device)
         if exclude is not None:
             left -= (exclude >= 0).double()[:, None]
-        return Draw(ids, (-left.log()).float().expand(batch, count).contiguous(), replacement=False)
+        return Draw(ids, (-left.log()).float().expand(batch, count).contiguous(), independent=False)
 
 
 class LogUniform(StaticSampler):
@@ -266,6 +271,10 @@ class LogUniform(StaticSampler):
 
     def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
         return ops.log_uniform_log_prob(ids, self.num_classes, exclude, offsets)
+
+    def _sum_of_squares(self) -> float:
+        k = np.arange(min(self.num_classes, 1 << 16), dtype=np.float64)  # the rest adds less than 1 / 2^16
+        return float(np.square(np.log1p(1.0 / (k + 1.0))).sum()) / float(np.log1p(float(self.num_classes))) ** 2
 
 
 class Unigram(StaticSampler):
@@ -348,6 +357,14 @@ class Unigram(StaticSampler):
 
     def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
         return ops.alias_log_prob(ids, self.table, self.prefix, exclude, offsets)
+
+    def _sum_of_squares(self) -> float:
+        share = self.prefix.diff().double() / float(self.prefix[-1])
+        return float(share.square().sum())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._collision = None
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         """The number of classes and the power."""

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 import samplex_cuda.tree_fit as fitting
+from samplex_cuda._checks import call, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import tree as ops
 from samplex_cuda.ops import tree_shared
 from samplex_cuda.ops.static_sample import sort_exclude
 from samplex_cuda.rng import Key, key_tensor
-from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, describe
-from samplex_cuda.samplers.static import _call
+from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
 
 __all__ = ["Tree"]
 
@@ -248,7 +248,7 @@ class Tree(Sampler):
 
         With `stratified` shared draws are no longer independent: one comes from each of m equal parts of the law, in
         the order of the leaves. A class comes m q times in expectation, as before, but never two more or two fewer
-        times than that, so that every sum of the draws varies less, or at the most as much. `Draw.replacement` is
+        times than that, so that every sum of the draws varies less, or at the most as much. `Draw.independent` is
         False, and copies of a class lie side by side.
         """
         count = self._check_count(num_samples)
@@ -273,14 +273,14 @@ class Tree(Sampler):
         x = self.project(h)
         wanted, squeeze = self._wanted(ids, x.shape[0])
         excluded = self._excluded_leaves(exclude, x)
-        out = _call(lambda: ops.tree_log_prob(x, wanted, *self._tables(), *excluded))
+        out = call(ops.tree_log_prob, x, wanted, *self._tables(), *excluded)
         return out.squeeze(1) if squeeze else out
 
     def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
         """Log-probability of given ids of any shape under the law of shared draws; see `Sampler.log_prob_shared`."""
         check_int64(self._op, "ids", ids)
         wanted = ids.reshape(-1).contiguous()
-        out = _call(lambda: tree_shared.tree_log_prob_shared(self.project(h), wanted, *self._tables()))
+        out = call(tree_shared.tree_log_prob_shared, self.project(h), wanted, *self._tables())
         return out.reshape(ids.shape)
 
     def sample_and_score(
@@ -304,7 +304,7 @@ class Tree(Sampler):
         wanted = ids.contiguous() if ids.dim() == 1 and ids.shape[0] == x.shape[0] else self._wanted(ids, x.shape[0])[0]
         pair = key_tensor(self._op, key, x.device)
         model = self.mean, self.projection, *self._tables()
-        draws, log_q, scores = _call(lambda: ops.tree_sample_and_score(pair, x, *model, count, wanted))
+        draws, log_q, scores = call(ops.tree_sample_and_score, pair, x, *model, count, wanted)
         return Draw(draws, log_q), scores
 
     def _wanted(self, ids: Tensor, batch: int) -> tuple[Tensor, bool]:

@@ -1,0 +1,372 @@
+"""The contrastive loss: a query against its own key and negatives, with gradients to queries and keys.
+
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samplex_cuda._checks import describe, op_error
+from samplex_cuda.losses import SampledSoftmax
+from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, acc_dtype, run_loss
+from samplex_cuda.ops.subset_sample import subset_sample
+from samplex_cuda.rng import Key, key_tensor
+
+__all__ = ["contrastive"]
+
+_OP = "contrastive"
+_LOSS = SampledSoftmax()
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_NO_ID = -(1 << 63)  # no positive is skipped
+EXACT_LIMIT = 1 << 26  # numbers that `exact` keeps for its backward: half a gigabyte of float64
+
+
+def contrastive(
+    queries: Tensor,
+    keys: Tensor,
+    positives: Tensor | None = None,
+    negatives: Tensor | None = None,
+    log_q: Tensor | None = None,
+    *,
+    num_negatives: int | None = None,
+    sampler: Any = None,
+    key: Key | Tensor | None = None,
+    key_ids: Tensor | None = None,
+    exact: bool = False,
+    scale: float = 1.0,
+    symmetric: bool = False,
+    reduction: str = "mean",
+    sparse: bool | None = None,
+) -> Tensor:
+    r"""Contrastive loss (InfoNCE): each query is to find its own key among negatives.
+
+    With :math:`s_{ij} = \text{scale}\; q_i \cdot k_j` the loss of query i with its key p and negatives :math:`N_i` is
+
+    .. math::
+        -\log \frac{\exp s_{ip}}{\exp s_{ip} + \sum_{j \in N_i} \exp(s_{ij} - \log q_{ij} - \log |N_i|)}
+
+    where there is a `log_q`, and the same without the correction (Wen 2020, Eq. 3.1) where there is none. With the
+    correction the sum estimates that over all other keys, whatever law the negatives have; without it keys that are
+    drawn often are pushed away more often than they should be.
+
+    **Keys and positives.** A memory bank: `keys` [n, d] and `positives` [B], the row of each query's key. In-batch:
+    `keys` [B, d] without `positives`; row i is the key of query i.
+
+    **Negatives**, in one of these ways:
+
+    =============================  =================================================================  ============
+    given                          negatives of a query                                               correction
+    =============================  =================================================================  ============
+    `negatives`                    those                                                              if `log_q`
+    `num_negatives`                a uniform subset of the other keys, without replacement            none
+    `num_negatives` and `sampler`  draws of the sampler, which leaves the positive out                its log_q
+    `num_negatives` and `exact`    the expectation over *all* such subsets (Eq. 3.2); small n only    none
+    nothing, in-batch              all other keys of the batch                                        if `log_q`
+    =============================  =================================================================  ============
+
+    One pass over the gathered keys, forward and backward, by the kernels of `sampled_softmax`: no [B, k, d] tensor.
+
+    Args:
+        queries: [B, d]. Under autocast they are cast to the dtype of `keys`.
+        keys: [n, d] in float32, float64, float16 or bfloat16: a parameter, a buffer, or the output of an encoder; sums
+            run in float32 (float64 for float64).
+        positives: int64 [B] rows of `keys`, or None: in-batch.
+        negatives: int64 [B, k] rows of `keys` for each query, or [k] for all. One that is the query's positive takes no
+            part.
+        log_q: log-probability of the negatives under the law they were drawn from, shape of `negatives`. In-batch [B]:
+            of each key as a draw, such as the log of how often it is some query's positive.
+        num_negatives: k.
+        sampler: a sampler over the n keys, such as `sx.samplers.Unigram`; it sees the queries.
+        key: randomness of the draw; see `samplex_cuda.Key`. None: torch's default generator.
+        key_ids: in-batch, int64 [B]: what each key is. A key of the same id as the query's own is no negative.
+        exact: the expectation over all subsets of `num_negatives` other keys, enumerated; O(B C(n-1, k) k).
+        scale: multiplies the scores (1 / temperature), before the correction.
+        symmetric: in-batch, the mean of this loss and that of the keys against the queries; without `log_q`.
+        reduction: "mean" over the queries (0 for none), "sum" or "none".
+        sparse: whether the gradient of `keys` is a coalesced sparse COO tensor (touched rows only) or dense. None:
+            sparse for a bank that is a leaf, dense for what an encoder made and in-batch.
+
+    Returns:
+        The loss in float32 (float64 for float64): a scalar, or [B] for "none".
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> queries, bank = torch.randn(8, 16), torch.randn(1000, 16, requires_grad=True)
+        >>> own = torch.arange(8)
+        >>> loss = sx.functional.contrastive(queries, bank, own, num_negatives=64, scale=0.5)
+        >>> loss.backward()
+        >>> bank.grad.is_coalesced(), bank.grad.shape
+        (True, torch.Size([1000, 16]))
+        >>> views = torch.randn(8, 16)  # in-batch: row i is the key of query i
+        >>> torch.allclose(
+        ...     sx.functional.contrastive(queries, views),
+        ...     torch.nn.functional.cross_entropy(queries @ views.T, torch.arange(8)), rtol=1e-4
+        ... )
+        True
+    """
+    in_batch = positives is None
+    queries = _check(queries, keys, positives, key_ids, reduction)
+    how = _ways(in_batch, negatives, log_q, num_negatives, sampler, key, key_ids, exact, symmetric)
+    batch, n = queries.shape[0], keys.shape[0]
+    if in_batch:
+        positives = torch.arange(batch, device=keys.device)
+    assert positives is not None
+    if how == "exact":
+        assert num_negatives is not None
+        return _reduce(_exact(queries, keys, positives.contiguous(), num_negatives, scale), reduction)
+    known = None
+    if how == "batch":
+        negatives = positives  # shared by all rows; the loss leaves each row's own out
+        if log_q is not None:
+            # The loss divides by its B entries, of which one is the positive: B - 1 are draws.
+            log_q = _check_log_q(log_q, negatives, "[B]") + (math.log((batch - 1) / batch) if batch > 1 else 0.0)
+        if key_ids is not None:
+            known = _same_ids(key_ids)
+    elif how == "sampler":
+        draw = sampler.sample(queries.detach(), num_negatives, exclude=positives, key=key)
+        negatives, log_q = draw.ids, draw.log_q
+    elif how == "subset":
+        negatives = _subset(positives, num_negatives, n, key)
+    assert negatives is not None
+    if how == "given" and log_q is not None:
+        log_q = _check_log_q(log_q, negatives, "the shape of negatives")
+    if sparse is None:
+        sparse = not in_batch and keys.is_leaf
+    loss = _loss(queries, keys, positives, negatives, log_q, known, float(scale), reduction, bool(sparse))
+    if symmetric:
+        back = _loss(keys, queries, positives, negatives, None, known, float(scale), reduction, False)
+        return (loss + back) / 2
+    return loss
+
+
+# ------------------------------------------------------------------------------------------------ checks
+def _check_ids(name: str, t: object, device: torch.device, wanted: str) -> None:
+    if not isinstance(t, Tensor) or t.dtype != torch.int64:
+        raise TypeError(f"{_OP}: {name} must be an int64 tensor {wanted}, got {describe(t)}")
+    if t.device != device:
+        raise ValueError(f"{_OP}: {name} must be on {device} like keys, got {describe(t)}")
+
+
+def _check(queries: Tensor, keys: Tensor, positives: Tensor | None, key_ids: Tensor | None, reduction: str) -> Tensor:
+    """Checks the tensors every way has; queries in the dtype of keys."""
+    for name, t, wanted in (("queries", queries, "[B, d]"), ("keys", keys, "[n, d]")):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{_OP}: {name} must be a tensor {wanted}, got {describe(t)}")
+    if keys.dim() != 2 or keys.dtype not in _FLOATS:
+        raise ValueError(f"{_OP}: keys must be [n, d] float32, float64, float16 or bfloat16, got {describe(keys)}")
+    if queries.dim() != 2 or queries.shape[1] != keys.shape[1]:
+        raise ValueError(
+            f"{_OP}: queries must be [B, {keys.shape[1]}] to fit keys {list(keys.shape)}, got {describe(queries)}"
+        )
+    if queries.device != keys.device:
+        raise ValueError(f"{_OP}: queries must be on {keys.device} like keys, got {describe(queries)}")
+    if queries.dtype != keys.dtype:
+        if not (queries.dtype in _FLOATS and torch.is_autocast_enabled(keys.device.type)):
+            raise TypeError(
+                f"{_OP}: queries must be {keys.dtype} like keys (or run under autocast), got {describe(queries)}"
+            )
+        queries = queries.to(keys.dtype)
+    batch = queries.shape[0]
+    if positives is None:
+        if keys.shape[0] != batch:
+            raise ValueError(
+                f"{_OP}: positives must be [{batch}] int64 where keys are not one a query (a bank), got None "
+                f"with keys {describe(keys)}"
+            )
+    else:
+        _check_ids("positives", positives, keys.device, "[B]")
+        if positives.shape != (batch,):
+            raise ValueError(f"{_OP}: positives must be [{batch}] to fit queries, got {describe(positives)}")
+    if key_ids is not None:
+        _check_ids("key_ids", key_ids, keys.device, "[B]")
+        if key_ids.shape != (batch,):
+            raise ValueError(f"{_OP}: key_ids must be [{batch}] to fit queries, got {describe(key_ids)}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{_OP}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    return queries
+
+
+def _ways(
+    in_batch: bool,
+    negatives: Tensor | None,
+    log_q: Tensor | None,
+    num_negatives: int | None,
+    sampler: Any,
+    key: Any,
+    key_ids: Tensor | None,
+    exact: bool,
+    symmetric: bool,
+) -> str:
+    """Which row of the table is meant: "given", "subset", "sampler", "exact" or "batch"; refuses what fits none."""
+    if num_negatives is not None:
+        if isinstance(num_negatives, bool) or not isinstance(num_negatives, int):
+            raise TypeError(f"{_OP}: num_negatives must be an int, got {describe(num_negatives)}")
+        if num_negatives < 0:
+            raise ValueError(f"{_OP}: num_negatives must not be negative, got {num_negatives}")
+        if negatives is not None:
+            raise ValueError(f"{_OP}: num_negatives must be None where negatives are given, got {num_negatives}")
+        how = "exact" if exact else "subset" if sampler is None else "sampler"
+    elif negatives is not None:
+        how = "given"
+    elif in_batch:
+        how = "batch"
+    else:
+        raise ValueError(f"{_OP}: negatives or num_negatives must be given with a bank (positives), got neither")
+    for name, value, ways in (
+        ("log_q", log_q, ("given", "batch")),
+        ("sampler", sampler, ("sampler",)),
+        ("key", key, ("subset", "sampler")),
+        ("key_ids", key_ids, ("batch",)),
+        ("exact", exact or None, ("exact",)),
+        ("symmetric", symmetric or None, ("batch",)),
+    ):
+        if value is not None and how not in ways:
+            raise ValueError(f"{_OP}: {name} does not go with {_WAYS[how]}, got {describe(value)}")
+    if symmetric and log_q is not None:
+        raise ValueError(f"{_OP}: symmetric must be False with log_q, which says nothing of the queries, got True")
+    return how
+
+
+_WAYS = {
+    "given": "given negatives",
+    "subset": "a uniform subset (num_negatives without sampler)",
+    "sampler": "a sampler",
+    "exact": "exact=True",
+    "batch": "the whole batch as negatives",
+}
+
+
+def _check_log_q(log_q: Tensor, negatives: Tensor, shape: str) -> Tensor:
+    if not isinstance(log_q, Tensor) or not log_q.is_floating_point():
+        raise TypeError(f"{_OP}: log_q must be floating point of {shape} {list(negatives.shape)}, got {describe(log_q)}")
+    if log_q.shape != negatives.shape or log_q.device != negatives.device:
+        raise ValueError(
+            f"{_OP}: log_q must be {shape} {list(negatives.shape)} on {negatives.device}, got {describe(log_q)}"
+        )
+    return log_q.detach()
+
+
+# ------------------------------------------------------------------------------------------------ negatives
+def _subset(positives: Tensor, num_negatives: int | None, n: int, key: Key | Tensor | None) -> Tensor:
+    assert num_negatives is not None
+    if positives.shape[0] > 0 and num_negatives > n - 1:
+        raise ValueError(
+            f"{_OP}: num_negatives must be at most {n - 1}, the keys besides the positive, got {num_negatives}"
+        )
+    if positives.shape[0] == 0:
+        return positives.new_empty((0, num_negatives))
+    pair = key_tensor(_OP, key, positives.device)
+    try:
+        return subset_sample(pair, positives.shape[0], num_negatives, n, positives.contiguous())
+    except RuntimeError as error:
+        raise _renamed(op_error(error)) from None
+
+
+def _same_ids(key_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """CSR (offsets [B + 1], rows [n]): for each row, the rows with the same id, itself included."""
+    _, group, size = torch.unique(key_ids, return_inverse=True, return_counts=True)
+    members = group.argsort(stable=True)
+    start = size.cumsum(0) - size
+    mine = size[group]
+    offsets = torch.cat([mine.new_zeros(1), mine.cumsum(0)])
+    within = torch.arange(int(offsets[-1]), device=key_ids.device) - offsets[:-1].repeat_interleave(mine)
+    return offsets, members[start[group].repeat_interleave(mine) + within]
+
+
+# ------------------------------------------------------------------------------------------------ losses
+def _loss(
+    queries: Tensor,
+    keys: Tensor,
+    positives: Tensor,
+    negatives: Tensor,
+    log_q: Tensor | None,
+    known: tuple[Tensor, Tensor] | None,
+    scale: float,
+    reduction: str,
+    sparse: bool,
+) -> Tensor:
+    """The fused op. It checks shapes and ids once more; what it says is put into the words of this function."""
+    _check_ids("negatives", negatives, keys.device, "[B, k] or [k]")
+    if negatives.dim() == 0 or negatives.dim() > 2 or (negatives.dim() == 2 and negatives.shape[0] != queries.shape[0]):
+        raise ValueError(f"{_OP}: negatives must be [{queries.shape[0]}, k] or [k], got {describe(negatives)}")
+    acc = acc_dtype(keys.dtype)
+    if log_q is None:  # what the op adds for the number of draws, taken back
+        log_q = torch.full(negatives.shape, -math.log(max(negatives.shape[-1], 1)), dtype=acc, device=keys.device)
+    offsets, ids = (None, None) if known is None else known
+    x = Inputs(
+        queries.contiguous(),
+        keys.contiguous(),
+        None,
+        positives.contiguous(),
+        negatives.contiguous(),
+        log_q.to(acc).contiguous(),
+        None,
+        offsets,
+        ids,
+    )
+    form = Form(scale, _NO_ID, REDUCTIONS[reduction], sparse)
+    if torch.compiler.is_compiling():
+        return run_loss(_LOSS, x, form)[0]
+    try:
+        return run_loss(_LOSS, x, form)[0]
+    except IndexError as error:
+        raise _renamed(error) from None
+
+
+def _renamed(error: Exception) -> Exception:
+    """The op's complaint about an id, with the name of the argument the caller knows."""
+    text = str(error)
+    for old, new in (
+        ("sampled_softmax: ids ", "negatives "),
+        ("sampled_softmax: target ", "positives "),
+        ("subset_sample: exclude must be -1 or ", "positives must be "),
+    ):
+        if text.startswith(old):
+            return IndexError(f"{_OP}: {new}{text[len(old) :]}".replace(" or ignore_index", ""))
+    return error
+
+
+def _reduce(loss: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return loss
+    return loss.sum() / max(loss.shape[0], 1) if reduction == "mean" else loss.sum()
+
+
+@functools.lru_cache(maxsize=2)  # a training loop asks for the same ones at every step
+def _subsets(n: int, k: int) -> Tensor:
+    """[C(n, k), k] int64: all k-subsets of 0 .. n-1. Not torch.combinations, which makes an n^k mask on the way."""
+    flat = itertools.chain.from_iterable(itertools.combinations(range(n), k))
+    return torch.from_numpy(np.fromiter(flat, dtype=np.int64, count=math.comb(n, k) * k).reshape(-1, k))
+
+
+def _exact(queries: Tensor, keys: Tensor, positives: Tensor, k: int, scale: float) -> Tensor:
+    """[B]: the mean of the loss over all k-subsets of the other keys."""
+    batch, n = queries.shape[0], keys.shape[0]
+    if batch > 0 and k > n - 1:
+        raise ValueError(f"{_OP}: num_negatives must be at most {n - 1}, the keys besides the positive, got {k}")
+    subsets = math.comb(max(n - 1, 0), k)
+    if batch * subsets * (k + 1) > EXACT_LIMIT:
+        raise ValueError(
+            f"{_OP}: exact=True must have at most 2^26 terms, B C(n-1, k) (k+1); got {batch} x {subsets} x {k + 1} for "
+            f"n = {n}, k = {k}: draw negatives instead (exact=False)"
+        )
+    if batch > 0 and bool(((positives < 0) | (positives >= n)).any()):
+        bad = positives[(positives < 0) | (positives >= n)][0]
+        raise IndexError(f"{_OP}: positives must be in [0, {n}), got {int(bad)}")
+    acc = acc_dtype(keys.dtype)
+    with torch.autocast(keys.device.type, enabled=False):
+        scores = scale * (queries.to(acc) @ keys.to(acc).T)
+    if k == 0 or batch == 0:
+        return scores.sum(1) * 0.0
+    rank = torch.arange(n - 1, device=keys.device)
+    other = rank + (rank >= positives[:, None])  # [B, n - 1]
+    gaps = scores.gather(1, other) - scores.gather(1, positives[:, None])
+    gaps = gaps[:, _subsets(n - 1, k).to(keys.device)]  # [B, C(n-1, k), k]
+    return torch.nn.functional.pad(gaps, (1, 0)).logsumexp(2).mean(1)

@@ -1,0 +1,93 @@
+"""Full softmax as a function."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samplex_cuda._checks import check_int, check_number, check_tensor, describe
+from samplex_cuda.functional._inputs import prepare, reduction_code
+from samplex_cuda.ops.full_softmax import full_softmax as _full_softmax
+from samplex_cuda.prediction import mean_weight, valid_targets
+
+__all__ = ["full_softmax"]
+
+
+def full_softmax(
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    reduction: str = "mean",
+    absolute: bool = False,
+    label_smoothing: float = 0.0,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    chunk_size: int | None = None,
+) -> Tensor:
+    r"""Cross-entropy over all classes, exact, in chunks of classes: no [B, C] tensor, forward or backward.
+
+    The value and the gradients of `F.cross_entropy(scale * F.linear(h, weight, bias), target)`. It costs O(C) a row,
+    with dense gradients: the honest baseline of the sampled losses, and what they estimate. Backward makes the logits
+    once more instead of keeping them.
+
+    Args:
+        h: [*, d] hidden vectors. Under autocast they are cast to the dtype of `weight`, which keeps its own.
+        weight: [C, d] in float32, float64, float16 or bfloat16; sums run in float32 (float64 for float64).
+        target: int64 [*], or [*, P] for several targets a row, padded with -100. With several, the loss is lse over all
+            classes minus the mean target logit.
+        bias: [C] or None, in the dtype of `weight` or float32.
+        scale: multiplies the logit (1 / temperature).
+        reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
+        absolute: use \|s\| as logit: the absolute softmax.
+        label_smoothing: share of the target spread evenly over all classes, as in `F.cross_entropy`.
+        class_weight: [C] float32 weights of the classes, as `weight` of `F.cross_entropy`.
+        ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
+        chunk_size: classes per chunk; chosen from the shapes when not given.
+
+    Returns:
+        The loss in float32 (float64 for float64): a scalar, or [*] for "none". A nan in a row's h gives nan in that row
+        only.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> import torch.nn.functional as F
+        >>> h, weight = torch.randn(4, 16), torch.randn(1000, 16, requires_grad=True)
+        >>> target = torch.tensor([1, 2, 3, 999])
+        >>> loss = sx.functional.full_softmax(h, weight, target)
+        >>> torch.allclose(loss, F.cross_entropy(h @ weight.T, target))
+        True
+    """
+    op = "full_softmax"
+    check_number(op, "label_smoothing", label_smoothing, 0.0, 1.0)
+    if chunk_size is not None:
+        check_int(op, "chunk_size", chunk_size)
+    reduction_code(op, reduction)
+    check_tensor(op, "weight", weight, "[C, d]")
+    if weight.dim() == 2 and weight.shape[0] < 1:
+        raise ValueError(f"{op}: weight must have at least one class, got {describe(weight)}")
+    # The checks of a loss whose shared draw is empty.
+    no_ids = torch.empty(0, dtype=torch.int64, device=weight.device)
+    no_log_q = torch.empty(0, dtype=torch.float32, device=weight.device)
+    lead, x = prepare(op, h, weight, target, no_ids, no_log_q, bias, class_weight)
+    target = x.target if x.target.dim() == 2 else x.target.unsqueeze(1)
+    loss = _full_softmax(
+        x.hidden,
+        x.weight,
+        target,
+        x.bias,
+        x.class_weight,
+        float(scale),
+        float(label_smoothing),
+        int(ignore_index),
+        bool(absolute),
+        chunk_size or 0,
+    )
+    if reduction == "none":
+        return loss if lead is None else loss.reshape(lead)
+    if reduction == "sum":
+        return loss.sum()
+    total = mean_weight(target, valid_targets(target, ignore_index), x.class_weight).sum().to(loss.dtype)
+    return loss.sum() / torch.where(total == 0, 1.0, total)

@@ -1,0 +1,86 @@
+"""Sampled softmax as a function."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from samplex_cuda import losses
+from samplex_cuda.functional._inputs import prepare, reduction_code
+from samplex_cuda.ops.fused_loss import Form, run_loss
+from samplex_cuda.optim.fusion import fusion_of
+
+__all__ = ["sampled_softmax"]
+
+
+def sampled_softmax(
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    log_q: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    reduction: str = "mean",
+    absolute: bool = False,
+    label_smoothing: float = 0.0,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    positives: tuple[Tensor, Tensor] | None = None,
+    sparse: bool = True,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Cross-entropy over the target and a sample of the other classes, corrected for how they were drawn.
+
+    With logits :math:`s_k = \text{scale}\,(h \cdot w_k + b_k)`, the target keeps :math:`s_y` and a draw enters as
+    :math:`s_k - \log q_k - \log m` (Blanc & Rendle 2018), so that the sampled normaliser estimates the full one. A draw
+    that equals a target of its row, or one of its known `positives`, takes no part.
+
+    One pass over the gathered rows, forward and backward: no [B, m, d] and no [C, d] tensor is made. Gradients of
+    `weight` and `bias` are coalesced sparse COO tensors, good for `torch.optim.SGD`, `Adagrad` and `SparseAdam`.
+
+    Args:
+        h: [*, d] hidden vectors. Under autocast they are cast to the dtype of `weight`, which keeps its own.
+        weight: [C, d] in float32, float64, float16 or bfloat16; sums run in float32 (float64 for float64).
+        target: int64 [*], or [*, P] for several targets a row, padded with -100. With several, the loss is lse over all
+            of them and the draws, minus the mean target logit.
+        ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows.
+        log_q: log-probability of each draw, shape of `ids`. A row with nan or inf here (or in h) has loss nan.
+        bias: [C] or None, in the dtype of `weight` or float32.
+        scale: multiplies the logit (1 / temperature), before the correction.
+        reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
+        absolute: use \|s\| as logit: the absolute softmax, for samplers with a symmetric kernel.
+        label_smoothing: share of the target spread evenly over targets and unmasked draws, on the uncorrected logits.
+        class_weight: [C] float32 weights of the classes, as `weight` of `F.cross_entropy`.
+        ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
+        positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]): masked where drawn.
+        sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).
+        return_lse: also return the log-normaliser of each row ([*], differentiable).
+
+    Returns:
+        The loss in float32 (float64 for float64): a scalar, or [*] for "none"; with `return_lse`, (loss, lse).
+        A row whose draws are all masked (so also m = 0) has loss 0 and no gradient.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> h, weight = torch.randn(4, 16), torch.randn(1000, 16, requires_grad=True)
+        >>> target = torch.tensor([1, 2, 3, 4])
+        >>> draw = sx.samplers.LogUniform(1000).sample(h, 20, exclude=target)
+        >>> loss = sx.functional.sampled_softmax(h, weight, target, draw.ids, draw.log_q)
+        >>> loss.backward()
+        >>> weight.grad.is_coalesced(), weight.grad.shape
+        (True, torch.Size([1000, 16]))
+    """
+    loss_of = losses.SampledSoftmax(label_smoothing, absolute) if label_smoothing or absolute else _PLAIN
+    lead, x = prepare("sampled_softmax", h, weight, target, ids, log_q, bias, class_weight, positives)
+    form = Form(float(scale), int(ignore_index), reduction_code("sampled_softmax", reduction), bool(sparse), return_lse)
+    loss, lse = run_loss(loss_of, x, form, fusion_of(weight))
+    if lead is not None and reduction == "none":
+        loss = loss.reshape(lead)
+    if not return_lse:
+        return loss
+    assert lse is not None
+    return loss, lse if lead is None else lse.reshape(lead)
+
+
+_PLAIN = losses.SampledSoftmax()

@@ -1,0 +1,697 @@
+"""`SampledClassifier`: the module that takes the place of `nn.Linear(d, C)` + `nn.CrossEntropyLoss`.
+
+In training a step costs O(num_samples) per row, whatever C is; in evaluation the answers are exact and cost O(C).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samplex_cuda import losses
+from samplex_cuda._checks import FLOATS, check_choice, check_int, check_number, describe, shape_text
+from samplex_cuda.draw import COPIES, Draw
+from samplex_cuda.functional._inputs import known_positives
+from samplex_cuda.functional.full import full_softmax
+from samplex_cuda.heads.exact import ExactAnswers
+from samplex_cuda.heads.follow import Staleness, TableFollower
+from samplex_cuda.losses import Loss, Needs
+from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, run_loss
+from samplex_cuda.optim.fusion import Fusion
+from samplex_cuda.prediction import mean_weight, valid_targets
+from samplex_cuda.tables import empty_table
+
+if TYPE_CHECKING:
+    from samplex_cuda.optim import RowOptimizer
+    from samplex_cuda.rng import Key
+
+__all__ = ["LossSpec", "SampledClassifier"]
+
+_NAME = "SampledClassifier"
+_MOVED = ("label_smoothing", "absolute", "reg", "num_examples", "eta_rate")  # to the objects of sx.losses
+_RENAMED = {"eta_rate": "rate"}
+# Attributes whose change makes the head resolve its step anew.
+_SETTINGS = frozenset({"loss", "num_samples", "shared", "stratified", "scale", "ignore_index", "sparse", "reduction"})
+
+
+class LossSpec(NamedTuple):
+    """What a head resolves once, when it is made or changed: how its training step draws and what its loss needs."""
+
+    loss: Loss
+    needs: Needs
+    form: Form
+    rows: Form  # the same without a reduction, where rows are weighted afterwards
+    excludes: bool  # draws exclude the targets of their row
+    merges: bool  # copies of a shared draw may be merged
+    sampling: dict[str, Any]  # constant arguments of `sampler.sample`
+
+
+class SampledClassifier(ExactAnswers):
+    """A linear classifier over C classes that trains on sampled classes and evaluates exactly.
+
+    In training mode `head(h, y)` draws `num_samples` classes per row (or once for the batch, with `shared=True`) and
+    returns the sampled loss; gradients reach only the rows that were touched. In eval mode `head(h, y)` is the exact
+    negative log-likelihood over all classes, computed in chunks, without gradient.
+
+    With `loss="negative_sampling"` (Bamler & Mandt 2020) the scores are learned relative to the sampler's distribution
+    p_n, so evaluation and prediction add log p_n(y|x) back (Eq. 5): the NLL, `log_prob`, `predict`, `topk` and `scores`.
+    The sampler is then part of the model: keep it with the weights, and keep it fixed, or later predictions are corrected
+    by another distribution than the one the scores were learned against.
+
+    `weight` [C, d] and `bias` [C] have the names, shapes and initial values of `nn.Linear(d, C)`:
+
+    - `head.load_state_dict(linear.state_dict())` works as it is: a checkpoint without a sampler leaves
+      the sampler as it is;
+    - `head.linear()` is an `nn.Linear` that shares the parameters; its `state_dict()` holds nothing else.
+
+    The sampler is a submodule: `state_dict()` keeps its state under `sampler.`, and `.to(device)` moves it.
+
+    Args:
+        in_features: d, the width of `h`.
+        num_classes: C.
+        sampler: where negatives come from, for the same C. May be left out with "full_softmax".
+        num_samples: draws per row, or per batch with `shared=True`. Not used by "full_softmax".
+        loss: an object of `sx.losses`, which carries the options of the loss, or its short name: "sampled_softmax",
+            "negative_sampling", "nce", "one_vs_each", "full_softmax" (exact, O(C) per row, dense gradients).
+            docs/losses.md compares them.
+        bias: whether there is a bias per class.
+        shared: draw once for the whole batch. Targets among the draws are then masked, whereas per-row draws exclude them
+            beforehand; both leave the expected normalizer right. (Negative sampling and NCE do neither.) A sampler whose
+            distribution differs per row draws from the mean of these distributions. On the CPU, classes that were drawn
+            more than once are computed once (`Draw.merged`): many draws from a skewed distribution are cheap.
+        stratified: stratified shared draws instead of independent ones (`Tree.sample`): the same expectation with less
+            variance, so that fewer draws are enough. Requires a `Tree`, and a loss that is a sum over weighted draws.
+        scale: inverse temperature; the logit is `scale * (h @ w + b)`.
+        class_weight: [C], as `weight` of `F.cross_entropy`. It moves with the module, keeps at least fp32 and is not
+            part of `state_dict()`.
+        ignore_index: rows of this target have no loss and no gradient.
+        sparse: give `weight` and `bias` sparse COO gradients (`torch.optim.SGD`, `Adagrad` and `SparseAdam` take
+            them); otherwise dense ones, which cost O(C) per step.
+        reduction: "mean", "sum" or "none".
+        sampler_update: how a sampler that depends on the class table (`Quadratic`, `RandomFourier`) follows it.
+            "step": before each training forward it receives the rows that the last one touched; an int k: every k
+            forwards; "epoch": it is rebuilt whenever the head goes from eval to training mode; None: never, the caller
+            does it; "auto": "step" if the sampler depends on the table, else None. With a policy, the first forward
+            rebuilds. Only rows that a forward touched count as changed, so dense weight decay or momentum needs "epoch",
+            or `mark_changed()` now and then. See `staleness` and `update_sampler`.
+        device: where the parameters live.
+        dtype: of the parameters.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> head = sx.SampledClassifier(16, 1000, sampler=sx.samplers.LogUniform(1000), num_samples=20)
+        >>> h, y = torch.randn(8, 16), torch.randint(1000, (8,))
+        >>> loss = head(h, y)  # sampled
+        >>> loss.backward()
+        >>> head.weight.grad.is_sparse
+        True
+        >>> nll = head.eval()(h, y)  # exact
+        >>> logits, ids = head.topk(h, 5)
+        >>> ids.shape
+        torch.Size([8, 5])
+    """
+
+    log_eta: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        sampler: nn.Module | None = None,
+        num_samples: int | None = None,
+        loss: str | Loss = "sampled_softmax",
+        bias: bool = True,
+        *,
+        shared: bool = False,
+        stratified: bool = False,
+        scale: float = 1.0,
+        class_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        sparse: bool = True,
+        reduction: str = "mean",
+        sampler_update: str | int | None = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **moved: Any,
+    ) -> None:
+        super().__init__()
+        _refuse_moved(moved)
+        check_int(_NAME, "in_features", in_features)
+        check_int(_NAME, "num_classes", num_classes)
+        loss = losses.resolve(loss)
+        if loss.needs.draws:
+            check_int(_NAME, "num_samples", num_samples)
+        check_choice(_NAME, "reduction", reduction, REDUCTIONS)
+        check_number(_NAME, "scale", scale, -math.inf)
+        if class_weight is not None and (
+            class_weight.shape != (num_classes,) or not class_weight.dtype.is_floating_point
+        ):
+            raise ValueError(f"{_NAME}: class_weight must be [{num_classes}] float32, got {describe(class_weight)}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"{_NAME}: dtype must be floating point, got {dtype}")
+        policy = _check_sampler(sampler, loss, num_classes, bias, shared, stratified, sampler_update)
+
+        self.in_features = in_features
+        self.num_classes = num_classes
+        self.num_samples = (num_samples or 0) if loss.needs.draws else 0
+        self.loss = loss
+        self.shared = shared
+        self.stratified = stratified
+        self.scale = float(scale)
+        self.ignore_index = ignore_index
+        self.sparse = sparse
+        self.reduction = reduction
+        self.weight = nn.Parameter(empty_table(num_classes, in_features, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.sampler = sampler
+        self.follower = TableFollower(policy)
+        self._fusion: Fusion | None = None
+        if class_weight is not None:
+            class_weight = class_weight.detach().to(device=self.weight.device, dtype=self._wide())
+        # Not persistent: a checkpoint holds what nn.Linear's does.
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        state = loss.example_state(num_classes)
+        self._state_name = None if state is None else state.name
+        self.register_buffer("log_eta", None)
+        if state is not None:
+            start = torch.full((state.size,), state.value, device=self.weight.device, dtype=self._wide())
+            self.register_buffer(state.name, start)
+        self._spec: LossSpec | None = self._resolve()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values of `nn.Linear`: the same bits after the same `torch.manual_seed`."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1.0 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in `nn.Module`; a changed setting makes the head resolve its step anew."""
+        if name == "loss":
+            value = losses.resolve(value)
+        super().__setattr__(name, value)
+        if name in _SETTINGS:
+            self.__dict__["_spec"] = None
+
+    def _resolve(self) -> LossSpec:
+        """The step of this configuration: the one place where it is decided."""
+        loss, needs = self.loss, self.loss.needs
+        form = Form(float(self.scale), int(self.ignore_index), REDUCTIONS[self.reduction], bool(self.sparse))
+        sampling: dict[str, Any] = {"shared": True} if self.shared else {}
+        if self.stratified:
+            sampling["stratified"] = True
+        self._spec = LossSpec(
+            loss,
+            needs,
+            form,
+            form._replace(reduction=REDUCTIONS["none"]),
+            excludes=needs.excludes_target and not self.shared,
+            merges=needs.mergeable and self.shared,
+            sampling=sampling,
+        )
+        return self._spec
+
+    # -------------------------------------------------------------------------------------------- a step
+    def forward(
+        self,
+        h: Tensor,
+        y: Tensor,
+        *,
+        features: Tensor | None = None,
+        index: Tensor | None = None,
+        context: Any = None,
+        sample_weight: Tensor | None = None,
+        positives: tuple[Tensor, Tensor] | None = None,
+        key: Key | Tensor | None = None,
+    ) -> Tensor:
+        """Sampled loss in training mode, exact NLL in eval mode.
+
+        Args:
+            h: [*, d].
+            y: int64 [*], or [*, P] for several targets per row, padded with -100.
+            features: [*, f], what the sampler looks at where that is not `h`.
+            index: int64 [*], example numbers in [0, num_examples), for losses that keep a number per example.
+            context: what context-dependent samplers need; others ignore it.
+            sample_weight: [*], multiplies the loss of each row; "mean" divides by the sum of the weights.
+            positives: CSR pair (offsets int64 [B + 1], ids int64): further known positives of each row, never counted
+                as negatives in training. The exact NLL of eval mode ignores them.
+            key: where the draw comes from, a `Key` or its reserved tensor; by default torch's generator.
+
+        Returns:
+            fp32 scalar, or [*] with `reduction="none"` (fp64 with fp64 parameters).
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10, reduction="none")
+            >>> head(torch.randn(2, 3, 4), torch.randint(50, (2, 3))).shape
+            torch.Size([2, 3])
+        """
+        lead = self._check_h("forward", h)
+        flat = len(lead) == 1
+        if not isinstance(y, Tensor) or y.dtype is not torch.int64 or y.shape[: len(lead)] != lead or y.dim() > h.dim():
+            raise ValueError(
+                f"{_NAME}: y must be {shape_text(lead)} or {shape_text(lead, 'P')} int64 to fit h, got {describe(y)}"
+            )
+        if y.dim() > len(lead) and y.shape[-1] == 0:
+            raise ValueError(f"{_NAME}: y must have at least one target per row, got {describe(y)}")
+        if features is not None:
+            self._check_features("forward", features, lead)
+        if sample_weight is not None and (sample_weight.shape != lead or not sample_weight.is_floating_point()):
+            raise ValueError(
+                f"{_NAME}: sample_weight must be {list(lead)} floating point, got {describe(sample_weight)}"
+            )
+        # A reshape to the same shape would be a view, and one more node for autograd to visit.
+        rows = h if flat else h.reshape(-1, self.in_features)
+        target = y if flat else y.reshape(rows.shape[0], *y.shape[len(lead) :])
+        spec = self._spec or self._resolve()
+        if positives is not None and not spec.needs.excludes_target:
+            raise ValueError(
+                f"{_NAME}: positives must be None with {spec.loss!r}, which counts every draw, got "
+                f"{type(positives).__name__}"
+            )
+        if not self.training:
+            loss = self.exact_loss(rows, target, features)
+            return self._reduced(loss, target, sample_weight, lead)
+        if index is not None and flat is False:
+            index = self._check_index(index, lead) if spec.needs.index else None
+        elif spec.needs.index:
+            index = self._check_index(index, lead)
+        form = spec.form if sample_weight is None else spec.rows
+        if not spec.needs.draws:
+            loss = self._full_loss(rows, target, sample_weight is not None)
+        else:
+            run: Any = type(self)._sampled_loss
+            if self._fusion is not None and torch.compiler.is_compiling():
+                # A fused optimizer works inside eager autograd: a compiled caller leaves its graph here.
+                from samplex_cuda._eager import eager_loss as run
+            loss = run(self, spec, form, rows, target, features, index, context, positives, key)
+        if sample_weight is not None:
+            return self._reduced(loss, target, sample_weight, lead)
+        return loss if flat or form.reduction else loss.reshape(lead)
+
+    def _reduced(self, loss: Tensor, target: Tensor, sample_weight: Tensor | None, lead: torch.Size) -> Tensor:
+        """Losses of rows, [B], weighted and reduced."""
+        row_weight = mean_weight(target, self._valid(target), self.class_weight)
+        if sample_weight is not None:
+            flat = sample_weight.reshape(-1).to(loss.dtype)
+            loss, row_weight = loss * flat, row_weight * flat
+        if self.reduction == "none":
+            return loss.reshape(lead)
+        if self.reduction == "sum":
+            return loss.sum()
+        total = row_weight.sum().to(loss.dtype)
+        return loss.sum() / torch.where(total == 0, 1.0, total)
+
+    def _full_loss(self, h: Tensor, target: Tensor, by_row: bool) -> Tensor:
+        loss: Any = self.loss
+        return full_softmax(
+            h,
+            self.weight,
+            target,
+            self.bias,
+            scale=self.scale,
+            reduction="none" if by_row else self.reduction,
+            absolute=loss.absolute,
+            label_smoothing=loss.label_smoothing,
+            class_weight=self.class_weight,
+            ignore_index=self.ignore_index,
+        )
+
+    def _sampled_loss(
+        self,
+        spec: LossSpec,
+        form: Form,
+        h: Tensor,
+        target: Tensor,
+        features: Tensor | None,
+        index: Tensor | None,
+        context: Any,
+        positives: tuple[Tensor, Tensor] | None,
+        key: Key | Tensor | None,
+    ) -> Tensor:
+        """One training step's loss: draw, then the fused loss; `h` is [B, d], `target` [B] or [B, P]."""
+        weight, bias = self.weight, self.bias
+        if (form.sparse or self._fusion is not None) and not torch.compiler.is_compiling():
+            _refuse_replicas(self)
+        if h.dtype is not weight.dtype or h.device != weight.device:
+            h = _like_weight(h, weight)
+        with torch.no_grad():
+            if self.follower.active and self.follower.due():
+                self.update_sampler()
+            draw, target_log_q = self._draw(spec, h, target, features, context, key)
+            if self.follower.active:
+                self.follower.touch(target[self._valid(target)], draw.ids.reshape(-1))
+        offsets, known = (None, None)
+        if positives is not None:
+            offsets, known = known_positives(spec.loss.name, positives, h.shape[0], weight.device)
+        state = used = None
+        if index is not None and self._state_name is not None:
+            state = self.get_buffer(self._state_name)
+            used = state[index]
+        log_q = draw.log_q if weight.dtype is not torch.float64 else draw.log_q.double()
+        x = Inputs(
+            h if h.is_contiguous() else h.contiguous(),
+            weight,
+            bias,
+            target if target.is_contiguous() else target.contiguous(),
+            draw.ids,
+            log_q,
+            self.class_weight,
+            offsets,
+            known,
+            target_log_q,
+            used,
+        )
+        loss, extra = run_loss(spec.loss, x, form, self._fusion)
+        if state is not None and index is not None and used is not None and extra is not None:
+            spec.loss.update_state(state, index, used, extra.detach())
+        return loss
+
+    def _draw(
+        self, spec: LossSpec, h: Tensor, target: Tensor, features: Tensor | None, context: Any, key: Key | Tensor | None
+    ) -> tuple[Draw, Tensor | None]:
+        """Negatives of a batch, and log q of its targets where the loss reads it."""
+        sampler: Any = self.sampler
+        seen = h.detach() if features is None else self._seen(h, features)
+        if spec.needs.target_log_q:
+            known = torch.where(self._valid(target), target, 0)
+            draw, log_q = sampler.sample_and_score(
+                seen, self.num_samples, known, key=key, context=context, **spec.sampling
+            )
+            return draw, log_q.double() if self.weight.dtype is torch.float64 else log_q
+        exclude = None
+        if spec.excludes:
+            # A negative target that is not ignored is an error of the loss.
+            exclude = target.clamp_min(-1) if self.ignore_index < 0 else torch.where(self._valid(target), target, -1)
+        draw = sampler.sample(
+            seen, self.num_samples, key=key, exclude=exclude, context=context, **spec.sampling
+        )
+        return draw.merged() if spec.merges and self._repeats(draw) else draw, None
+
+    def _repeats(self, draw: Draw) -> bool:
+        """Whether shared draws hold enough copies for `Draw.merged` to pay."""
+        collision = getattr(self.sampler, "collision", None)
+        chance = None if collision is None else collision()
+        if chance is None:
+            return draw.repeats()
+        return draw.ids.is_cpu and chance * draw.ids.shape[0] > COPIES and not torch.compiler.is_compiling()
+
+    def _valid(self, target: Tensor) -> Tensor:
+        return valid_targets(target, self.ignore_index)
+
+    def _check_index(self, index: Tensor | None, lead: torch.Size) -> Tensor:
+        assert self._state_name is not None
+        state = self.get_buffer(self._state_name)
+        if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.shape != lead:
+            raise ValueError(
+                f"{_NAME}: index must be {list(lead)} int64 with {self.loss!r}, got {describe(index)}"
+            )
+        if index.device != state.device:
+            raise ValueError(f"{_NAME}: index must be on {state.device}, got {index.device}")
+        # On a GPU a look at the numbers would wait for the device; torch's own indexing stops there.
+        if index.is_cpu and index.numel() and not torch.compiler.is_compiling():
+            low, high = (int(t) for t in index.aminmax())
+            if low < 0 or high >= state.shape[0]:
+                raise IndexError(
+                    f"{_NAME}: index must be in [0, {state.shape[0]}), got {low if low < 0 else high}"
+                )
+        return index.reshape(-1)
+
+    # -------------------------------------------------------------------------------------------- the optimizer
+    def fuse_optimizer(self, optimizer: RowOptimizer | None, accumulate: int = 1, *, grad_scaler: Any = None) -> None:
+        """Let `optimizer` update this head inside backward: no gradient of the class table is ever stored.
+
+        From then on `weight.grad` and `bias.grad` stay None, and `optimizer.step()` has nothing to do. The rate is read
+        at each update, so schedulers work; the optimizer of the encoder is untouched. Several losses of this head in
+        one backward make one update of their sum. Where the weight gets a gradient from elsewhere too (a tied weight),
+        or has changed between a forward and its backward, backward raises. See docs/optim.md.
+
+        Args:
+            optimizer: `sx.optim.RowSGD`, `RowAdagrad` or `RowAdam` of this head's parameters and no others; None undoes
+                the fusion.
+            accumulate: every k-th backward updates, with the gradients of all k summed. Until then ids, coefficients
+                and `h` are kept, never [C, d].
+            grad_scaler: a `torch.amp.GradScaler` that scales the loss: gradients are divided by its scale, and an
+                update with an inf or nan in it is left out. Its `step` and `update` go on with the encoder's optimizer.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+            >>> head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+            >>> before = head.weight.detach().clone()
+            >>> head(torch.randn(4, 8), torch.arange(4)).backward()
+            >>> head.weight.grad is None, torch.equal(head.weight, before)
+            (True, False)
+        """
+        fusion = None
+        if optimizer is not None:
+            fusion = Fusion(self.weight, self.bias, optimizer, accumulate, grad_scaler, self.mark_changed)
+        if self._fusion is not None:
+            self._fusion.remove()
+        self._fusion = fusion
+
+    @property
+    def fused(self) -> Fusion | None:
+        """What `fuse_optimizer` made: `fused.optimizer`, `fused.accumulate`, `fused.pending`; None if not fused."""
+        return self._fusion
+
+    # -------------------------------------------------------------------------------------------- the sampler
+    def set_sampler(self, sampler: nn.Module, *, num_samples: int | None = None, update: str | int | None = "auto") -> None:
+        """Give the head another sampler, checked as in the constructor; nothing changes if it is refused.
+
+        Args:
+            sampler: for the same number of classes.
+            num_samples: the new number of draws; by default as before.
+            update: as `sampler_update` of the constructor.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+            >>> head.set_sampler(sx.samplers.LogUniform(100), num_samples=10)
+            >>> head.num_samples
+            10
+        """
+        if num_samples is not None:
+            check_int(f"{_NAME}.set_sampler", "num_samples", num_samples)
+        policy = _check_sampler(
+            sampler, self.loss, self.num_classes, self.bias is not None, self.shared, self.stratified, update
+        )
+        self.sampler = sampler
+        self.follower = TableFollower(policy)
+        if num_samples is not None:
+            self.num_samples = num_samples
+
+    @property
+    def sampler_update(self) -> str | int | None:
+        """The policy by which the sampler follows the class table; `set_sampler` changes it."""
+        return self.follower.policy
+
+    def staleness(self) -> Staleness:
+        """How many training forwards, and how many class rows, the sampler lags behind `weight`.
+
+        Zero for samplers that do not depend on the table. With `sampler_update=None` nothing is counted.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sampler = sx.samplers.Quadratic(torch.zeros(100, 8))
+            >>> head = sx.SampledClassifier(8, 100, sampler, num_samples=5, bias=False)
+            >>> _ = head(torch.randn(4, 8), torch.arange(4))
+            >>> stale = head.staleness()
+            >>> stale.steps, 4 <= stale.rows <= 24
+            (1, True)
+        """
+        return self.follower.staleness()
+
+    def update_sampler(self) -> None:
+        """Bring the sampler up to date with `weight` and `bias` now: the rows touched since, or all of them.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sampler = sx.samplers.Quadratic(torch.zeros(100, 8))
+            >>> head = sx.SampledClassifier(8, 100, sampler, num_samples=5, bias=False)
+            >>> head.update_sampler()
+            >>> torch.equal(sampler.rows, head.weight)
+            True
+        """
+        self.follower.flush(self.sampler, self.weight, self.bias)
+
+    def mark_changed(self, ids: list[Tensor] | Tensor | None = None) -> None:
+        """Tell the head that class rows changed outside of its own training step.
+
+        Args:
+            ids: int64 of any shape, or a list of them; ids out of range are skipped. None: any row may have changed, and
+                the sampler is rebuilt before the next training forward.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(8, 100, sx.samplers.Quadratic(torch.zeros(100, 8)), 5, bias=False)
+            >>> head.update_sampler()
+            >>> head.mark_changed(torch.tensor([3, 4]))
+            >>> head.staleness().rows
+            2
+        """
+        if ids is not None:
+            several = [ids] if isinstance(ids, Tensor) else ids
+            ids = [i[(i >= 0) & (i < self.num_classes)] for i in several]
+        self.follower.mark(ids)
+
+    def train(self, mode: bool = True) -> SampledClassifier:
+        """As in `nn.Module`; with `sampler_update="epoch"` going from eval to training marks the sampler for a rebuild.
+
+        Example:
+            >>> import samplex_cuda as sx
+            >>> sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10).train().training
+            True
+        """
+        if mode and not self.training:
+            self.follower.end_epoch()
+        return super().train(mode)
+
+    # -------------------------------------------------------------------------------------------- as a module
+    def linear(self) -> nn.Linear:
+        """An `nn.Linear` that shares `weight` and `bias`, for export; it knows no `scale` and no `absolute`.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Unigram(torch.ones(50)), num_samples=10)
+            >>> sorted(head.linear().state_dict())
+            ['bias', 'weight']
+        """
+        # On meta nothing is allocated before the parameters are put in.
+        linear = nn.Linear(self.in_features, self.num_classes, bias=self.bias is not None, device="meta")
+        linear.weight = self.weight
+        if self.bias is not None:
+            linear.bias = self.bias
+        return linear
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SampledClassifier:
+        names = ["class_weight"] + ([] if self._state_name is None else [self._state_name])
+        exact = {name: self.get_buffer(name) for name in names if self._buffers.get(name) is not None}
+        super()._apply(fn, recurse)
+        # `.to(bfloat16)` is about the parameters; rounded class weights would shift the loss.
+        for name, value in exact.items():
+            now = self.get_buffer(name)
+            if now.dtype != self._wide():
+                setattr(self, name, value.to(device=now.device, dtype=self._wide()))
+        return self
+
+    def _wide(self) -> torch.dtype:
+        return torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # How far the saved sampler lags behind the saved weights, so that a resumed run draws what this one would have.
+        if (lag := self.follower.lag()) is not None:
+            destination[f"{prefix}sampler_lag"] = lag
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # A checkpoint of nn.Linear has no `sampler.` entry at all: load it strictly all the same, and keep the sampler.
+        without = not any(name.startswith(f"{prefix}sampler.") for name in state_dict)
+        if without and self.sampler is not None:
+            state_dict.update(self.sampler.state_dict(prefix=f"{prefix}sampler."))
+            if self._state_name is not None:
+                state_dict.setdefault(f"{prefix}{self._state_name}", self.get_buffer(self._state_name))
+        # A checkpoint of this head holds the sampler and its lag; one without a sampler brings rows it has not seen.
+        self.follower.restore(state_dict.pop(f"{prefix}sampler_lag", None), self.weight.device)
+        if without:
+            self.follower.mark()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """What `print(head)` shows; options at their defaults are left out."""
+        parts = [
+            f"in_features={self.in_features}, num_classes={self.num_classes}, num_samples={self.num_samples}",
+            f"loss={self.loss!r}, bias={self.bias is not None}",
+        ]
+        defaults = {
+            "shared": False,
+            "stratified": False,
+            "scale": 1.0,
+            "ignore_index": -100,
+            "sparse": True,
+            "reduction": "mean",
+            "sampler_update": None,
+        }
+        parts += [f"{name}={getattr(self, name)}" for name, value in defaults.items() if getattr(self, name) != value]
+        if self.class_weight is not None:
+            parts.append("class_weight=True")
+        return ", ".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------ checks
+def _refuse_moved(options: dict[str, Any]) -> None:
+    """TypeError for options that belong to the loss, with the object that has them."""
+    for name, value in options.items():
+        if name not in _MOVED:
+            raise TypeError(f"{_NAME}.__init__() got an unexpected keyword argument {name!r}")
+        own = _RENAMED.get(name, name)
+        objects = " or ".join(f"sx.losses.{kind}({own}=...)" for kind in losses.taking(own))
+        raise TypeError(f"{_NAME}: {name} is an option of the loss: pass loss={objects}, got {name}={value!r}")
+
+
+def _check_sampler(
+    sampler: Any, loss: Loss, num_classes: int, bias: bool, shared: bool, stratified: bool, update: Any
+) -> str | int | None:
+    """Whether sampler, loss and head fit each other; returns the policy by which the sampler follows the table."""
+    needs = loss.needs
+    without = sampler is None and not needs.draws
+    if not without and (not isinstance(sampler, nn.Module) or not hasattr(sampler, "sample")):
+        raise TypeError(f"{_NAME}: sampler must be a sampler of samplex_cuda.samplers, got {sampler!r}")
+    of_sampler: Any = getattr(sampler, "num_classes", num_classes)
+    if of_sampler != num_classes:
+        raise ValueError(f"{_NAME}: sampler must have num_classes = {num_classes}, got {of_sampler}")
+    follows = getattr(sampler, "follows_rows", False)
+    if update == "auto":
+        # Scores with a prior are relative to the distribution they were learned against: that sampler must stay fixed.
+        update = "step" if follows and needs.draws and not needs.prior else None
+    counts = isinstance(update, int) and not isinstance(update, bool) and update >= 1
+    if not (counts or update in ("step", "epoch", None)):
+        raise ValueError(
+            f"{_NAME}: sampler_update must be 'auto', 'step', an int of at least 1, 'epoch' or None, got {update!r}"
+        )
+    if update is not None and needs.prior:
+        raise ValueError(
+            f"{_NAME}: sampler_update must be None with {loss!r}, whose sampler is part of the model, got {update!r}"
+        )
+    if shared and needs.prior and getattr(sampler, "conditional", False):
+        raise ValueError(
+            f"{_NAME}: shared must be False with {loss!r} and a sampler whose distribution differs per row: scores would "
+            "be relative to the distribution of a batch, which prediction does not know; got True"
+        )
+    if stratified and not (shared and getattr(sampler, "stratifies", False) and needs.weighted_draws):
+        raise ValueError(
+            f"{_NAME}: stratified requires shared=True, a Tree and a loss over weighted draws, got shared={shared!r}, "
+            f"{type(sampler).__name__} and {loss!r}"
+        )
+    if follows and getattr(sampler, "has_bias", False) and not bias:
+        raise ValueError(f"{_NAME}: bias must be True with a sampler that has a bias, got False")
+    return update
+
+
+def _like_weight(h: Tensor, weight: Tensor) -> Tensor:
+    """h in the dtype of the weight, under autocast; an error otherwise."""
+    if h.device != weight.device:
+        raise ValueError(f"{_NAME}: h must be on {weight.device} like weight, got {describe(h)}")
+    if not (h.dtype in FLOATS and torch.is_autocast_enabled(h.device.type)):
+        raise TypeError(f"{_NAME}: h must be {weight.dtype} like weight (or run under autocast), got {describe(h)}")
+    return h.to(weight.dtype)
+
+
+def _refuse_replicas(head: SampledClassifier) -> None:
+    """Sparse gradients and fused updates are not synchronized by DistributedDataParallel: raise instead of diverging."""
+    active = nn.parallel.DistributedDataParallel._active_ddp_module
+    if active is None or not any(module is head for module in active.module.modules()):
+        return
+    how = "a fused optimizer" if head.fused is not None else "sparse gradients"
+    raise RuntimeError(
+        f"{_NAME}: a head with {how} must not be inside DistributedDataParallel, which would not synchronize its class "
+        "table across ranks. Use sparse=False without a fused optimizer (dense gradients, O(C) per step), or wrap only "
+        "the encoder in DistributedDataParallel and train the head on one rank"
+    )

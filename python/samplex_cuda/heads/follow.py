@@ -1,0 +1,122 @@
+"""How a sampler that depends on the class table follows it: which rows were touched, and when it is told."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Staleness", "TableFollower"]
+
+
+class Staleness(NamedTuple):
+    """How far a sampler that follows the class table lags behind it.
+
+    Attributes:
+        steps: training forwards since the sampler was last brought up to date.
+        rows: class rows that may have changed since then; -1 if that is not known (all of them may have).
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+        >>> head.staleness()
+        Staleness(steps=0, rows=0)
+    """
+
+    steps: int
+    rows: int
+
+
+class TableFollower:
+    """Records the rows of a class table that training touches, and updates the sampler by a policy.
+
+    Args:
+        policy: "step", an int k, "epoch", or None: nothing is recorded.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.heads.follow import TableFollower
+        >>> follower = TableFollower("step")
+        >>> follower.touch(torch.tensor([3, 4, 3]))
+        >>> follower.staleness()
+        Staleness(steps=1, rows=-1)
+    """
+
+    def __init__(self, policy: str | int | None) -> None:
+        self.policy = policy
+        self.touched: list[Tensor] = []  # ids since the sampler was brought up to date
+        self.steps = 0  # training forwards since then
+        self.stale = policy is not None  # whether rows may have changed that nobody recorded
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a policy."""
+        return self.policy is not None
+
+    def due(self) -> bool:
+        """Whether the sampler must be brought up to date before the next training forward."""
+        if self.stale:
+            return True
+        return self.steps >= (1 if self.policy == "step" else self.policy) if self.policy != "epoch" else False  # type: ignore[operator]
+
+    def touch(self, *ids: Tensor) -> None:
+        """Counts a training forward that touched these rows."""
+        self.steps += 1
+        if self.policy != "epoch":
+            self.touched += ids
+
+    def mark(self, ids: list[Tensor] | None = None) -> None:
+        """Rows that changed outside of a training forward; None: any of them may have."""
+        if self.policy is None:
+            return
+        if ids is None:
+            self.stale = True
+        elif self.policy != "epoch":
+            self.touched += ids
+
+    def end_epoch(self) -> None:
+        """The head goes from evaluation to training."""
+        if self.policy == "epoch" and self.steps:
+            self.stale = True
+
+    def staleness(self) -> Staleness:
+        """How far the sampler lags behind."""
+        if self.policy is None:
+            return Staleness(0, 0)
+        if self.stale or (self.policy == "epoch" and self.steps):
+            return Staleness(self.steps, -1)
+        return Staleness(self.steps, torch.cat(self.touched).unique().numel() if self.touched else 0)
+
+    @torch.no_grad()
+    def flush(self, sampler: Any, weight: Tensor, bias: Tensor | None) -> None:
+        """Brings the sampler up to date: the rows touched since the last time, or all of them."""
+        with_bias = getattr(sampler, "has_bias", False) and bias is not None
+        if self.stale or (self.policy == "epoch" and self.steps):
+            sampler.rebuild(weight, bias) if with_bias else sampler.rebuild(weight)
+        elif self.touched:
+            ids = torch.cat(self.touched).unique()
+            rows = weight[ids]
+            sampler.update(ids, rows, bias[ids]) if with_bias and bias is not None else sampler.update(ids, rows)
+        self.reset()
+
+    def reset(self, *, stale: bool = False) -> None:
+        """Forgets what was recorded."""
+        self.touched, self.steps, self.stale = [], 0, stale
+
+    # -------------------------------------------------------------------------------------------- checkpoints
+    def lag(self) -> Tensor | None:
+        """What a checkpoint must hold besides the sampler: int64 [2 + n] of steps, stale and touched ids; None if none."""
+        if self.policy is None or not (self.steps or self.touched or self.stale):
+            return None
+        ids = torch.cat(self.touched).unique().cpu() if self.touched else torch.empty(0, dtype=torch.int64)
+        return torch.cat([torch.tensor([self.steps, int(self.stale)]), ids])
+
+    def restore(self, lag: Tensor | None, device: torch.device) -> None:
+        """The state that `lag` described; None: the sampler was up to date."""
+        self.reset()
+        if lag is None or self.policy is None:
+            return
+        self.steps, self.stale = int(lag[0]), bool(lag[1])
+        if lag.shape[0] > 2:
+            self.touched = [lag[2:].to(device)]

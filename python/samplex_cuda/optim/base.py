@@ -1,0 +1,259 @@
+"""What the row optimizers share: parameter checks, state tables, `step`, and the update of a fused backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from samplex_cuda._checks import describe
+from samplex_cuda.ops.fused_loss import acc_dtype
+from samplex_cuda.ops.row_rules import row_apply_
+from samplex_cuda.optim.rules import Rule
+from samplex_cuda.rng import Key, key_tensor
+from samplex_cuda.tables import empty_table
+
+__all__ = ["RowOptimizer"]
+
+
+class RowOptimizer(Optimizer):
+    """What the row optimizers share; not for use by itself.
+
+    A parameter is [C, d] or [C], floating point, contiguous and a leaf. State is kept in fp32 (fp64 for fp64
+    parameters) whatever the parameter's dtype, and allocated when the parameter is added: C * d numbers a state table.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> isinstance(sx.optim.RowSGD([torch.zeros(3, 2, requires_grad=True)], lr=0.1), sx.optim.RowOptimizer)
+        True
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any], key: Key | None) -> None:
+        if key is not None and not isinstance(key, Key):
+            raise TypeError(f"{type(self).__name__}: key must be a Key or None, got {type(key).__name__}")
+        self.key = key
+        super().__init__(params, defaults)
+
+    # -------------------------------------------------------------------------------------------- what a rule says
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raises for numbers that make no sense."""
+        raise NotImplementedError
+
+    def _state_shapes(self, p: Tensor, group: dict[str, Any]) -> dict[str, tuple[torch.Size, float]]:
+        """Shape and first value of each state table."""
+        raise NotImplementedError
+
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        """The numbers of step `step`, counted from 1."""
+        raise NotImplementedError
+
+    def _tables(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> list[Tensor]:
+        """The state tables that the rule changes, at most two."""
+        return [state[name] for name in self._state_shapes(p, group)]
+
+    # -------------------------------------------------------------------------------------------- groups and state
+    def _fail(self, what: str, wanted: str, got: Any) -> None:
+        raise ValueError(f"{type(self).__name__}: {what} must be {wanted}, got {got}")
+
+    def _check_number(
+        self, group: dict[str, Any], name: str, low: float = 0.0, high: float = math.inf, *, open: bool = False
+    ) -> None:
+        value = group[name]
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        inside = low < number < high if open else low <= number < high
+        if not inside:
+            end = f"in {'(' if open else '['}{low:g}, {high:g})" if high < math.inf else "finite"
+            above = "" if high < math.inf else (f" and above {low:g}" if open else f" and at least {low:g}")
+            self._fail(name, end + above, repr(value))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in `torch.optim.Optimizer`; checks the parameters and allocates their state.
+
+        Args:
+            param_group: "params" and whatever is to differ from the defaults.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> weight, bias = torch.zeros(3, 2, requires_grad=True), torch.zeros(3, requires_grad=True)
+            >>> optimizer = sx.optim.RowAdagrad([weight], lr=0.1)
+            >>> optimizer.add_param_group({"params": [bias], "lr": 0.2})
+            >>> len(optimizer.param_groups)
+            2
+        """
+        if isinstance(param_group, dict):
+            given = param_group.get("params", [])
+            params = [given] if isinstance(given, Tensor) else list(given)
+            param_group["params"] = params
+            for entry in params:
+                self._check_parameter(entry[1] if isinstance(entry, tuple) else entry)
+            self._check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for p in group["params"]:
+            self._init_state(p, group)
+
+    def _check_parameter(self, p: Any) -> None:
+        if not isinstance(p, Tensor):
+            raise TypeError(f"{type(self).__name__}: a parameter must be a Tensor, got {type(p).__name__}")
+        if not p.is_floating_point() or p.dim() not in (1, 2):
+            self._fail("a parameter", "[C] or [C, d] floating point", describe(p))
+        if not p.is_leaf:
+            self._fail("a parameter", "a leaf", f"{describe(p)}, the result of an operation")
+        if p.is_sparse or not p.is_contiguous():
+            self._fail("a parameter", "dense and contiguous", describe(p))
+
+    def _init_state(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        state["step"] = 0
+        for name, (shape, value) in self._state_shapes(p, group).items():
+            state[name] = self._new_table(p, shape, value)
+
+    @staticmethod
+    def _new_table(p: Tensor, shape: torch.Size, value: float) -> Tensor:
+        width = shape[1] if len(shape) == 2 else 1
+        # Laid out as the head's weight: its rows are gathered with the weight's.
+        table = empty_table(shape[0], width, device=p.device, dtype=acc_dtype(p.dtype)).view(shape)
+        return table.fill_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in `torch.optim.Optimizer`; with the key, where there is one.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> optimizer = sx.optim.RowAdagrad([torch.zeros(3, 2, requires_grad=True)])
+            >>> sorted(optimizer.state_dict()["state"][0])
+            ['step', 'sum']
+        """
+        found = super().state_dict()
+        if self.key is not None:
+            found["key"] = self.key.state_dict()
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` of this class gave, or of its counterpart in `torch.optim`.
+
+        All of it is checked before anything changes. The values are copied into this optimizer's own tables, in their
+        dtype: fp32 state of bf16 parameters stays fp32.
+
+        Args:
+            state_dict: "state" and "param_groups"; "key" where there is one.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> weight = torch.zeros(3, 2, requires_grad=True)
+            >>> state = sx.optim.RowAdagrad([weight], initial_accumulator_value=2.0).state_dict()
+            >>> optimizer = sx.optim.RowAdagrad([weight])
+            >>> optimizer.load_state_dict(state)
+            >>> optimizer.state[weight]["sum"][0].tolist()
+            [2.0, 2.0]
+        """
+        name = f"{type(self).__name__}.load_state_dict"
+        groups = state_dict["param_groups"]
+        have, given = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in groups]
+        if have != given:
+            raise ValueError(f"{name}: parameters by group must be {have}, got {given}")
+        merged = [{**old, **{k: v for k, v in new.items() if k != "params"}} for old, new in
+                  zip(self.param_groups, groups, strict=True)]  # fmt: skip
+        found: list[tuple[Tensor, dict[str, Any], dict[str, Any]]] = []
+        for own, group, new in zip(self.param_groups, merged, groups, strict=True):
+            self._check_group(group)
+            for p, number in zip(own["params"], new["params"], strict=True):
+                saved = state_dict["state"].get(number, {})
+                for table, (shape, _) in self._state_shapes(p, group).items() if saved else ():
+                    value = saved.get(table)
+                    if not isinstance(value, Tensor) or value.shape != shape:
+                        got = describe(value) if isinstance(value, Tensor) else repr(value)
+                        raise ValueError(f"{name}: {table} of parameter {number} must be {list(shape)}, got {got}")
+                found.append((p, group, saved))
+        key = Key(**state_dict["key"]) if "key" in state_dict else None
+        tables = dict(self.state)
+        super().load_state_dict(
+            {"state": {}, "param_groups": [{**g, "params": n["params"]} for g, n in zip(merged, groups, strict=True)]}
+        )
+        for p, group, saved in found:
+            state, old = self.state[p], tables.get(p, {})
+            state["step"] = int(saved.get("step", 0))
+            for table, (shape, value) in self._state_shapes(p, group).items():
+                kept = old.get(table)
+                if kept is None or kept.shape != shape or kept.device != p.device:
+                    kept = self._new_table(p, shape, value)
+                elif not saved:
+                    kept.fill_(value)
+                state[table] = kept.copy_(saved[table]) if saved else kept
+        if key is not None:
+            self.key = key
+
+    # -------------------------------------------------------------------------------------------- a step
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the rows of every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss anew and returns it; optional.
+
+        Returns:
+            What the closure returned, or None.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> weight = torch.zeros(3, 2, requires_grad=True)
+            >>> optimizer = sx.optim.RowSGD([weight], lr=0.5)
+            >>> torch.nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
+            >>> optimizer.step()
+            >>> weight.tolist()
+            [[0.0, 0.0], [-0.5, -0.5], [0.0, 0.0]]
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._check_rate(group)
+            for p in group["params"]:
+                grad = p.grad
+                if grad is None:
+                    continue
+                row_ids = None
+                if grad.is_sparse:
+                    if grad.sparse_dim() != 1:
+                        self._fail("a sparse gradient", "sparse in the first dimension alone", f"{grad.sparse_dim()}")
+                    grad = grad.coalesce()
+                    row_ids, grad = grad._indices()[0].contiguous(), grad._values()
+                state = self.state[p]
+                state["step"] += 1
+                tables = [*self._tables(p, group, state), None, None]
+                rule, key = self._rule(group, state["step"]), self._noise(p, group)
+                row_apply_(p, tables[0], tables[1], row_ids, grad.contiguous(), None, key, rule)
+                torch.autograd.graph.increment_version(p)
+        return loss
+
+    def _check_rate(self, group: dict[str, Any]) -> None:
+        # A schedule may end at 0; a negative or undefined rate is a mistake.
+        if not 0.0 <= float(group["lr"]) < math.inf:
+            self._fail("lr", "finite and at least 0 in a step", repr(group["lr"]))
+
+    def _noise(self, p: Tensor, group: dict[str, Any]) -> Tensor | None:
+        """The key of this step where weights are rounded stochastically."""
+        if not group["stochastic_rounding"] or p.dtype not in (torch.float16, torch.bfloat16):
+            return None
+        return key_tensor(type(self).__name__, self.key, p.device)
+
+    def begin(self, p: Tensor) -> tuple[Rule, list[Tensor], Tensor | None]:
+        """Counts a step of `p` and returns what a fused update of its rows needs: rule, state tables, key."""
+        group = self.group_of(p)
+        self._check_rate(group)
+        state = self.state[p]
+        state["step"] += 1
+        return self._rule(group, state["step"]), self._tables(p, group, state), self._noise(p, group)
+
+    def group_of(self, p: Tensor) -> dict[str, Any]:
+        """The parameter group of `p`."""
+        return next(g for g in self.param_groups if any(p is q for q in g["params"]))

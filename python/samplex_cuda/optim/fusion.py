@@ -1,0 +1,245 @@
+"""An optimizer inside backward: the update happens where the gradient arises, and no gradient is kept.
+
+A fused loss knows its weight gradient as (ids, coefficients, h) until rows are asked for. `Fusion` is the sink of these:
+it passes them to the optimizer's rule as soon as autograd is done with the weight, when every use of it in the graph has
+had its turn. So two losses of one backward make one update of their sum, and a gradient from somewhere else (a tied
+weight) is noticed before anything has changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from samplex_cuda._checks import check_int
+from samplex_cuda.ops.fused_loss import Entries, LossGrad, entries
+from samplex_cuda.ops.row_rules import row_update_
+from samplex_cuda.optim.base import RowOptimizer
+
+__all__ = ["Fusion", "fusion_of"]
+
+_NAME = "fuse_optimizer"
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_fusions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to its Fusion
+
+
+def fusion_of(parameter: Tensor) -> Fusion | None:
+    """The fusion that updates this parameter, or None.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.optim.fusion import fusion_of
+        >>> fusion_of(torch.zeros(3)) is None
+        True
+    """
+    found = _fusions.get(parameter) if len(_fusions) else None
+    return None if found is None else found()
+
+
+class Fusion:
+    """The gradient sink that updates a class table inside backward; made by `SampledClassifier.fuse_optimizer`.
+
+    Args:
+        weight: [C, d], the class table.
+        bias: [C] or None.
+        optimizer: a row optimizer that owns them and nothing else.
+        accumulate: how many backwards make one update.
+        grad_scaler: whose scale the loss was multiplied by.
+        on_late_update: called with the ids of an update that also changed rows of earlier backwards.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+        >>> head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+        >>> head(torch.randn(4, 8), torch.arange(4)).backward()  # the update is done
+        >>> head.weight.grad is None
+        True
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        optimizer: RowOptimizer,
+        accumulate: int = 1,
+        grad_scaler: Any = None,
+        on_late_update: Callable[[list[Tensor]], None] | None = None,
+    ) -> None:
+        if not isinstance(optimizer, RowOptimizer):
+            raise TypeError(f"{_NAME}: optimizer must be one of samplex_cuda.optim, got {type(optimizer).__name__}")
+        check_int(_NAME, "accumulate", accumulate)
+        if grad_scaler is not None and not (hasattr(grad_scaler, "get_scale") and hasattr(grad_scaler, "is_enabled")):
+            raise TypeError(f"{_NAME}: grad_scaler must be a GradScaler or None, got {type(grad_scaler).__name__}")
+        if not weight.requires_grad:
+            raise ValueError(f"{_NAME}: head.weight must require a gradient, got requires_grad=False")
+        bias = bias if bias is not None and bias.requires_grad else None
+        wanted = {"weight": weight} | ({} if bias is None else {"bias": bias})
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        for name, p in wanted.items():
+            if not any(p is q for q in owned):
+                raise ValueError(f"{_NAME}: optimizer must own head.{name}, got one without it")
+        others = [q for q in owned if not any(q is p for p in wanted.values())]
+        if others:
+            raise ValueError(
+                f"{_NAME}: optimizer must own head.weight and head.bias alone (give the rest of the model its own "
+                f"optimizer), got {len(others)} other parameters, the first {list(others[0].shape)}"
+            )
+        if bias is not None and bias.dtype not in (
+            weight.dtype,
+            torch.float32 if bias.dtype != torch.float64 else None,
+        ):
+            raise ValueError(f"{_NAME}: head.bias must be {weight.dtype} or float32, got {bias.dtype}")
+        for p in wanted.values():
+            if p.grad is not None:
+                raise ValueError(f"{_NAME}: gradients must be None when the optimizer is fused; call zero_grad() first")
+        self.weight, self.bias = weight, bias
+        self.optimizer, self.accumulate, self.grad_scaler = optimizer, accumulate, grad_scaler
+        self.on_late_update = on_late_update
+        self._arrived: list[Entries] = []  # of the running backward
+        self._task = -1  # its number
+        self._kept: list[Entries] = []  # of earlier ones, with accumulate
+        self._backwards = 0  # since the last update
+        self._overflow = False  # one of them held an inf or nan, under a GradScaler
+        self._hooks = [weight.register_hook(self._on_weight)]
+        if bias is not None:
+            self._hooks.append(bias.register_hook(self._on_bias))
+        for p in wanted.values():
+            _fusions[p] = weakref.ref(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a fused head is not fused: the optimizer stays with the original."""
+        return type(None), ()
+
+    def remove(self) -> None:
+        """Undo it; what was accumulated and not yet applied is dropped."""
+        for hook in self._hooks:
+            hook.remove()
+        for p in (self.weight, self.bias):
+            if p is not None and fusion_of(p) is self:
+                del _fusions[p]
+        self._arrived, self._kept = [], []
+
+    @property
+    def pending(self) -> int:
+        """Backwards since the last update, with `accumulate`."""
+        return self._backwards
+
+    # -------------------------------------------------------------------------------------------- inside backward
+    def deliver(self, grad: LossGrad, need: tuple[bool, bool, bool]) -> tuple[Tensor | None, None, None]:
+        """See `Sink.deliver`: the gradient of hidden; those of weight and bias are stored until the weight's hook."""
+        if grad.plan.version != self.weight._version:
+            raise RuntimeError(
+                f"{_NAME}: the weight was changed after this loss was computed, by another backward's update or in "
+                "place, so its gradient is out of date: call backward once after each forward, add the losses before "
+                "one backward, or use accumulate=k to sum k backwards"
+            )
+        d_hidden, found = entries(grad, self.bias is not None)
+        if need[1]:
+            if self.grad_scaler is not None and self.grad_scaler.is_enabled():
+                found = self._unscaled(found)
+            # A backward that never came to the weight (torch.autograd.grad of h alone) leaves entries behind.
+            task = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._arrived, self._task = [], task
+            self._arrived.append(found)
+        return d_hidden if need[0] else None, None, None
+
+    def _unscaled(self, e: Entries) -> Entries:
+        inverse = 1.0 / self.grad_scaler.get_scale()
+        coef_a, coef_b = e.coef_a * inverse, None if e.coef_b is None else e.coef_b * inverse
+        rows_b, bias_b = e.rows_b if e.coef_b is not None else e.rows_b * inverse, e.bias_b
+        unscaled = e._replace(
+            coef_a=coef_a, coef_b=coef_b, rows_b=rows_b, bias_b=None if bias_b is None else bias_b * inverse
+        )
+        # An upper bound of every number of every row: if it is finite, so are they; NaN and inf come through.
+        for ids, coef, rows in ((e.ids_a, coef_a, e.rows_a), (e.ids_b, coef_b, rows_b)):
+            if rows.numel() == 0 or ids.numel() == 0:
+                continue
+            most = rows.abs().amax().to(torch.float32) * ids.numel()
+            if coef is not None:
+                most = most * coef.abs().amax().to(torch.float32)
+            self._overflow = self._overflow or not bool(most.isfinite())
+        return unscaled
+
+    def _on_bias(self, grad: Tensor | None) -> None:
+        if grad is not None:
+            self._refuse("bias")
+
+    def _refuse(self, name: str) -> None:
+        self._arrived = []
+        raise RuntimeError(
+            f"{_NAME}: head.{name} got a gradient from elsewhere than the head's sampled loss (a tied weight, a "
+            "penalty, a loss without row gradients); a fused optimizer cannot join them: do not fuse, or untie it"
+        )
+
+    def _on_weight(self, grad: Tensor | None) -> None:
+        """Autograd calls this when all gradients of the weight have arrived; None is what the losses gave."""
+        arrived, self._arrived = self._arrived, []
+        if grad is not None:
+            self._refuse("weight")
+        if not arrived or self._task != torch._C._current_graph_task_id():
+            return
+        self._backwards += 1
+        if self.accumulate > 1:
+            # Own copies: h and the ids belong to the caller again once backward is over.
+            own = self._backwards < self.accumulate
+            self._kept += [e.clone() for e in arrived] if own else arrived
+            if own:
+                return
+            arrived, self._kept = self._kept, []
+        overflow, self._overflow, self._backwards = self._overflow, False, 0
+        if not overflow:
+            self._apply(arrived)
+
+    def _apply(self, arrived: list[Entries]) -> None:
+        e = arrived[0] if len(arrived) == 1 else _joined(arrived)
+        weight, bias, optimizer = self.weight, self.bias, self.optimizer
+        rule, tables, key = optimizer.begin(weight)
+        tables = [*tables, None, None]
+        bias_rule, bias_tables = rule, [None, None]
+        if bias is not None:
+            bias_rule, own, bias_key = optimizer.begin(bias)
+            bias_tables = [*own, None, None]
+            key = bias_key if key is None else key
+        # Below autograd: backward has gradients off, except for create_graph, which the loss refuses.
+        with _below_autograd():
+            row_update_(
+                weight, tables[0], tables[1], bias, bias_tables[0], bias_tables[1], *e, key, rule, bias_rule
+            )
+        torch.autograd.graph.increment_version([weight] if bias is None else [weight, bias])
+        # A step was made, though not by step(): schedulers ask.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        if len(arrived) > 1 and self.on_late_update is not None:
+            self.on_late_update([e.ids_a, e.ids_b])
+
+
+def _joined(several: list[Entries]) -> Entries:
+    """One set of entries of several; narrower ones are padded with ids of -1, which are skipped."""
+
+    def ids_of(tensors: list[Tensor]) -> Tensor:
+        width = max(t.shape[1] for t in tensors)
+        return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1]), value=-1) for t in tensors])
+
+    def coef_of(tensors: list[Tensor]) -> Tensor:
+        width = max(t.shape[1] for t in tensors)
+        return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
+
+    coef_b = [e.coef_b for e in several if e.coef_b is not None]
+    bias_b = [e.bias_b for e in several if e.bias_b is not None]
+    if len(coef_b) not in (0, len(several)):
+        raise RuntimeError(f"{_NAME}: losses of one update must all have shared draws, or none; got both")
+    return Entries(
+        ids_of([e.ids_a for e in several]),
+        coef_of([e.coef_a for e in several]),
+        torch.cat([e.rows_a for e in several]),
+        ids_of([e.ids_b for e in several]),
+        coef_of(coef_b) if coef_b else None,
+        torch.cat([e.rows_b for e in several]),
+        torch.cat(bias_b) if bias_b else None,
+    )
