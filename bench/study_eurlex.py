@@ -30,7 +30,7 @@ from _study import COLOURS, Clock, Point, axes_of, mean, parser, save_plot, stor
 from study_adversarial import Data, built_in, eurlex_features
 
 import samplex_cuda as sx
-from samplex_cuda import tree as fitting
+from samplex_cuda import tree_fit as fitting
 
 NAME = "study_eurlex"
 FULL, TREE, INDEPENDENT = "full softmax", "tree", "tree, independent draws"

@@ -358,7 +358,8 @@ def test_a_resume_may_average_more_or_less(tmp_path, before, after):
 def test_a_resume_may_give_averages_up(tmp_path):
     train, valid = crashed(tmp_path, "training.average=ema", "training.average_decay=0.9")
     trainer = Trainer.resume(tmp_path / "run", train, valid, settings=["training.average=none"])
-    assert trainer.fit().metrics == evaluate(trainer.encoder, trainer.head, valid)
+    found = trainer.fit().metrics
+    assert found == evaluate(trainer.encoder, trainer.head, valid, batch_size=trainer.batch_size)
 
 
 def test_a_resume_with_more_patience_goes_on(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-import samplex_cuda.tree as fitting
+import samplex_cuda.tree_fit as fitting
 from samplex_cuda._checks import call, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import tree as ops
@@ -134,7 +134,7 @@ class Tree(Sampler):
             dtype: of the stored nodes.
             seed: of the randomised PCA.
             progress: show a progress bar on a terminal.
-            options: passed on to `samplex_cuda.tree.fit_tree`; `unseen=False` gives classes without an example
+            options: passed on to `samplex_cuda.tree_fit.fit_tree`; `unseen=False` gives classes without an example
                 probability 0.
 
         Example:

@@ -1,7 +1,7 @@
 """Models by name: encoders, samplers, heads and optimizers, made from a configuration and a data set.
 
 `build` makes the encoder and the head; `optimizers` makes what updates them. Encoders are in `encoders`, what makes and
-fits samplers is in `laws`; both can be had from here.
+fits samplers is in `sampler_factory`; both can be had from here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from samplex_cuda.training.encoders import (
     context_of,
     index_of,
 )
-from samplex_cuda.training.laws import _fit_map, _sampler, read_tree, refit_tree
+from samplex_cuda.training.sampler_factory import _fit_map, _sampler, read_tree, refit_tree
 
 __all__ = [
     "MLP",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import samplex_cuda.tree as fitting
+import samplex_cuda.tree_fit as fitting
 from samplex_cuda import samplers
 from samplex_cuda.data import Dataset
 from samplex_cuda.heads import SampledClassifier
