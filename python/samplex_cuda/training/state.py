@@ -225,6 +225,7 @@ def load_model(
     if found is None:
         raise RunError(f"load_model: {run_dir}: has no checkpoint")
     tensors, meta = checkpoint.load(found, check=False)
+    upgrade(tensors, meta)
     config = configs.from_dict(meta["config"], str(found))
     config.training.device = str(device)
     encoder, head = models.build(config, Described(meta["data"]), fit=False)
