@@ -179,7 +179,7 @@ def test_a_loss_of_ones_own_masks_ignores_and_weighs():
     ids = head.sampler.sample(None, M, shared=True, key=sx.Key(1)).ids
     y[2] = ids[0]
     known = (torch.tensor([0, 2, 2, 2, 2, 2, 2, 2]), ids[1:3])
-    want = torch.full((B,), float(ids.unique().numel() and ids.numel()))
+    want = torch.full((B,), float((ids.unique().numel() and ids.numel())))
     want[0] -= float(((ids == ids[1]) | (ids == ids[2]) | (ids == y[0])).sum())
     for row in range(1, B):
         want[row] -= float((ids == y[row]).sum())
