@@ -195,7 +195,7 @@ def test_early_stopping_is_resumed_with_its_count(tmp_path, stop):
 
 
 def test_checkpoints_do_not_change_the_run(tmp_path):
-    # The kernel tree is flushed by state_dict(); a checkpoint must not do that, or every=1 would train otherwise.
+    # A checkpoint holds how far the sampler lags; if it brought it up to date, every=1 would train otherwise.
     outcome = []
     for every in (1, 100):
         run, train, valid = case("linear", "quadratic", "sampler.update=3", f"training.checkpoint_every={every}")
