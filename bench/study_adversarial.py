@@ -93,7 +93,7 @@ def train(noise: Noise, data: Data, steps: list[int], rate: float, reg: float, s
     """Points of one run at the given steps, on the test or the validation part."""
     x, y = data.train
     head = sx.SampledClassifier(
-        x.shape[1], data.num_classes, noise.sampler, num_samples=1, loss="negative_sampling", reg=reg
+        x.shape[1], data.num_classes, noise.sampler, num_samples=1, loss=sx.losses.NegativeSampling(reg)
     )
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)

@@ -464,7 +464,7 @@ def _time_law(
 ) -> None:
     shared = bool(head.shared) and _can_share(sampler, look, context)
     strata = {"stratified": True} if _in_strata(head, sampler) else {}
-    spare = _spare(sampler)
+    spare, smoothed = _spare(sampler), getattr(head.loss, "label_smoothing", 0.0) != 0
     for point in law.points:
         m = point.num_samples
         most = _TIMED_NUMBERS // (m * head.in_features)
@@ -479,15 +479,22 @@ def _time_law(
         def draw(m: int = m, now: Tensor = now, given: Tensor | None = given, y: Tensor = y, key: Key = key) -> Any:
             if shared:
                 drawn = sampler.sample(now, m, shared=True, key=key, context=given, **strata)
-                return drawn.merged() if drawn.repeats() and head.loss.needs.mergeable else drawn
+                return drawn.merged() if drawn.repeats() and not smoothed else drawn
             return sampler.sample(now, m, key=key, exclude=y, context=given)
 
         def step(draw: Callable[[], Any] = draw, leaves: list[Tensor] = leaves, y: Tensor = y) -> Any:
             drawn = draw()
             loss = functional.sampled_softmax(
-                leaves[0], leaves[1], y, drawn.ids, drawn.log_q, *leaves[2:], scale=head.scale, absolute=head.loss.absolute,
+                leaves[0],
+                leaves[1],
+                y,
+                drawn.ids,
+                drawn.log_q,
+                *leaves[2:],
+                scale=head.scale,
+                absolute=head.loss.absolute,
                 sparse=head.sparse,
-            )  # fmt: skip
+            )
             return torch.autograd.grad(loss, leaves)
 
         point.draw_ms = scale * _clock(draw, h.device)

@@ -79,7 +79,7 @@ def head_of(task: Task, name: str, m: int) -> sx.SampledClassifier:
 
 
 def _with(head: sx.SampledClassifier, sampler: Any, update: str | None) -> sx.SampledClassifier:
-    head.sampler, head.sampler_update = sampler, update
+    head.set_sampler(sampler, update=update)
     return head
 
 

@@ -83,9 +83,8 @@ class Stepper:
         batches = self._next_batches(progress)
         counts = [_count_targets(batch["y"], "tokens" in batch) for batch in batches]
         total = max(1, sum(counts))
-        fusion = head._fusion
-        if fusion is not None:
-            fusion.accumulate = len(batches)  # the last step of an epoch may have fewer
+        if head.fused is not None:
+            head.fused.accumulate = len(batches)  # the last step of an epoch may have fewer
         key = self.key.clone()
         key[1] = progress.step
         found = Outcome(len(batches), 0.0)
@@ -103,8 +102,8 @@ class Stepper:
         if found.problem:  # no gradient, no half-accumulated update, no state
             for optimizer in optimizers.values():
                 optimizer.zero_grad(set_to_none=True)
-            if fusion is not None:
-                fusion._arrived, fusion._kept, fusion._backwards = [], [], 0
+            if head.fused is not None:  # a new fusion has accumulated nothing
+                head.fuse_optimizer(head.fused.optimizer, head.fused.accumulate)
             encoder.carry(carried)
         return found
 
@@ -122,7 +121,7 @@ class Stepper:
             h,
             batch["y"],
             features=features,
-            index=models.index_of(batch) if head.loss == "augment_reduce" else None,
+            index=models.index_of(batch) if head.loss.needs.index else None,
             context=models.context_of(batch),
             positives=self._known(batch),
             key=key,
@@ -163,9 +162,9 @@ class Stepper:
         follows = head.sampler_update is not None and (t.accumulate > 1 or self.config.model.tied)
         if follows and not self.config.fused and head.weight.grad is not None:
             if head.weight.grad.is_sparse:
-                head._note_changed([head.weight.grad.coalesce().indices()[0]])
+                head.mark_changed(head.weight.grad.coalesce().indices()[0])
             else:
-                head._stale = True
+                head.mark_changed()
         for name, optimizer in optimizers.items():
             if name != "head" or not self.config.fused:
                 optimizer.step()

@@ -49,6 +49,7 @@ from samplex_cuda.training.state import (
     put_optimizers,
     take_model,
     take_optimizers,
+    upgrade,
 )
 from samplex_cuda.training.step import Stepper
 
@@ -287,12 +288,9 @@ class Trainer:
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
         tensors.update({f"rng.{name}": t for name, t in rng.items()})
-        if self.head._touched:
-            tensors["sampler.touched"] = torch.cat(self.head._touched).unique()
         meta = {
             "progress": dataclasses.asdict(self.progress),
             "optimizers": numbers,
-            "sampler": {"steps": self.head._steps, "stale": self.head._stale},
             "metrics": self.metrics,
             "config": self.config.as_dict(),
             "data": about(self.train),
@@ -301,6 +299,7 @@ class Trainer:
         return tensors, meta
 
     def _restore(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        upgrade(tensors, meta)
         take_model(tensors, self.encoder, self.head)
         take_optimizers(tensors, meta["optimizers"], self.optimizers)
         self.progress = Progress(**meta["progress"])
@@ -312,8 +311,6 @@ class Trainer:
         self.encoder.carry(
             {n.removeprefix("carried."): t.to(self.device) for n, t in tensors.items() if n.startswith("carried.")}
         )
-        self.head._steps, self.head._stale = meta["sampler"]["steps"], meta["sampler"]["stale"]
-        self.head._touched = [tensors["sampler.touched"].to(self.device)] if "sampler.touched" in tensors else []
         self._rng = {n.removeprefix("rng."): t for n, t in tensors.items() if n.startswith("rng.")}
         p, patience = self.progress, self.config.training.patience
         if p.batch >= self._epoch_batches:  # larger batches than before: fewer make an epoch
@@ -397,7 +394,7 @@ class Trainer:
         p, s = self.progress, self.config.sampler
         self.encoder.carry({})
         if self.head.sampler_update == "epoch" and p.step:
-            self.head._stale = True
+            self.head.mark_changed()
         if s.refit_every and p.epoch and p.epoch % s.refit_every == 0:
             self._refit()
         self._event("epoch", epoch=p.epoch, step=p.step)
@@ -443,7 +440,7 @@ class Trainer:
             steps=self.total_steps,
             epoch=p.epoch if p.batch else p.epoch - 1,
             loss=None if found.problem else found.loss,
-            stale=self.head._steps,
+            stale=self.head.follower.steps,
         )
 
     def _dropped(self, problem: str) -> None:

@@ -8,11 +8,12 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
+from samplex_cuda import losses
+
 if TYPE_CHECKING:
-    from samplex_cuda.training.config.tables import Config
+    from samplex_cuda.training.config.tables import Config, Head
 
 __all__ = [
-    "LOSSES",
     "MODELS",
     "SAMPLERS",
     "ConfigError",
@@ -35,7 +36,8 @@ SAMPLERS = (
     "softmax",
     "mixture",
 )
-LOSSES = ("sampled_softmax", "negative_sampling", "nce", "one_vs_each", "augment_reduce", "full_softmax")
+# Keys of [head] that are options of the loss, by their name there.
+LOSS_OPTIONS = {"label_smoothing": "label_smoothing", "absolute": "absolute", "reg": "reg", "eta_rate": "rate"}
 
 
 class ConfigError(ValueError):
@@ -121,6 +123,24 @@ def check_value(source: str, table: str, field: dataclasses.Field[Any], value: A
     return list(value) if isinstance(value, tuple) else value
 
 
+def make_loss(head: Head, num_examples: int) -> losses.Loss:
+    """The loss of `[head]`, with the options of that table that it has.
+
+    Args:
+        head: the table.
+        num_examples: how many training examples there are, for a loss that keeps a number for each.
+
+    Example:
+        >>> from samplex_cuda.training.config import Head
+        >>> from samplex_cuda.training.config.checks import make_loss
+        >>> make_loss(Head(loss="augment_reduce"), 100)
+        AugmentReduce(num_examples=100, rate=0.5)
+    """
+    kind = losses.by_name(head.loss)
+    given = {option: getattr(head, key) for key, option in LOSS_OPTIONS.items()} | {"num_examples": num_examples}
+    return kind(**{option: value for option, value in given.items() if option in kind.options()})
+
+
 def check_together(source: str, c: Config) -> None:
     """Raises `ConfigError` for keys that contradict each other."""
 
@@ -135,9 +155,11 @@ def check_together(source: str, c: Config) -> None:
         fail("model", "tied", f"false with the model {c.model.name}", True)
     if c.model.pca and c.model.name not in ("linear", "mlp"):
         fail("model", "pca", f"0 with the model {c.model.name}", c.model.pca)
+    loss = make_loss(c.head, num_examples=1)
+    needs, named = loss.needs, f'loss = "{c.head.loss}"'
     if c.optimizer.fused is True:
         for bad, why in (
-            (c.head.loss == "full_softmax", 'head.loss = "full_softmax"'),
+            (not needs.draws, f"head.{named}"),
             (c.model.tied, "model.tied = true"),
             (c.training.clip_head, "training.clip_head = true"),
         ):
@@ -153,36 +175,39 @@ def check_together(source: str, c: Config) -> None:
             wanted = f"{len(c.sampler.components)} numbers above 0, one for each component"
             fail("sampler", "weights", wanted, c.sampler.weights)
     elif c.sampler.components or c.sampler.weights:
-        fail("sampler", "components", "empty but for a mixture", c.sampler.components or c.sampler.weights)
+        fail(
+            "sampler", "components", "empty unless the sampler is a mixture", c.sampler.components or c.sampler.weights
+        )
     names = c.sampler.components or [c.sampler.name]
     for key in ("refit_every", "refit_steps"):
         value = getattr(c.sampler, key)
-        if value and ("tree" not in names or c.head.loss == "negative_sampling"):
-            fail("sampler", key, "0 but for a tree, and with negative_sampling", value)
+        if value and "tree" not in names:
+            fail("sampler", key, "0 unless the sampler is a tree", value)
+        if value and needs.prior:
+            fail("sampler", key, f"0 with {named}, whose sampler must stay fixed", value)
         if value and c.sampler.path and c.sampler.features != "hidden":
             fail("sampler", key, '0 with a tree from a file, unless features = "hidden"', value)
     if c.sampler.path and "tree" not in names:
-        fail("sampler", "path", "empty but for a tree", c.sampler.path)
-    own_law = [n for n in names if n in ("bigram", "tree", "quadratic", "rff", "softmax")]
-    if c.head.shared and own_law and c.head.loss == "negative_sampling":
-        fail("head", "shared", f"false with negative_sampling and the sampler {own_law[0]}, whose law is another for "
-             "each row", True)  # fmt: skip
-    weighted = ("sampled_softmax", "one_vs_each", "augment_reduce")
-    if c.head.stratified and not (c.head.shared and c.sampler.name == "tree" and c.head.loss in weighted):
-        fail("head", "stratified", f"false but with shared draws of a tree and one of {', '.join(weighted)}", True)
-    if c.head.reg and c.head.loss != "negative_sampling":
-        fail("head", "reg", f'0 with loss = "{c.head.loss}"', c.head.reg)
-    if c.head.mask_known and c.head.loss in ("full_softmax", "negative_sampling", "nce"):
-        fail("head", "mask_known", f'false with loss = "{c.head.loss}"', True)
-    if c.head.loss not in ("sampled_softmax", "full_softmax"):
-        for name in ("absolute", "label_smoothing"):
-            if getattr(c.head, name):
-                fail("head", name, f'off with loss = "{c.head.loss}"', getattr(c.head, name))
-    if c.head.loss == "negative_sampling" and c.sampler.update != "auto":
-        fail("sampler", "update", '"auto" with loss = "negative_sampling", whose sampler rests', c.sampler.update)
-    if c.head.loss == "negative_sampling" and "bigram" in names:
-        fail("head", "loss", "another with the sampler bigram, whose law prediction would need for every context",
-             c.head.loss)  # fmt: skip
+        fail("sampler", "path", "empty unless the sampler is a tree", c.sampler.path)
+    per_row = [n for n in names if n in ("bigram", "tree", "quadratic", "rff", "softmax")]
+    if c.head.shared and per_row and needs.prior:
+        wanted = f"false with {named} and the sampler {per_row[0]}, whose distribution differs per row"
+        fail("head", "shared", wanted, True)
+    if c.head.stratified and not (c.head.shared and c.sampler.name == "tree" and needs.weighted_draws):
+        wanted = f"false with {named}, shared = {shown(c.head.shared)} and the sampler {c.sampler.name}"
+        fail("head", "stratified", f"{wanted}: it requires shared draws of a tree and a loss over weighted draws", True)
+    if c.head.mask_known and not (needs.draws and needs.excludes_target):
+        fail("head", "mask_known", f"false with {named}", True)
+    for key, option in LOSS_OPTIONS.items():
+        # A key whose default is not "off" may stay in a file whose loss has no use for it.
+        default, value = type(c.head)().__dict__[key], getattr(c.head, key)
+        if option not in loss.options() and not default and value:
+            fail("head", key, f"{shown(default)} with {named}", value)
+    if needs.prior and c.sampler.update != "auto":
+        fail("sampler", "update", f'"auto" with {named}, whose sampler must stay fixed', c.sampler.update)
+    if needs.prior and "bigram" in names:
+        wanted = "another with the sampler bigram, whose distribution prediction would need for every context"
+        fail("head", "loss", wanted, c.head.loss)
     if c.optimizer.momentum and c.optimizer.name != "sgd":
         fail("optimizer", "momentum", f"0 with {c.optimizer.name}", c.optimizer.momentum)
     if c.optimizer.rowwise and c.optimizer.name != "adagrad":

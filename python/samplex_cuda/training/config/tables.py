@@ -7,7 +7,8 @@ import dataclasses
 import math
 from typing import Any
 
-from samplex_cuda.training.config.checks import LOSSES, SAMPLERS, check_together, check_value
+from samplex_cuda import losses
+from samplex_cuda.training.config.checks import SAMPLERS, check_together, check_value, make_loss
 
 __all__ = ["Config", "Data", "Head", "Model", "Optimizer", "Sampler", "Schedule", "Training"]
 
@@ -93,14 +94,14 @@ class Sampler:
         0.1
     """
 
-    name: str = _key("log_uniform", "the law", choices=SAMPLERS)
+    name: str = _key("log_uniform", "the distribution", choices=SAMPLERS)
     update: int | str = _key(
         "auto", 'quadratic, rff: how often it follows the class table: "auto", "step", "epoch", or a number of steps',
         least=1, also=("auto", "step", "epoch"),
     )  # fmt: skip
     power: float = _key(1.0, "unigram, bigram: exponent on the counts", least=0.0)
     smoothing: float = _key(0.0, "unigram, bigram: added to the count of each class", least=0.0)
-    backoff: float = _key(0.1, "bigram: share of the unigram law", least=0.0, most=1.0)
+    backoff: float = _key(0.1, "bigram: share of the unigram distribution", least=0.0, most=1.0)
     dim: int = _key(16, "tree: features a node looks at", least=1)
     reg: float = _key(0.1, "tree: strength of the regulariser of a node", above=0.0)
     unseen: bool = _key(
@@ -116,7 +117,7 @@ class Sampler:
     num_features: int = _key(1024, "rff: random features", least=1)
     nu: float = _key(4.0, "rff: sharpness of the kernel", above=0.0)
     kind: str = _key("rff", "rff: of the features", choices=("rff", "orf", "positive"))
-    epsilon: float = _key(0.01, "rff: share of the uniform law", least=0.0, below=1.0)
+    epsilon: float = _key(0.01, "rff: share of the uniform distribution", least=0.0, below=1.0)
     normalize: bool = _key(False, "rff: scale rows and queries to length 1")
     components: list[str] = _key([], 'mixture: names of other samplers, e.g. ["tree", "uniform"]')
     weights: list[float] = _key([], "mixture: their shares")
@@ -132,10 +133,10 @@ class Head:
         'sampled_softmax'
     """
 
-    loss: str = _key("sampled_softmax", "see docs/losses.md", choices=LOSSES)
+    loss: str = _key("sampled_softmax", "see docs/losses.md", choices=losses.names())
     num_samples: int = _key(64, "draws per row, or per batch with `shared`", least=1)
-    shared: bool = _key(False, "draw once for the whole batch; a law of each row counts as the mean of these laws")
-    stratified: bool = _key(False, "tree with `shared`: draws in strata, which are less noisy than independent ones")
+    shared: bool = _key(False, "draw once for the whole batch; distributions that differ per row are averaged")
+    stratified: bool = _key(False, "tree with `shared`: stratified draws, which are less noisy than independent ones")
     bias: bool = _key(True, "a bias per class")
     scale: float = _key(1.0, "inverse temperature: factor of the logits")
     absolute: bool = _key(False, "logits are absolute values")
@@ -167,7 +168,7 @@ class Optimizer:
     beta2: float = _key(0.999, "adam", least=0.0, below=1.0)
     initial_accumulator: float = _key(0.0, "adagrad: first value of the sums of squares", least=0.0)
     rowwise: bool = _key(False, "adagrad: one sum a row")
-    stochastic_rounding: bool = _key(False, "bfloat16 class table: round up or down by chance")
+    stochastic_rounding: bool = _key(False, "bfloat16 class table: round up or down at random")
     fused: bool | str = _key(
         "auto", 'update the head inside backward; "auto": wherever that is possible (not with full_softmax, tied '
         "embeddings, or clip_head)", also=("auto",),
@@ -294,5 +295,6 @@ class Config:
     @property
     def fused(self) -> bool:
         """Whether the head is updated inside backward."""
-        possible = self.head.loss != "full_softmax" and not self.model.tied and not self.training.clip_head
+        draws = make_loss(self.head, num_examples=1).needs.draws
+        possible = draws and not self.model.tied and not self.training.clip_head
         return possible if self.optimizer.fused == "auto" else bool(self.optimizer.fused)
