@@ -22,7 +22,7 @@ from samplex_cuda.data import HierarchicalZipf
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("module", ["heads", "prediction", "data.synthetic", "demo"])
+@pytest.mark.parametrize("module", ["heads.classifier", "prediction", "data.synthetic", "demo"])
 def test_docstring_examples(module):
     result = doctest.testmod(importlib.import_module(f"samplex_cuda.{module}"))
     assert result.attempted > 0
