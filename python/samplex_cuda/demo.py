@@ -448,9 +448,9 @@ def main(argv: list[str] | None = None) -> int:
     table = Table(caption="Data and evaluation are on neither clock. Memory includes parameters and optimizer state.")
     table.add_column("")
     table.add_column("time per step", justify="right")
-    table.add_column("of it, the encoder", justify="right")
+    table.add_column("of it encoder", justify="right")
     table.add_column(f"time to {result['accuracy']:.0%} accuracy", justify="right")
-    table.add_column("peak memory", justify="right")
+    table.add_column("peak memory", justify="right", no_wrap=True)
     table.add_column("steps", justify="right")
     table.add_column("final accuracy", justify="right")
     for run, reached in ((full, result["full_seconds"]), (sampled, result["sampled_seconds"])):
