@@ -141,7 +141,7 @@ class SampledClassifier(ExactAnswers):
         _refuse_moved(moved)
         check_int(_NAME, "in_features", in_features)
         check_int(_NAME, "num_classes", num_classes)
-        loss = losses.resolve(loss)
+        loss = losses.resolve(loss, _NAME)
         if loss.needs.draws:
             check_int(_NAME, "num_samples", num_samples)
         check_choice(_NAME, "reduction", reduction, REDUCTIONS)
@@ -195,7 +195,7 @@ class SampledClassifier(ExactAnswers):
     def __setattr__(self, name: str, value: Any) -> None:
         """As in `nn.Module`; a changed setting makes the head resolve its step anew."""
         if name == "loss":
-            value = losses.resolve(value)
+            value = losses.resolve(value, _NAME)
         super().__setattr__(name, value)
         if name in _SETTINGS:
             self.__dict__["_spec"] = None
@@ -397,11 +397,13 @@ class SampledClassifier(ExactAnswers):
 
     def _repeats(self, draw: Draw) -> bool:
         """Whether shared draws hold enough copies for `Draw.merged` to pay."""
+        if torch.compiler.is_compiling():
+            return False
         collision = getattr(self.sampler, "collision", None)
         chance = None if collision is None else collision()
         if chance is None:
             return draw.repeats()
-        return draw.ids.is_cpu and chance * draw.ids.shape[0] > COPIES and not torch.compiler.is_compiling()
+        return draw.ids.is_cpu and chance * draw.ids.shape[0] > COPIES
 
     def _valid(self, target: Tensor) -> Tensor:
         return valid_targets(target, self.ignore_index)

@@ -92,7 +92,7 @@ class TableFollower:
     def flush(self, sampler: Any, weight: Tensor, bias: Tensor | None) -> None:
         """Brings the sampler up to date: the rows touched since the last time, or all of them."""
         with_bias = getattr(sampler, "has_bias", False) and bias is not None
-        if self.stale or (self.policy == "epoch" and self.steps):
+        if self.stale or self.policy is None or (self.policy == "epoch" and self.steps):
             sampler.rebuild(weight, bias) if with_bias else sampler.rebuild(weight)
         elif self.touched:
             ids = torch.cat(self.touched).unique()

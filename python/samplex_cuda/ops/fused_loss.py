@@ -348,7 +348,10 @@ class _FusedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: Loss, x: Inputs, form: Form, sink: Sink | None
     ) -> Any:
-        with _below_autograd():
+        if loss.below_autograd:
+            with _below_autograd():
+                made = loss.forward(x, form, True, ctx.needs_input_grad[0])
+        else:
             made = loss.forward(x, form, True, ctx.needs_input_grad[0])
         extra = made.extra
         ctx.plan = Plan(
