@@ -606,11 +606,11 @@ def full_softmax(
     ignore_index: int = -100,
     chunk_size: int | None = None,
 ) -> Tensor:
-    r"""Cross-entropy over all classes, exact, in chunks of classes: no [B, C] tensor, forward or backward.
+    r"""Cross-entropy over all classes, exact, in chunks of classes: no [B, C] tensor where C is large.
 
     The value and the gradients of `F.cross_entropy(scale * F.linear(h, weight, bias), target)`. It costs O(C) a row,
-    with dense gradients: the honest baseline of the sampled losses, and what they estimate. Backward makes the logits
-    once more instead of keeping them.
+    with dense gradients: the honest baseline of the sampled losses, and what they estimate. Logits up to the budget of
+    `prediction.kept_bytes` (16 MB on the CPU) are kept for the backward pass, which computes all others once more.
 
     Args:
         h: [*, d] hidden vectors. Under autocast they are cast to the dtype of `weight`, which keeps its own.
@@ -665,13 +665,9 @@ def full_softmax(
         int(ignore_index),
         bool(absolute),
         chunk_size or 0,
+        reduction,
     )
-    if reduction == "none":
-        return loss.reshape(lead)
-    if reduction == "sum":
-        return loss.sum()
-    total = mean_weight(target, valid_targets(target, ignore_index), class_weight).sum().to(loss.dtype)
-    return loss.sum() / torch.where(total == 0, 1.0, total)
+    return loss.reshape(lead) if reduction == "none" else loss
 
 
 def _row_values(
