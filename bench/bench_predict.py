@@ -164,9 +164,7 @@ def main() -> int:
     def compare(sides: list[Side]) -> Any:
         return interleave(sides, device=device, seconds=options.seconds, min_rounds=rounds)
 
-    cases = (
-        ("topk", 1_000_000, 64, "(h @ W.T).topk(10)", "exact top-10", 1.0, 1 / 20),
-    )
+    cases = (("topk", 1_000_000, 64, "(h @ W.T).topk(10)", "exact top-10", 1.0, 1 / 20),)
     for row_id, classes, batch, peer, what, time_target, memory_target in cases:
         if options.quick:
             classes //= 10

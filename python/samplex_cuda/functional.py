@@ -15,7 +15,6 @@ from samplex_cuda.ops.full_softmax import full_softmax as _full_softmax
 from samplex_cuda.ops.fused_loss import REDUCTIONS, acc_dtype, keep_coalesced
 from samplex_cuda.ops.sampled_softmax import sampled_softmax as _sampled_softmax
 from samplex_cuda.pooling import attention_pool
-from samplex_cuda.prediction import mean_weight, valid_targets
 
 __all__ = [
     "attention_pool",

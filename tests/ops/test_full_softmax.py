@@ -173,7 +173,10 @@ def test_kept_logits_change_nothing(monkeypatch, dtype, options, rows):
     monkeypatch.setattr(prediction, "_BLOCK_ROWS", rows)
     arguments = OPTIONS[options]
     if arguments.get("class_weight") is not None:
-        arguments = {**arguments, "class_weight": arguments["class_weight"].to(torch.promote_types(dtype, torch.float32))}
+        arguments = {
+            **arguments,
+            "class_weight": arguments["class_weight"].to(torch.promote_types(dtype, torch.float32)),
+        }
     h, weight, y, bias = make(batch=11, dtype=dtype)
     if options != "plain":
         y[3] = -100
@@ -181,7 +184,11 @@ def test_kept_logits_change_nothing(monkeypatch, dtype, options, rows):
     chunks = blocks * 3  # of 20, 20 and 13 classes
     item = torch.promote_types(dtype, torch.float32).itemsize
     results = {}
-    for name, budget, again in (("all", 1 << 20, 0), ("some", item * min(rows, 11) * 20, chunks - 1), ("none", 0, chunks)):
+    for name, budget, again in (
+        ("all", 1 << 20, 0),
+        ("some", item * min(rows, 11) * 20, chunks - 1),
+        ("none", 0, chunks),
+    ):
         monkeypatch.setattr(prediction, "kept_bytes", lambda device, budget=budget: budget)
         with _Products() as forward:
             loss = full_softmax(h, weight, y, bias, chunk_size=20, **arguments)
@@ -245,7 +252,7 @@ def test_many_classes_have_no_table_of_logits():
 
 def test_chunk_sizes_come_from_one_place(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert prediction.chunk_bytes(cpu) == 2 << 20 and prediction.chunk_bytes(cuda) == 128 << 20
+    assert [prediction.chunk_bytes(device) for device in (cpu, cuda)] == [2 << 20, 128 << 20]
     cases = (
         # Three equal chunks of whole cache lines, of at most 300 classes.
         (4 * 6 * 300, 700, torch.float32, [(6, 240), (6, 240), (6, 220)]),

@@ -103,9 +103,7 @@ def predict_grad(
         >>> dots
         tensor([[ 0.2500,  0.2500, -0.7500,  0.2500]])
     """
-    _predict_grad(
-        dots, bias, target, class_weight, first, scale, absolute, lse, coef, target_coef, smooth
-    )
+    _predict_grad(dots, bias, target, class_weight, first, scale, absolute, lse, coef, target_coef, smooth)
 
 
 def predict_topk(
