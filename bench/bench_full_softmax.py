@@ -2,7 +2,7 @@
 
 1k, 10k, 100k         C = 1,000, 10,000, 100,000: time of the fastest of the others / our time
 1k_floor, ...         our time / the time of the GEMMs alone: three where the logits are kept, four where not
-1k_memory, ...        peak memory above the start without the gradients / that of the fastest of the others
+1k_memory, ...        peak memory above the start without the gradients / that of eager
 
 The others: `eager` is F.linear + F.cross_entropy, `compiled` the same under torch.compile, `chunked` is
 F.linear_cross_entropy with its default chunks (where torch has it). The note of a row has the time or memory of each.
@@ -40,8 +40,8 @@ from samplex_cuda.prediction import kept_bytes
 
 CASES = {"1k": 1_000, "10k": 10_000, "100k": 100_000}
 TARGETS = {"1k": 1.0, "10k": 1.0, "100k": 1.4}
-# Of the fastest other's. At 100,000 classes no [B, C] may exist.
-MEMORY_TARGETS = {"1k": None, "10k": None, "100k": 1 / 4}
+# Of eager's. At 100,000 classes no [B, C] may exist.
+MEMORY_TARGETS = {"1k": None, "10k": None, "100k": 1 / 8}
 
 
 def _cross_entropy(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -212,8 +212,8 @@ def main() -> int:
             report.add(
                 Row(
                     f"{row_id}_memory",
-                    f"full softmax, forward and backward, {where}: peak memory of intermediates / {best}",
-                    mib["ours"] / max(mib[best], 1e-9),
+                    f"full softmax, forward and backward, {where}: peak memory of intermediates / eager",
+                    mib["ours"] / max(mib["eager"], 1e-9),
                     "ratio",
                     checked,
                     sense="<=",
