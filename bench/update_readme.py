@@ -110,6 +110,7 @@ def block() -> str:
         ("step", _targets("whole step: draw, loss, Adagrad update")),
         ("contrastive", _targets("contrastive loss")),
         ("attention_pool", _targets("attention pooling")),
+        ("full_softmax", _targets("exact loss over all classes")),
         ("predict", _targets("prediction")),
         ("static_sample", _samplers),
         ("tree", _targets("adversarial tree")),
