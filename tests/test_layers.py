@@ -165,6 +165,56 @@ def test_the_checks_see_what_is_wrong(module, source, wrong):
     assert bool(faults(module, source, module == "samplex_cuda")) == wrong
 
 
+# ---------------------------------------------------------------------------------------------------- what is private
+def private_writes(source: str) -> list[str]:
+    """Assignments to a private attribute of another object."""
+    targets: list[ast.expr] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign):
+            targets += node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets.append(node.target)
+    flat = [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    return [
+        ast.unparse(part)
+        for part in flat
+        if isinstance(part, ast.Attribute)
+        and part.attr.startswith("_")
+        and not (isinstance(part.value, ast.Name) and part.value.id in ("self", "cls"))
+    ]
+
+
+def lists_of_losses(source: str) -> list[str]:
+    """Tuples, lists, sets and dicts that hold two names of losses or more."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict):
+            parts = node.keys if isinstance(node, ast.Dict) else node.elts
+            values = {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+            if len(values & set(samplex_cuda.losses.names())) > 1:
+                found.append(ast.unparse(node))
+    return found
+
+
+# data/ has no head to write to.
+TOOLKIT_MODULES = [name for name in modules() if RANK.get(room_of(name)) == 1 and room_of(name) != "data"]
+
+
+@pytest.mark.parametrize("name", TOOLKIT_MODULES)
+def test_the_toolkit_uses_the_core_by_its_public_names(name):
+    source = modules()[name].read_text()
+    assert private_writes(source) == []
+    if name != "samplex_cuda.sklearn":  # takes two of the losses, by name: what it can express
+        assert lists_of_losses(source) == []
+
+
+def test_private_writes_and_lists_of_losses_are_seen():
+    assert private_writes("head._stale = True\nself._x = 1\nfusion._kept, n = [], 0\nhead._steps += 1") == [
+        "head._stale", "fusion._kept", "head._steps"
+    ]  # fmt: skip
+    assert lists_of_losses('if loss in ("nce", "one_vs_each"):\n    x = ("nce", "other")') == ["('nce', 'one_vs_each')"]
+
+
 # ---------------------------------------------------------------------------------------------------- what is loaded
 def loaded(*statements: str) -> set[str]:
     """Names in sys.modules after some statements, in a new interpreter."""
