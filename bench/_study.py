@@ -71,11 +71,11 @@ class Run:
         if zero:
             for p in self.head.parameters():
                 torch.nn.init.zeros_(p)
-            self.head._stale = self.head.sampler_update is not None
+            self.head.mark_changed()
         if change is not None:
             change(self.encoder, self.head)
         self.optimizers = models.optimizers(run, self.encoder, self.head)
-        self.fused = run.head.loss != "full_softmax" and not run.model.tied
+        self.fused = run.fused
         if self.fused:
             self.head.fuse_optimizer(self.optimizers["head"])  # type: ignore[arg-type]
         self.clock.stop()

@@ -34,9 +34,9 @@ from _harness import (
 )
 
 import samplex_cuda as sx
-from samplex_cuda.datasets import HierarchicalZipf
+from samplex_cuda.data import HierarchicalZipf
 from samplex_cuda.prediction import exact_topk
-from samplex_cuda.tree import balance
+from samplex_cuda.tree_fit import balance
 
 DIM = 128
 # The candidates: features as in bench_tree.py.

@@ -31,9 +31,9 @@ import torch
 from _eurlex import eurlex, unit_rows
 from _harness import Report, Row, common_options, progress, set_up, wanted, write_readme
 
-from samplex_cuda.datasets import HierarchicalZipf
+from samplex_cuda.data import HierarchicalZipf
 from samplex_cuda.reference.tree_fit import log_prob_all
-from samplex_cuda.tree import FittedTree, cross_validate_reg, describe_fit, fit_pca, fit_tree, project
+from samplex_cuda.tree_fit import FittedTree, cross_validate_reg, describe_fit, fit_pca, fit_tree, project
 
 N, CLASSES, WIDTH, DIM = 500_000, 200_000, 64, 16
 

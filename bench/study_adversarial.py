@@ -63,25 +63,6 @@ def make_sampler(noise: str, data: Data, dim: int) -> Any:
     return max(trees.values(), key=lambda found: found[0])[1]
 
 
-class RowAdagrad:
-    """Adagrad on the rows that have a gradient: what torch's does, without its detour over new sparse tensors."""
-
-    def __init__(self, parameters: Any, rate: float) -> None:
-        self.parameters, self.rate = list(parameters), rate
-        self.squares = [torch.full_like(p, 1e-8) for p in self.parameters]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter, square in zip(self.parameters, self.squares, strict=True):
-            gradient = parameter.grad
-            assert gradient is not None
-            rows, values = gradient.indices()[0], gradient.values()
-            total = square[rows].addcmul_(values, values)
-            square[rows] = total
-            parameter.index_add_(0, rows, values / total.sqrt_(), alpha=-self.rate)
-            parameter.grad = None
-
-
 @dataclasses.dataclass
 class Noise:
     """A sampler, and log p_n of the examples it is judged on: it stays fixed, so they are computed once."""
@@ -112,17 +93,18 @@ def train(noise: Noise, data: Data, steps: list[int], rate: float, reg: float, s
     """Points of one run at the given steps, on the test or the validation part."""
     x, y = data.train
     head = sx.SampledClassifier(
-        x.shape[1], data.num_classes, noise.sampler, num_samples=1, loss="negative_sampling", reg=reg
+        x.shape[1], data.num_classes, noise.sampler, num_samples=1, loss=sx.losses.NegativeSampling(reg)
     )
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
-    optimizer = RowAdagrad([head.weight, head.bias], rate)
+    # The first sum of squares keeps the root away from 0; nothing else is added to it.
+    optimizer = sx.optim.RowAdagrad(head.parameters(), lr=rate, initial_accumulator_value=1e-8, eps=0.0)
+    head.fuse_optimizer(optimizer)
     order, key = torch.Generator().manual_seed(seed), sx.Key(seed)
     curve = []
     for step in range(1, steps[-1] + 1):
         rows = torch.randint(x.shape[0], (BATCH,), generator=order)
         head(x[rows], y[rows], key=key).backward()
-        optimizer.step()
         if step in steps:
             part, log_q = (data.test, noise.test_log_q) if test else (data.valid, noise.valid_log_q)
             curve.append({"step": step, **judge(head, part, log_q)})

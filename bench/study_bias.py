@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from _harness import IMAGES, RESULTS, commit, machine, print_table, progress
 
 import samplex_cuda as sx
-from samplex_cuda.datasets import HierarchicalZipf
+from samplex_cuda.data import HierarchicalZipf
 
 STYLES = {
     "uniform": ("#888888", "-"),

@@ -30,7 +30,7 @@ from _study import COLOURS, Clock, Point, axes_of, mean, parser, save_plot, stor
 from study_adversarial import Data, built_in, eurlex_features
 
 import samplex_cuda as sx
-from samplex_cuda import tree as fitting
+from samplex_cuda import tree_fit as fitting
 
 NAME = "study_eurlex"
 FULL, TREE, INDEPENDENT = "full softmax", "tree", "tree, independent draws"
@@ -128,8 +128,8 @@ class Fit:
             sampler = make_sampler(name, setting, parts, *blank)
             self.head = sx.SampledClassifier(
                 x.shape[1], rows, sampler, setting["draws"],
-                "negative_sampling" if "reg" in setting else "sampled_softmax",
-                shared=setting["shared"], stratified=setting.get("stratified", False), reg=setting.get("reg", 0.0),
+                sx.losses.NegativeSampling(setting["reg"]) if "reg" in setting else "sampled_softmax",
+                shared=setting["shared"], stratified=setting.get("stratified", False),
                 sampler_update=UPDATE if sampler.follows_rows else None,
             )  # fmt: skip
             for p in self.head.parameters():

@@ -513,7 +513,7 @@ def test_info_and_config():
     assert "# " in text
     from samplex_cuda.training import config
 
-    assert config.from_dict(config._parse(text, "printed")).training.epochs == 3
+    assert config.from_dict(config.files.parse_toml(text, "printed")).training.epochs == 3
 
 
 def test_demo(tmp_path):

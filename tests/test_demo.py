@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from samplex_cuda import demo
-from samplex_cuda.datasets import HierarchicalZipf
+from samplex_cuda.data import HierarchicalZipf
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("module", ["heads", "prediction", "datasets", "demo"])
+@pytest.mark.parametrize("module", ["heads", "prediction", "data.synthetic", "demo"])
 def test_docstring_examples(module):
     result = doctest.testmod(importlib.import_module(f"samplex_cuda.{module}"))
     assert result.attempted > 0
@@ -71,7 +71,7 @@ def test_demo_writes_what_it_says(results):
     assert (out / "curves.png").stat().st_size > 10_000
     assert [run["name"] for run in report["runs"]] == [demo.FULL, demo.SAMPLED]
     assert report["settings"]["classes"] == 2000
-    for heading in ("time per", "time to", "peak memory", "accuracy"):
+    for heading in ("time per", "encoder", "time to", "peak memory", "accuracy"):
         assert heading in text
     assert re.search(r"Sampled softmax (reached|took)", text)
 
@@ -82,6 +82,7 @@ def test_both_runs_learn(results):
         assert run["step"][-1] == 60
         assert run["seconds"] == sorted(run["seconds"])
         assert run["accuracy"][-1] > 0.2
+        assert run["encoder_milliseconds"] > 0
         assert run["step_milliseconds"] > 0
     full, sampled = report["runs"]
     # The same initial values: equal accuracy before the first step.

@@ -52,3 +52,10 @@ def test_every_sampler_has_a_page():
     for name in sx.samplers.__all__:
         if name not in ("Sampler", "Exclude", "ExactSampler", "KernelSampler", "StaticSampler"):
             assert f"sx.samplers.{name}" in text, name
+
+
+def test_files_that_the_architecture_page_names_exist():
+    text = (DOCS / "architecture.md").read_text()
+    named = re.findall(r"`((?:python|csrc|tests|docs|bench)/[\w./]*)`", text)
+    assert len(named) > 30
+    assert [name for name in named if not (DOCS.parent / name).exists()] == []

@@ -31,7 +31,7 @@ def test_examples_run(name):
         "samplex_cuda.samplers",
         "samplex_cuda.heads",
         "samplex_cuda.optim",
-        "samplex_cuda.tree",
+        "samplex_cuda.tree_fit",
         "samplex_cuda.rff",
         "samplex_cuda.data",
         "samplex_cuda.metrics",

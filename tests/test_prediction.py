@@ -69,7 +69,7 @@ def test_balanced_data_find_rare_classes():
     p = 1.0 / torch.arange(1.0, 301.0)
     y = torch.cat([torch.arange(300), torch.multinomial(p, 1500, replacement=True, generator=g)])
     x = means[y] + 0.3 * torch.randn(len(y), 8, generator=g)
-    bx, by = sx.tree.balance(x, y, 300, least=4, most=50)
+    bx, by = sx.tree_fit.balance(x, y, 300, least=4, most=50)
     assert torch.equal(torch.bincount(by), torch.bincount(y).clamp(4, 50))
     seen_once = (torch.bincount(y) == 1).nonzero()[0]
     rows = bx[by == seen_once]
@@ -88,13 +88,13 @@ def test_balanced_data_find_rare_classes():
 def test_errors_of_balance():
     x, y = torch.randn(3, 2), torch.tensor([0, 1, 5])
     with pytest.raises(IndexError, match=re.escape("balance: y must be in [0, 5), got 5")):
-        sx.tree.balance(x, y, 5)
+        sx.tree_fit.balance(x, y, 5)
     with pytest.raises(ValueError, match=re.escape("balance: y must be [3] int64, got [2] int64")):
-        sx.tree.balance(x, y[:2], 6)
+        sx.tree_fit.balance(x, y[:2], 6)
     with pytest.raises(ValueError, match="1 <= least <= most, got 5 and 4"):
-        sx.tree.balance(x, y, 6, least=5, most=4)
+        sx.tree_fit.balance(x, y, 6, least=5, most=4)
     with pytest.raises(ValueError, match="balance: x must be"):
-        sx.tree.balance(y, y, 6)
+        sx.tree_fit.balance(y, y, 6)
 
 
 # ------------------------------------------------------------------------------------------------ own candidates

@@ -336,17 +336,17 @@ def test_rff_theory_holds(quick):
 
 
 def test_gradient_bias_is_measured():
-    from samplex_cuda.reproduce import rff_laws as laws
+    from samplex_cuda.reproduce import rff_estimates as estimates
 
     torch.manual_seed(0)
     rows = torch.nn.functional.normalize(torch.randn(40, 6), dim=1)
-    s = laws.Sphere(rows, torch.nn.functional.normalize(rows[:4] + 0.3 * torch.randn(4, 6)), torch.arange(4), 6.0)
+    s = estimates.Sphere(rows, torch.nn.functional.normalize(rows[:4] + 0.3 * torch.randn(4, 6)), torch.arange(4), 6.0)
     soft = (s.tau * s.cosine).exp() * s.others
-    bias, noise = laws.gradient_bias(s, soft / soft.sum(1, keepdim=True), 5, 20_000, 0)
+    bias, noise = estimates.gradient_bias(s, soft / soft.sum(1, keepdim=True), 5, 20_000, 0)
     assert bias < 3 * noise  # none
     flat = s.others / s.others.sum(1, keepdim=True)
-    few, noise = laws.gradient_bias(s, flat.double(), 5, 20_000, 0)
-    many, _ = laws.gradient_bias(s, flat.double(), 20, 20_000, 0)
+    few, noise = estimates.gradient_bias(s, flat.double(), 5, 20_000, 0)
+    many, _ = estimates.gradient_bias(s, flat.double(), 20, 20_000, 0)
     assert few > 5 * noise
     assert 2.0 < few / many < 8.0  # about 1/m
 

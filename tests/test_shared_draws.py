@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 import samplex_cuda as sx
 from samplex_cuda.draw import Draw
 from samplex_cuda.samplers import Bigram, Mixture, Quadratic, Quartic, RandomFourier, Softmax, Tree, Uniform, Unigram
-from samplex_cuda.tree import fit_tree
+from samplex_cuda.tree_fit import fit_tree
 
 C, D = 23, 6
 

@@ -12,7 +12,7 @@ from training_cases import MAKE, MODELS, SAMPLERS, C, case, dense, sparse
 import samplex_cuda as sx
 from samplex_cuda import data
 from samplex_cuda.training import Config, ConfigError, build, config, models, optimizers
-from samplex_cuda.tree import fit_pca
+from samplex_cuda.tree_fit import fit_pca
 
 
 def some(dataset, count=4):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -194,7 +195,7 @@ def test_early_stopping_is_resumed_with_its_count(tmp_path, stop):
 
 
 def test_checkpoints_do_not_change_the_run(tmp_path):
-    # The kernel tree is flushed by state_dict(); a checkpoint must not do that, or every=1 would train otherwise.
+    # A checkpoint holds how far the sampler lags; if it brought it up to date, every=1 would train otherwise.
     outcome = []
     for every in (1, 100):
         run, train, valid = case("linear", "quadratic", "sampler.update=3", f"training.checkpoint_every={every}")
@@ -302,6 +303,26 @@ def test_a_finished_run_is_left_alone_and_can_be_made_longer(tmp_path):
     assert differing(final(tmp_path / "whole")[0], final(tmp_path / "run")[0]) == []
 
 
+@pytest.mark.parametrize("update", ["3", "epoch"])
+def test_an_older_checkpoint_goes_on_with_the_same_bits(tmp_path, update):
+    """How far the sampler lags was beside the model once: `sampler.touched` and `meta["sampler"]`."""
+    run, train, valid = case("linear", "quadratic", f"sampler.update={update}", "training.checkpoint_every=4")
+    Trainer(run, train, valid, tmp_path / "whole").fit()
+    with pytest.raises(StopError):
+        Trainer(run, train, valid, tmp_path / "parts", on_event=crash_at(6)).fit()
+    path = checkpoint.latest(tmp_path / "parts")
+    tensors, meta = checkpoint.load(path)
+    lag = tensors.pop("head.sampler_lag")
+    meta["sampler"] = {"steps": int(lag[0]), "stale": bool(lag[1])}
+    assert meta["sampler"]["steps"] > 0
+    if update == "3":
+        tensors["sampler.touched"] = lag[2:]
+    shutil.rmtree(path)
+    checkpoint.save(path, tensors, meta, keep=3)
+    Trainer.resume(tmp_path / "parts", train, valid).fit()
+    assert differing(final(tmp_path / "whole")[0], final(tmp_path / "parts")[0]) == []
+
+
 def crashed(tmp_path, *settings, model="mlp", sampler="unigram"):
     """(train, valid) of a run in tmp_path / "run" that has a checkpoint of step 4 and crashed at step 6."""
     run, train, valid = case(model, sampler, *settings)
@@ -358,7 +379,8 @@ def test_a_resume_may_average_more_or_less(tmp_path, before, after):
 def test_a_resume_may_give_averages_up(tmp_path):
     train, valid = crashed(tmp_path, "training.average=ema", "training.average_decay=0.9")
     trainer = Trainer.resume(tmp_path / "run", train, valid, settings=["training.average=none"])
-    assert trainer.fit().metrics == evaluate(trainer.encoder, trainer.head, valid)
+    found = trainer.fit().metrics
+    assert found == evaluate(trainer.encoder, trainer.head, valid, batch_size=trainer.batch_size)
 
 
 def test_a_resume_with_more_patience_goes_on(tmp_path):

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from samplex_cuda import _native
-from samplex_cuda.datasets import HierarchicalZipf
+from samplex_cuda.data import HierarchicalZipf
 from samplex_cuda.reference import tree_fit as reference
-from samplex_cuda.tree import FittedTree, cross_validate_reg, describe_fit, fit_pca, fit_tree, project
+from samplex_cuda.tree_fit import FittedTree, cross_validate_reg, describe_fit, fit_pca, fit_tree, project
 
 sparse = pytest.importorskip("scipy.sparse")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import samplex_cuda as sx
-from samplex_cuda.datasets import HierarchicalZipf
+from samplex_cuda.data import HierarchicalZipf
 from samplex_cuda.samplers import Tree
 
 CLASSES, WIDTH, EXAMPLES = 120, 24, 4000

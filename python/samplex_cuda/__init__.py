@@ -1,10 +1,22 @@
-"""Sampled softmax over huge class sets: samplers, fused losses and heads for PyTorch."""
+"""Sampled softmax over huge class sets: samplers, fused losses and heads for PyTorch.
 
-from samplex_cuda import data, diagnostics, functional, losses, metrics, optim, rff, samplers, training
+`import samplex_cuda` loads the core: heads, losses, samplers, optimizers. The toolkit around it (`data`, `training`,
+`metrics`, `diagnostics`) is loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from samplex_cuda import functional, losses, optim, rff, samplers
 from samplex_cuda._library import _native
 from samplex_cuda.draw import Draw
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.rng import Key
+
+if TYPE_CHECKING:
+    from samplex_cuda import data, diagnostics, metrics, training
 
 __version__: str = _native.build_info()["version"]
 
@@ -24,6 +36,18 @@ __all__ = [
     "samplers",
     "training",
 ]
+
+_LAZY = ("data", "diagnostics", "metrics", "training")  # loaded by their first use
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"samplex_cuda.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
 
 
 def release_memory() -> int:

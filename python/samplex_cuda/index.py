@@ -10,7 +10,7 @@ from torch import Tensor
 from samplex_cuda.prediction import exact_topk
 
 if TYPE_CHECKING:
-    from samplex_cuda.heads import SampledClassifier
+    from samplex_cuda.heads.exact import ExactAnswers
 
 __all__ = ["ClassIndex"]
 
@@ -48,13 +48,13 @@ class ClassIndex:
     """
 
     def __init__(
-        self, head: SampledClassifier, kind: str = "flat", *, candidates: int | None = None, **options: Any
+        self, head: ExactAnswers, kind: str = "flat", *, candidates: int | None = None, **options: Any
     ) -> None:
         faiss = _faiss()
         if head.loss.needs.prior:
-            raise ValueError("ClassIndex: head must have a loss without a prior, got loss='negative_sampling'")
+            raise ValueError(f"ClassIndex: head must have a loss without a prior, got {head.loss!r}")
         if head.loss.absolute:
-            raise ValueError("ClassIndex: head must have absolute=False, got True")
+            raise ValueError(f"ClassIndex: head must have a loss with absolute=False, got {head.loss!r}")
         if candidates is not None and (isinstance(candidates, bool) or candidates < 1):
             raise ValueError(f"ClassIndex: candidates must be an int of at least 1, got {candidates!r}")
         self.head, self.kind, self.candidates = head, kind, candidates

@@ -298,7 +298,7 @@ def reproduce(
     as_json: Json = False,
 ) -> None:
     """Run the experiments of a paper: what it says beside what is measured here, with figures."""
-    from samplex_cuda.cli.reproduce import reproduce as work
+    from samplex_cuda.reproduce.command import reproduce as work
 
     common.run(
         "reproduce",

@@ -15,11 +15,10 @@ from torch import Tensor
 from samplex_cuda import data
 from samplex_cuda.cli.common import UserError
 from samplex_cuda.data import Dataset
-from samplex_cuda.data.arrays import members
+from samplex_cuda.data.array_files import members
 from samplex_cuda.data.lines import blocks
 from samplex_cuda.data.opening import guess_format
 from samplex_cuda.training import Config, open_data
-from samplex_cuda.training.data import _open
 from samplex_cuda.training.state import Described
 
 __all__ = ["Inputs", "open_inputs", "open_labelled"]
@@ -58,7 +57,8 @@ def open_labelled(config: Config, meta: dict[str, Any], path: str | None, form: 
     about = Described(meta["data"])
     if about.kind in ("dense", "sparse") or _is_builtin(path, form):
         options = {} if _is_builtin(path, form) else config.data.options
-        found = _open(path, form or _same_format(config, path), options, config, about)
+        form = form or _same_format(config, path) or None
+        found = data.open_like(path, about, format=form, default_columns=config.training.batch_size, **options)
     else:  # the words of a text, the histories of users: those of the training data
         config = copy.deepcopy(config)
         config.data.valid = path

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import samplex_cuda as sx
 from samplex_cuda import data, samplers
-from samplex_cuda import tree as fitting
+from samplex_cuda import tree_fit as fitting
 from samplex_cuda.cli.common import OK, Output, UserError, check_device, check_writable, checked, read_config
 from samplex_cuda.cli.inputs import open_labelled
 from samplex_cuda.training import checkpoint, load_model, models, open_data
@@ -48,9 +48,9 @@ def show_config(out: Output, settings: list[str], comments: bool) -> tuple[dict[
         lines.append(f"[{table.name}]")
         for field in dataclasses.fields(part):
             if comments:
-                meaning = f"{field.metadata['doc']} ({configs._wanted(field)})"
+                meaning = f"{field.metadata['doc']} ({configs.checks.allowed_values(field)})"
                 lines += [f"# {line}" for line in textwrap.wrap(meaning, 100, break_long_words=False)]
-            lines.append(f"{field.name} = {configs._toml(getattr(part, field.name))}")
+            lines.append(f"{field.name} = {configs.files.to_toml(getattr(part, field.name))}")
         lines.append("")
     if not out.as_json:
         out.say("\n".join(lines).rstrip())

@@ -264,8 +264,7 @@ def train(
             with _hint(out, folder), checked(), out.busy(f"reading the data of {chosen.data.path or '(no data.path)'}"):
                 trainer = Trainer(chosen, run_dir=folder, on_event=display)
         display.follows = trainer.head.sampler_update is not None
-        full = trainer.config.head.loss == "full_softmax"
-        display.name = "full softmax" if full else trainer.config.sampler.name
+        display.name = trainer.config.sampler.name if trainer.head.loss.needs.draws else "full softmax"
         _introduce(out, trainer)
         started = trainer.progress.step
         try:
@@ -299,9 +298,9 @@ def _introduce(out: Output, trainer: Trainer) -> None:
         out.warn(note)
     valid = "no validation data" if trainer.valid is None else f"{len(trainer.valid):,} for validation"
     out.say(f"data: {len(data):,} {data.kind} examples, {data.num_classes:,} classes; {valid}")
-    law = "all classes" if c.head.loss == "full_softmax" else f"sampler {c.sampler.name}, {c.head.num_samples} draws"
+    draws = f"sampler {c.sampler.name}, {c.head.num_samples} draws" if trainer.head.loss.needs.draws else "all classes"
     out.say(
-        f"model: {c.model.name}, d = {trainer.head.in_features}; {c.head.loss}, {law}; run folder {trainer.run_dir}"
+        f"model: {c.model.name}, d = {trainer.head.in_features}; {c.head.loss}, {draws}; run folder {trainer.run_dir}"
     )
 
 

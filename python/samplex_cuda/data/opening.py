@@ -11,16 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from samplex_cuda.data.arrays import csr_file, members, memmap_file, npy_file, npz_file
+from samplex_cuda.data.array_files import csr_file, members, memmap_file, npy_file, npz_file
 from samplex_cuda.data.base import Dataset
 from samplex_cuda.data.interaction_files import interactions_file, sequences_file
 from samplex_cuda.data.lines import logical_suffix
 from samplex_cuda.data.parquet import parquet_file
-from samplex_cuda.data.sets import BuiltIn
 from samplex_cuda.data.sparse_text import svmlight_file, xc_file
+from samplex_cuda.data.synthetic import BuiltIn
 from samplex_cuda.data.text import text_file
 
-__all__ = ["FORMATS", "open"]
+__all__ = ["FORMATS", "open", "open_like"]
 
 _READERS: dict[str, Callable[..., Dataset]] = {
     "xc": xc_file,
@@ -150,3 +150,49 @@ def open(path: Path | str, *, format: str | None = None, **options: Any) -> Data
     name = guess_format(Path(path)) if format is None else format
     _check_options(name, _READERS[name], options)
     return _READERS[name](path, **options)
+
+
+def open_like(
+    path: Path | str,
+    train: Dataset | None = None,
+    /,
+    *,
+    format: str | None = None,
+    default_columns: int | None = None,
+    **options: Any,
+) -> Dataset:
+    """As `open`, but ids mean what they mean in the training data.
+
+    The reader gets the vocabulary (text), the histories (interactions), or the number of classes and of features of
+    `train`, and its index base.
+
+    Args:
+        path: as in `open`.
+        train: the training data; None: nothing to follow.
+        format: as in `open`.
+        default_columns: text: columns read side by side, unless `options` has `columns`.
+        options: as in `open`; what `train` says comes first.
+
+    Example:
+        >>> from samplex_cuda import data
+        >>> data.open_like("builtin:classes=50,dim=8,examples=500", default_columns=4)
+        BuiltIn(500 examples, num_classes=50, num_features=8)
+    """
+    text = str(path)
+    if not (format == "builtin" or text == "builtin" or text.startswith("builtin:")):
+        format = format or guess_format(Path(path))
+        reader = _READERS.get(format)
+        known = inspect.signature(reader).parameters if reader is not None else {}
+        if "columns" in known and default_columns is not None:
+            options.setdefault("columns", default_columns)
+        if train is not None:
+            given: dict[str, Any] = {"num_classes": train.num_classes, "num_features": train.num_features}
+            if train.kind == "text":
+                given = {"vocabulary": train}
+            elif train.kind == "interactions":
+                given = {"known": train}
+            options.update({key: value for key, value in given.items() if key in known})
+            base = getattr(train, "index_base", None)
+            if "index_base" in known and base is not None and options.get("index_base") is None:
+                options["index_base"] = base  # features count as in training, whichever of them this file has
+    return open(path, format=format, **options)

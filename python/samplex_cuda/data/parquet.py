@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from samplex_cuda.data.arrays import _observed
+from samplex_cuda.data.array_files import _observed
+from samplex_cuda.data.array_sets import Dense, Sparse
 from samplex_cuda.data.base import Dataset
 from samplex_cuda.data.cache import Conversion, converted
 from samplex_cuda.data.interaction_files import interactions_from, write_pairs
-from samplex_cuda.data.sets import Dense, Sparse
 from samplex_cuda.data.sparse_text import adopt
 
 __all__ = ["parquet_file"]

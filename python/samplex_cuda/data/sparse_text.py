@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from samplex_cuda.data.array_sets import Sparse
 from samplex_cuda.data.base import Dataset
 from samplex_cuda.data.cache import Conversion, Converted, converted
 from samplex_cuda.data.lines import BadLineError, blocks
-from samplex_cuda.data.sets import Sparse
 
 __all__ = ["svmlight_file", "xc_file"]
 

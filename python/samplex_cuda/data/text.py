@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from samplex_cuda.data.array_sets import Tokens
 from samplex_cuda.data.cache import Conversion, converted
 from samplex_cuda.data.lines import blocks
-from samplex_cuda.data.sets import Tokens
 from samplex_cuda.data.sparse_text import adopt
 
 __all__ = ["text_file"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from samplex_cuda import losses
 from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
 
 __all__ = ["recommend", "warn"]
@@ -102,7 +103,7 @@ def warn(found: Diagnosis) -> list[str]:
         out.append(
             f"{', '.join(strata)}: the head draws in strata; bias and std are of independent draws, which vary more."
         )
-    if found.loss not in ("sampled_softmax", "full_softmax"):
+    if found.loss not in (losses.SampledSoftmax.name, losses.FullSoftmax.name):
         out.append(f"The head trains with {found.loss}: bias and std are those of sampled_softmax with these samplers.")
     if found.rows < FEW_ROWS:
         out.append(f"Only {found.rows} rows: take some hundreds for numbers to rely on.")

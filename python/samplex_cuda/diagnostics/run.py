@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda import functional, samplers
-from samplex_cuda.diagnostics import advice, laws
+from samplex_cuda.diagnostics import advice, gradient_error
 from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
 from samplex_cuda.prediction import _describe, valid_targets
 from samplex_cuda.rng import Key, fold_in
@@ -138,7 +138,7 @@ def diagnose(
             if sampler._needs_context and given is None:
                 raise ValueError(f"diagnose: context must be int64 [*] for {name}, got None")
         say(f"softmax of {flat.shape[0]} rows over {head.num_classes:,} classes")
-        rows = laws.Rows(head, flat, target, seen, given)
+        rows = gradient_error.Rows(head, flat, target, seen, given)
         if not bool(rows.lse.isfinite().all()):
             raise ValueError("diagnose: logits of the head must be finite, got nan or inf")
         out = Diagnosis(
@@ -158,14 +158,14 @@ def diagnose(
         by_row: list[list[Tensor]] = []
         looks = [_look(head, sampler, flat, seen) for sampler in chosen.values()]
         used: list[Any] = [
-            laws.SharedLaw(sampler, look, given) if head.shared and sampler.conditional else sampler
+            gradient_error.SharedLaw(sampler, look, given) if head.shared and sampler.conditional else sampler
             for sampler, look in zip(chosen.values(), looks, strict=True)
         ]
-        row_laws: list[laws.RowLaw | None] = [None] * len(looks)
+        row_laws: list[gradient_error.RowLaw | None] = [None] * len(looks)
         if exact:
             say("laws")
             pairs = list(zip(used, looks, strict=True))
-            row_laws = list(laws.enumerate_laws(pairs, rows, given, shared=bool(head.shared)))
+            row_laws = list(gradient_error.enumerate_laws(pairs, rows, given, shared=bool(head.shared)))
         for number, (name, sampler) in enumerate(chosen.items()):
             say(f"{name}: bias and variance")
             look, key = looks[number], fold_in(torch.tensor([seed, number]), number)
@@ -285,11 +285,11 @@ def _one(
     name: str,
     sampler: Any,
     used: Any,
-    rows: laws.Rows,
+    rows: gradient_error.Rows,
     look: Tensor,
     context: Tensor | None,
     sizes: list[int],
-    row_law: laws.RowLaw | None,
+    row_law: gradient_error.RowLaw | None,
     key: Tensor,
 ) -> tuple[Law, Tensor, list[Tensor]]:
     """Numbers of a sampler, by the law that is used of it.
@@ -303,13 +303,13 @@ def _one(
     draws = None
     if row_law is None or bool((row_law.v / sizes[0] > TRUSTED).any()):
         each = max(2 * sizes[-1], min(1 << 14, POOL // rows.count))
-        draws = laws.Draws(
+        draws = gradient_error.Draws(
             used, rows, look, context, count=min(rows.count, max(1, POOL // each)), each=each, shared=shared,
             key=key.to(look.device),
         )  # fmt: skip
     if row_law is None:
         assert draws is not None
-        row_law = laws.estimate_law(used, rows, look, context, draws)
+        row_law = gradient_error.estimate_law(used, rows, look, context, draws)
     stale_rows, drift = _lag(head, sampler)
     law = Law(
         name=name,
@@ -360,7 +360,9 @@ def _finite(value: Tensor) -> float:
     return float(value) if math.isfinite(float(value)) else 0.0
 
 
-def _point(row_law: laws.RowLaw, draws: laws.Draws | None, rows: laws.Rows, m: int) -> tuple[Point, Tensor]:
+def _point(
+    row_law: gradient_error.RowLaw, draws: gradient_error.Draws | None, rows: gradient_error.Rows, m: int
+) -> tuple[Point, Tensor]:
     """A point, and |bias|^2 of the rows it is from."""
     leading, variance = row_law.bias_squared(m), row_law.spread / m
     point = Point(
@@ -375,7 +377,7 @@ def _point(row_law: laws.RowLaw, draws: laws.Draws | None, rows: laws.Rows, m: i
     if draws is None or not bool(unsure.any()):
         return point, leading
     some = draws.count
-    seen = laws.measure(draws, rows, row_law.squares[:some], m)
+    seen = gradient_error.measure(draws, rows, row_law.squares[:some], m)
     if seen is None or not bool(unsure[:some].any()):
         return point, leading
     unsure = unsure[:some]
@@ -402,7 +404,7 @@ def _lag(head: Any, sampler: Any) -> tuple[float | None, float | None]:
         return None, None
     width = head.in_features + int(sampler.has_bias)
     changed, square, whole = 0, 0.0, 0.0
-    for begin in range(0, head.num_classes, step := max(1, laws.ELEMENTS // max(1, width))):
+    for begin in range(0, head.num_classes, step := max(1, gradient_error.ELEMENTS // max(1, width))):
         part = slice(begin, begin + step)
         now = head.weight.detach()[part].float()
         if getattr(sampler, "normalize", False):
@@ -462,7 +464,7 @@ def _time_law(
 ) -> None:
     shared = bool(head.shared) and _can_share(sampler, look, context)
     strata = {"stratified": True} if _in_strata(head, sampler) else {}
-    spare = _spare(sampler)
+    spare, smoothed = _spare(sampler), getattr(head.loss, "label_smoothing", 0.0) != 0
     for point in law.points:
         m = point.num_samples
         most = _TIMED_NUMBERS // (m * head.in_features)
@@ -477,15 +479,22 @@ def _time_law(
         def draw(m: int = m, now: Tensor = now, given: Tensor | None = given, y: Tensor = y, key: Key = key) -> Any:
             if shared:
                 drawn = sampler.sample(now, m, shared=True, key=key, context=given, **strata)
-                return drawn.merged() if drawn.repeats() and not head.label_smoothing else drawn
+                return drawn.merged() if drawn.repeats() and not smoothed else drawn
             return sampler.sample(now, m, key=key, exclude=y, context=given)
 
         def step(draw: Callable[[], Any] = draw, leaves: list[Tensor] = leaves, y: Tensor = y) -> Any:
             drawn = draw()
             loss = functional.sampled_softmax(
-                leaves[0], leaves[1], y, drawn.ids, drawn.log_q, *leaves[2:], scale=head.scale, absolute=head.loss.absolute,
+                leaves[0],
+                leaves[1],
+                y,
+                drawn.ids,
+                drawn.log_q,
+                *leaves[2:],
+                scale=head.scale,
+                absolute=head.loss.absolute,
                 sparse=head.sparse,
-            )  # fmt: skip
+            )
             return torch.autograd.grad(loss, leaves)
 
         point.draw_ms = scale * _clock(draw, h.device)

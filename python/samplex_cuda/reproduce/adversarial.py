@@ -89,7 +89,7 @@ def make_noise(kind: str, data: Data, reg: float) -> Noise:
 def judge(head: sx.SampledClassifier, part: Part, log_q: Tensor | None) -> Point:
     """Accuracy and mean log likelihood on a part; `raw` is the accuracy without Eq. 5."""
     x, y = part
-    scores = torch.addmm(head.bias, x, head.weight.T)
+    scores = head.linear()(x)
     point = {"raw": float((scores.argmax(1) == y).float().mean())}
     if log_q is not None:
         scores += log_q
@@ -104,7 +104,7 @@ def signal(head: sx.SampledClassifier, x: Tensor, p_data: Tensor, p_noise: Tenso
 
     Everything is exact: the expectation over the label and the negative is a sum over the classes.
     """
-    scores = torch.addmm(head.bias, x, head.weight.T).double()
+    scores = head.linear()(x).double()
     up, down = scores.sigmoid(), (-scores).sigmoid()
     mean = p_noise * up - p_data * down  # (A2)
     square = p_data * down**2 + p_noise * up**2 - 2.0 * p_data * p_noise * up * down
@@ -144,6 +144,7 @@ def train(
     )
     torch.nn.init.zeros_(head.weight)
     # NCE learns normalised scores: from 0 it would have to lower every class for every example first.
+    assert head.bias is not None
     torch.nn.init.constant_(head.bias, -math.log(data.num_classes) if method.loss == "nce" else 0.0)
     decay = 0.0 if method.loss == "negative_sampling" else reg
     optimizer = sx.optim.RowAdagrad(head.parameters(), lr=rate, weight_decay=decay, initial_accumulator_value=1e-8)

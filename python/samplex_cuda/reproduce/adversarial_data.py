@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda.datasets import HierarchicalZipf
-from samplex_cuda.tree import fit_pca, project
+from samplex_cuda.data import HierarchicalZipf
+from samplex_cuda.tree_fit import fit_pca, project
 
 __all__ = ["Data", "Part", "built_in", "csr", "eurlex", "eurlex_features", "lines_of", "read_xc", "scaled", "unit_rows"]
 

@@ -21,7 +21,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from samplex_cuda import data, metrics, optim, samplers
-from samplex_cuda.datasets import HierarchicalZipf
+from samplex_cuda.data import HierarchicalZipf
 from samplex_cuda.functional import contrastive
 from samplex_cuda.prediction import exact_topk
 from samplex_cuda.reproduce.contrastive_model import Encoder

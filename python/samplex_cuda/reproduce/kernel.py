@@ -56,7 +56,14 @@ def head_of(task: Task, name: str, m: int) -> sx.SampledClassifier:
     classes, width = task.num_classes, task.width
     if name.startswith("full"):
         return sx.SampledClassifier(width, classes, loss=sx.losses.FullSoftmax(absolute="absolute" in name), bias=False)
-    made = sx.SampledClassifier(width, classes, sx.samplers.Uniform(classes), m, sx.losses.SampledSoftmax(absolute=name in SYMMETRIC), bias=False)
+    made = sx.SampledClassifier(
+        width,
+        classes,
+        sx.samplers.Uniform(classes),
+        m,
+        sx.losses.SampledSoftmax(absolute=name in SYMMETRIC),
+        bias=False,
+    )
     sampler: Any = made.sampler
     if name == "unigram":
         sampler = sx.samplers.Unigram(task.counts + 1)
@@ -72,7 +79,7 @@ def head_of(task: Task, name: str, m: int) -> sx.SampledClassifier:
 
 
 def _with(head: sx.SampledClassifier, sampler: Any, update: str | None) -> sx.SampledClassifier:
-    head.sampler, head.sampler_update = sampler, update
+    head.set_sampler(sampler, update=update)
     return head
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samplex_cuda.datasets import HierarchicalZipf
+from samplex_cuda.data import HierarchicalZipf
 
 __all__ = ["Batch", "Task", "items", "markov_text", "text", "words"]
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samplex_cuda as sx
-from samplex_cuda.datasets import HierarchicalZipf
-from samplex_cuda.reproduce import rff_laws as laws
+from samplex_cuda.data import HierarchicalZipf
+from samplex_cuda.reproduce import rff_estimates as estimates
 from samplex_cuda.reproduce.report import Run
 
 __all__ = ["PAPER", "TITLE", "run"]
@@ -129,7 +129,9 @@ class Trial:
             return sx.samplers.Quadratic(rows, alpha=100.0)
         if name == "softmax":
             return sx.samplers.Softmax(rows, scale=TAU)
-        return sx.samplers.RandomFourier(rows, features, nu=nu, kind=name, epsilon=laws.EPSILON, key=sx.Key(self.seed))
+        return sx.samplers.RandomFourier(
+            rows, features, nu=nu, kind=name, epsilon=estimates.EPSILON, key=sx.Key(self.seed)
+        )
 
     def train(self, name: str, m: int, features: int = 0, nu: float = 0.0) -> tuple[float, nn.Linear, Tensor]:
         """(exact held-out loss, the map A, the unit class rows [C, d]); "full" is the full softmax."""
@@ -163,7 +165,7 @@ class Trial:
         return value, lift, rows
 
 
-def losses(r: Run) -> laws.Sphere:
+def losses(r: Run) -> estimates.Sphere:
     """Loss against D, nu and m; returns the rows and queries of the full softmax, on which the laws are measured."""
     trial = Trial(r)
     kinds = list(KINDS)
@@ -240,11 +242,11 @@ def losses(r: Run) -> laws.Sphere:
     with torch.no_grad():
         queries = r.scale(quick=4, default=16, full=32)
         h = F.normalize(lift(trial.valid[0][:queries]))
-    return laws.Sphere(rows, h, trial.valid[1][:queries], TAU)
+    return estimates.Sphere(rows, h, trial.valid[1][:queries], TAU)
 
 
 # ---------------------------------------------------------------------------------------------------- laws
-def kernel_error(r: Run, s: laws.Sphere, features: list[int]) -> None:
+def kernel_error(r: Run, s: estimates.Sphere, features: list[int]) -> None:
     """Equations 49 to 51: no bias, and an error that falls as the root of D."""
     nu, repeats = 1.0, r.scale(quick=4, default=10, full=50)
     truth = (nu * (s.cosine - 1.0)).exp()
@@ -252,7 +254,7 @@ def kernel_error(r: Run, s: laws.Sphere, features: list[int]) -> None:
     for d in features:
         worst = 0.0
         for i in range(repeats):
-            values = laws.estimates(s, "rff", d, nu, seed=1000 * d + i + r.seed)
+            values = estimates.estimates(s, "rff", d, nu, seed=1000 * d + i + r.seed)
             worst += float((values - truth).abs().max()) / repeats
             mean += (values - truth) / (repeats * len(features))
         errors.append(worst)
@@ -268,7 +270,7 @@ def kernel_error(r: Run, s: laws.Sphere, features: list[int]) -> None:
     )
 
 
-def ratios(r: Run, s: laws.Sphere, features: list[int]) -> None:
+def ratios(r: Run, s: estimates.Sphere, features: list[int]) -> None:
     """Theorem 2: e^o / q over what it should be, with the right normaliser and with the printed one; negatives."""
     others = s.others
     rows: list[list[object]] = []
@@ -285,7 +287,7 @@ def ratios(r: Run, s: laws.Sphere, features: list[int]) -> None:
             wrong[nu] = float((log_c - log_s).exp().median())  # corrected over printed
             for kind in KINDS:
                 for d in features:
-                    values = laws.estimates(s, kind, d, nu, r.seed)
+                    values = estimates.estimates(s, kind, d, nu, r.seed)
                     negative = float((values <= 0)[others].double().mean())
                     q = values / (values * others).sum(1, keepdim=True)
                     good = others & (q > 0)
@@ -297,7 +299,7 @@ def ratios(r: Run, s: laws.Sphere, features: list[int]) -> None:
                     predicted = (
                         ""
                         if kind == "positive"
-                        else float(laws.phi(-math.sqrt(2 * d) * (nu * (s.cosine[others] - 1)).exp()).mean())
+                        else float(estimates.phi(-math.sqrt(2 * d) * (nu * (s.cosine[others] - 1)).exp()).mean())
                     )
                     rows.append([KINDS[kind], f"{nu:.3g}", d, low, mid, high, negative, predicted])
                     step()
@@ -355,7 +357,7 @@ def ratios(r: Run, s: laws.Sphere, features: list[int]) -> None:
             axes.legend()
 
 
-def biases(r: Run, s: laws.Sphere, features: list[int]) -> None:
+def biases(r: Run, s: estimates.Sphere, features: list[int]) -> None:
     """Bias of the gradient against D; nu = tau is Corollary 1."""
     m, samples = r.scale(quick=20, default=100, full=100), r.scale(quick=200, default=2000, full=20_000)
     found: dict[str, list[tuple[float, float]]] = {}
@@ -367,14 +369,14 @@ def biases(r: Run, s: laws.Sphere, features: list[int]) -> None:
     with r.progress("bias of the gradient", 2 * len(KINDS) * len(features) + len(flat)) as step:
         for name, values in flat.items():
             q = values * s.others
-            found[name] = [laws.gradient_bias(s, q / q.sum(1, keepdim=True), m, samples, r.seed)]
+            found[name] = [estimates.gradient_bias(s, q / q.sum(1, keepdim=True), m, samples, r.seed)]
             step()
         for nu in (4.0, s.tau):
             for kind in KINDS:
                 for d in features:
-                    values = laws.estimates(s, kind, d, nu, r.seed)
+                    values = estimates.estimates(s, kind, d, nu, r.seed)
                     found.setdefault(f"{kind}, {nu:.3g}", []).append(
-                        laws.gradient_bias(s, laws.law(s, values), m, samples, r.seed)
+                        estimates.gradient_bias(s, estimates.law(s, values), m, samples, r.seed)
                     )
                     step()
     r.value("bias", {"D": features, "m": m, **found})
@@ -431,14 +433,14 @@ def theory(r: Run) -> None:
     """Theorem 1's bounds as printed and corrected, and Lemma 3."""
     count = r.scale(quick=2000, default=20_000, full=200_000)
     kinds = ("random", "worst", "at least 0")
-    found = {signs: laws.bounds(count, r.seed, signs=signs) for signs in kinds}
+    found = {signs: estimates.bounds(count, r.seed, signs=signs) for signs in kinds}
     r.table(
         "Theorem 1's bounds on the bias at order 1/m: share of random instances in which they fail",
         ["bound", *(f"signs of the gradients: {signs}" for signs in kinds)],
         [[name, *(f"{100 * found[signs][name]:.1f} %" for signs in kinds)] for name in found["random"]],
         f"{count:,} instances of eight negatives; worst: gradients of +-1 that make the leading term extreme.",
     )
-    lemma = laws.lemma_three(1000, r.scale(quick=200, default=2000, full=20_000), r.seed)
+    lemma = estimates.lemma_three(1000, r.scale(quick=200, default=2000, full=20_000), r.seed)
     r.value("theorem_1", found)
     r.value("lemma_3", lemma)
     worst, kind = found["worst"], found["at least 0"]

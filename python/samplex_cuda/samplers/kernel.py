@@ -145,7 +145,6 @@ class KernelSampler(Sampler):
         flat, offsets = sort_exclude(self._check_exclude(exclude, query.device, query.shape[0]))
         pair = key_tensor(self._op, key, query.device)
         ids, log_q, clipped = call(ops.kernel_tree_sample, pair, query, phi, self.rows, self.sums, *self._law(), count, flat, offsets)
-        )
         self._watch(clipped)
         return Draw(ids, log_q)
 

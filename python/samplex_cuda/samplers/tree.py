@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-import samplex_cuda.tree as fitting
+import samplex_cuda.tree_fit as fitting
 from samplex_cuda._checks import call, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import tree as ops
@@ -64,12 +65,12 @@ class Tree(Sampler):
         if dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(f"tree: dtype must be float32 or bfloat16, got {dtype}")
         if not isinstance(weights, Tensor) or weights.dim() != 2 or not weights.is_floating_point():
-            raise ValueError(f"tree: weights must be [2^depth, k] floating point, got {_got(weights)}")
+            raise ValueError(f"tree: weights must be [2^depth, k] floating point, got {describe(weights)}")
         leaves, dim = weights.shape
         if leaves & (leaves - 1) or leaves == 0 or dim == 0:
             raise ValueError(f"tree: weights must be [2^depth, k] with k >= 1, got {describe(weights)}")
         if not isinstance(bias, Tensor) or bias.shape != (leaves,) or not bias.is_floating_point():
-            raise ValueError(f"tree: bias must be [{leaves}] floating point, got {_got(bias)}")
+            raise ValueError(f"tree: bias must be [{leaves}] floating point, got {describe(bias)}")
         check_int64("tree", "leaf_class", leaf_class)
         if leaf_class.shape != (leaves,):
             raise ValueError(f"tree: leaf_class must be [{leaves}] int64, got {describe(leaf_class)}")
@@ -98,6 +99,8 @@ class Tree(Sampler):
                     f"tree: mean must be [K] and projection [K, {dim}], got {describe(mean)} and {describe(projection)}"
                 )
             self._identity = False
+        # The options of `fit` as JSON, so that `refit` after `load_state_dict` fits as before.
+        self.register_buffer("fit_options", torch.empty(0, dtype=torch.uint8))
         self.register_buffer("mean", mean.detach().to(torch.float32).contiguous().clone())
         self.register_buffer("projection", projection.detach().to(torch.float32).contiguous().clone())
 
@@ -131,7 +134,7 @@ class Tree(Sampler):
             dtype: of the stored nodes.
             seed: of the randomised PCA.
             progress: show a progress bar on a terminal.
-            options: passed on to `samplex_cuda.tree.fit_tree`; `unseen=False` gives classes without an example
+            options: passed on to `samplex_cuda.tree_fit.fit_tree`; `unseen=False` gives classes without an example
                 probability 0.
 
         Example:
@@ -145,7 +148,7 @@ class Tree(Sampler):
         z = fitting.project(x, mean, projection)
         fitted = fitting.fit_tree(z, y, num_classes, reg=reg, seed=seed, progress=progress, **options)
         tree = cls(fitted.weights, fitted.bias, fitted.leaf_class, mean=mean, projection=projection, dtype=dtype)
-        tree._fitted = {"reg": reg, "whiten": whiten, "seed": seed, **options}
+        tree._set_options({"reg": reg, "whiten": whiten, "seed": seed, **options})
         tree._report = fitting.describe_fit(fitted)
         return tree
 
@@ -176,6 +179,11 @@ class Tree(Sampler):
             setattr(self, name, fresh.get_buffer(name))
         self._identity, self._report = False, fresh._report
         return self
+
+    def _set_options(self, options: dict[str, Any]) -> None:
+        self._fitted = options
+        text = json.dumps(options).encode()
+        self.fit_options = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.nodes.device)
 
     def describe(self) -> str:
         """Sizes, and what the last fit reported: mean log p_n against uniform and class frequency, by level."""
@@ -219,11 +227,11 @@ class Tree(Sampler):
         nodes, projection = cast(Tensor, buffers["nodes"]), cast(Tensor, buffers["projection"])
         width = projection.shape[0]
         if not isinstance(x, Tensor) or x.dim() < 1 or not x.is_floating_point():
-            raise ValueError(f"tree: h must be [*, {width}] floating point, got {_got(x)}")
+            raise ValueError(f"tree: h must be [*, {width}] floating point, got {describe(x)}")
         if x.shape[-1] != width:
-            raise ValueError(f"tree: h must be [*, {width}], the features it was fitted on, got {_got(x)}")
+            raise ValueError(f"tree: h must be [*, {width}], the features it was fitted on, got {describe(x)}")
         if x.device != nodes.device:
-            raise ValueError(f"tree: h must be on {nodes.device}, where the tree is, got {_got(x)}")
+            raise ValueError(f"tree: h must be on {nodes.device}, where the tree is, got {describe(x)}")
         x = x.detach()
         if x.dim() != 2 or x.dtype != torch.float32 or not x.is_contiguous():
             x = x.reshape(-1, width).to(torch.float32).contiguous()
@@ -370,6 +378,12 @@ class Tree(Sampler):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A tree of another size is as good: the buffers take the shapes of what is loaded.
         names = ("nodes", "leaf_class", "class_leaf", "mean", "projection")
+        state_dict.setdefault(f"{prefix}fit_options", self.fit_options)  # checkpoints of 0.1 have none
+        options = state_dict[f"{prefix}fit_options"]
+        if options.shape != self.fit_options.shape:
+            self.fit_options = torch.empty_like(options, device=self.nodes.device)
+        if options.numel():
+            self._fitted = _read_options(options)
         found = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         if len(found) == len(names):
             for name, value in found.items():
@@ -399,5 +413,11 @@ class Tree(Sampler):
         )
 
 
-def _got(t: object) -> str:
-    return describe(t) if isinstance(t, Tensor) else type(t).__name__
+def _read_options(stored: Tensor) -> dict[str, Any]:
+    try:
+        options = json.loads(bytes(stored.cpu().tolist()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"tree: fit_options must be JSON as uint8, got {describe(stored)}") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"tree: fit_options must be a JSON object, got {type(options).__name__}")
+    return options

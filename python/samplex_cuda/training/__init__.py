@@ -3,10 +3,14 @@
 Where things are:
 
     config            the keys of a run and their checks
-    data              the data of a configuration
+    opening           the data of a configuration
     models            encoder, head and optimizers by name
-    encoders, laws    the encoders; samplers made from data
-    trainer           the steps of a run, from start to end
+    encoders          the encoders
+    sampler_factory   samplers by name, made from data
+    trainer           a run, from start to end
+    step              one optimizer step
+    result            how a run ends
+    interrupts        signals and torch's generators
     evaluation        exact metrics on a data set
     averaging         averages of the weights
     run_folder        metrics, curves, bad batches, the lock
@@ -17,12 +21,13 @@ Where things are:
 from samplex_cuda.training import checkpoint, config, models
 from samplex_cuda.training.checkpoint import CheckpointError
 from samplex_cuda.training.config import Config, ConfigError
-from samplex_cuda.training.data import open_data
 from samplex_cuda.training.evaluation import evaluate
 from samplex_cuda.training.models import build, optimizers
+from samplex_cuda.training.opening import open_data
+from samplex_cuda.training.result import NonFiniteLossError, Result
 from samplex_cuda.training.run_folder import RunError, plot_curves, read_metrics
 from samplex_cuda.training.state import Progress, load_model
-from samplex_cuda.training.trainer import NonFiniteLossError, Result, Trainer
+from samplex_cuda.training.trainer import Trainer
 
 __all__ = [
     "CheckpointError",

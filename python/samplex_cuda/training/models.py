@@ -1,7 +1,7 @@
 """Models by name: encoders, samplers, heads and optimizers, made from a configuration and a data set.
 
 `build` makes the encoder and the head; `optimizers` makes what updates them. Encoders are in `encoders`, what makes and
-fits samplers is in `laws`; both can be had from here.
+fits samplers is in `sampler_factory`; both can be had from here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from samplex_cuda import optim, samplers
+from samplex_cuda import losses, optim, samplers
 from samplex_cuda.data import Dataset
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.rng import Key
 from samplex_cuda.training.config import Config, ConfigError
+from samplex_cuda.training.config.checks import make_loss
 from samplex_cuda.training.encoders import (
     MLP,
     Custom,
@@ -32,7 +33,7 @@ from samplex_cuda.training.encoders import (
     context_of,
     index_of,
 )
-from samplex_cuda.training.laws import _fit_map, _sampler, read_tree, refit_tree
+from samplex_cuda.training.sampler_factory import _fit_map, _sampler, read_tree, refit_tree
 
 __all__ = [
     "MLP",
@@ -168,42 +169,37 @@ def build(config: Config, dataset: Dataset, *, fit: bool = True) -> tuple[Encode
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(config.training.seed)
         encoder = _encoder(config, dataset, fit)
-        c = config.head
-        follows = {"quadratic", "rff"} & set(config.sampler.components or [config.sampler.name])
-        update: str | int | None = config.sampler.update
-        if c.loss in ("negative_sampling", "full_softmax") or not follows:
-            update = None
-        elif update == "auto":
-            update = "step"
-        examples = None
-        if c.loss == "augment_reduce":
-            examples = len(dataset) * (int(getattr(dataset, "window", 1)) if dataset.kind == "text" else 1)
-        full = c.loss == "full_softmax"
+        c, classes = config.head, dataset.num_classes
+        examples = len(dataset) * (int(getattr(dataset, "window", 1)) if dataset.kind == "text" else 1)
+        loss = make_loss(c, examples)
+        draws = loss.needs.draws
         head = SampledClassifier(
             encoder.out_features,
-            dataset.num_classes,
-            None if full else samplers.Uniform(dataset.num_classes),
-            None if full else c.num_samples,
-            c.loss,
+            classes,
+            samplers.Uniform(classes) if draws else None,  # until there are rows to make another from
+            c.num_samples if draws else None,
+            loss,
             c.bias,
             shared=c.shared,
             scale=c.scale,
-            absolute=c.absolute,
-            label_smoothing=c.label_smoothing,
-            reg=c.reg,
-            num_examples=examples,
-            eta_rate=c.eta_rate,
-            sampler_update=update,
             dtype=getattr(torch, c.dtype),
         )
         if config.model.tied:
             _tie(config, dataset, encoder, head)
-        if not full:
-            # After the head: the laws of some samplers are made from its rows.
-            head.sampler = _sampler(config.sampler.name, config, dataset, encoder, head, fit)
-            head._stale = False
+        if draws:
+            sampler = _sampler(config.sampler.name, config, dataset, encoder, head, fit)
+            head.set_sampler(sampler, update=_policy(config, loss))
+            head.follower.reset()  # made from the rows as they are
             head.stratified = c.stratified  # `config.check` knows that this sampler can
     return encoder.to(device), head.to(device)
+
+
+def _policy(config: Config, loss: losses.Loss) -> str | int | None:
+    """How the sampler follows the class table; a scored table that moves (softmax) needs no telling."""
+    follows = {"quadratic", "rff"} & set(config.sampler.components or [config.sampler.name])
+    if loss.needs.prior or not follows:
+        return None
+    return "step" if config.sampler.update == "auto" else config.sampler.update
 
 
 def _tie(config: Config, dataset: Dataset, encoder: Any, head: SampledClassifier) -> None:

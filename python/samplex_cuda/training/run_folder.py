@@ -18,11 +18,13 @@ __all__ = [
     "append_record",
     "keep_batch",
     "lock",
+    "open_board",
     "plot_curves",
     "read_metrics",
     "sync_metrics",
     "trim_metrics",
     "unwritable",
+    "write_board",
 ]
 
 
@@ -168,3 +170,21 @@ def keep_batch(run_dir: Path, tensors: dict[str, Tensor], about: dict[str, Any])
     checkpoint.write_tensors(path, tensors)
     checkpoint.write_file(path.with_suffix(".json"), json.dumps(about, indent=1))
     return path
+
+
+def open_board(run_dir: Path, step: int) -> Any:
+    """A writer of TensorBoard files that goes on after `step`."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ImportError(
+            "trainer: training.tensorboard needs tensorboard: pip install samplex-cuda[tensorboard]"
+        ) from None
+    return SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
+
+
+def write_board(board: Any, record: dict[str, Any]) -> None:
+    """The numbers of a record as scalars of TensorBoard."""
+    for name, value in record.items():
+        if name not in ("step", "epoch", "kind") and isinstance(value, int | float):
+            board.add_scalar(f"{record['kind']}/{name}", value, record["step"])

@@ -28,6 +28,7 @@ __all__ = [
     "put_optimizers",
     "take_model",
     "take_optimizers",
+    "upgrade",
 ]
 
 
@@ -139,13 +140,7 @@ def check_meta(path: Path, meta: dict[str, Any], config: Config, train: Dataset,
 def put_model(tensors: dict[str, Tensor], encoder: nn.Module, head: SampledClassifier) -> None:
     """The parameters and buffers of a model, by name, as they are: nothing is brought up to date, nothing copied."""
     tied = {name for name, p in encoder.named_parameters() if p is head.weight}
-    # state_dict() of the head brings its sampler up to date first, which would make a checkpoint change the run.
-    policy, head.sampler_update = head.sampler_update, None
-    try:
-        state = head.state_dict()
-    finally:
-        head.sampler_update = policy
-    tensors.update({f"head.{name}": t for name, t in state.items()})
+    tensors.update({f"head.{name}": t for name, t in head.state_dict().items()})
     tensors.update({f"encoder.{name}": t for name, t in encoder.state_dict().items() if name not in tied})
 
 
@@ -158,6 +153,16 @@ def take_model(tensors: dict[str, Tensor], encoder: nn.Module, head: SampledClas
     head.load_state_dict(part("head."))
     tied = {name: head.weight for name, p in encoder.named_parameters() if p is head.weight}
     encoder.load_state_dict({**part("encoder."), **tied})
+
+
+def upgrade(tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    """Converts an older checkpoint: how far the sampler lags behind the class table is part of the head's state now."""
+    before = meta.get("sampler")
+    if before is None:
+        return
+    touched = tensors.pop("sampler.touched", torch.empty(0, dtype=torch.int64))
+    if before["steps"] or before["stale"] or touched.numel():
+        tensors["head.sampler_lag"] = torch.cat([torch.tensor([before["steps"], int(before["stale"])]), touched.cpu()])
 
 
 def put_optimizers(tensors: dict[str, Tensor], optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
@@ -220,6 +225,7 @@ def load_model(
     if found is None:
         raise RunError(f"load_model: {run_dir}: has no checkpoint")
     tensors, meta = checkpoint.load(found, check=False)
+    upgrade(tensors, meta)
     config = configs.from_dict(meta["config"], str(found))
     config.training.device = str(device)
     encoder, head = models.build(config, Described(meta["data"]), fit=False)

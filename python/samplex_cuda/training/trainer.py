@@ -8,40 +8,37 @@ one that was not. docs/training.md says what is needed for that.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samplex_cuda import optim
 from samplex_cuda.data import Batches, Dataset
-from samplex_cuda.rng import fold_in
 from samplex_cuda.training import checkpoint, models
 from samplex_cuda.training import config as configs
 from samplex_cuda.training.averaging import averaged_parameters, swapped, update_average
 from samplex_cuda.training.checkpoint import CheckpointError
 from samplex_cuda.training.config import Config, ConfigError
-from samplex_cuda.training.data import open_data
 from samplex_cuda.training.evaluation import check_metrics, evaluate
+from samplex_cuda.training.interrupts import Interrupts, own_generators
+from samplex_cuda.training.opening import open_data
+from samplex_cuda.training.result import NonFiniteLossError, Result
 from samplex_cuda.training.run_folder import (
     RunError,
     append_record,
-    keep_batch,
     lock,
+    open_board,
     plot_curves,
     sync_metrics,
     trim_metrics,
     unwritable,
+    write_board,
 )
 from samplex_cuda.training.state import (
     Progress,
@@ -52,54 +49,18 @@ from samplex_cuda.training.state import (
     put_optimizers,
     take_model,
     take_optimizers,
+    upgrade,
 )
+from samplex_cuda.training.step import Stepper
 
-__all__ = ["NonFiniteLossError", "Result", "Trainer"]
+__all__ = ["Trainer"]
 
 _DRAWS = 0x5A3D_0000_0000_0000  # keys of draws meet those of nothing else under the same seed
 _LOWER_IS_BETTER = ("nll", "perplexity", "loss")
 
 
-class NonFiniteLossError(RuntimeError):
-    """A loss that is nan or infinite; the message names the step and the file with the batch.
-
-    Example:
-        >>> from samplex_cuda.training import NonFiniteLossError
-        >>> issubclass(NonFiniteLossError, RuntimeError)
-        True
-    """
-
-
 class _InterruptedError(Exception):
     """A signal came while something was under way that will be done again."""
-
-
-@dataclasses.dataclass
-class Result:
-    """What `Trainer.fit` did.
-
-    Attributes:
-        status: "finished", "early_stop" or "interrupted".
-        step: steps done.
-        metrics: of the last evaluation.
-        best: the best value of the monitored metric, None without evaluation.
-        best_step: when that was.
-        message: for a person; after an interruption it says how to go on.
-        signal: number of the signal that interrupted it; 0: none.
-
-    Example:
-        >>> from samplex_cuda.training import Result
-        >>> Result("finished", 10, {"nll": 1.0}, 1.0, 10, "").status
-        'finished'
-    """
-
-    status: str
-    step: int
-    metrics: dict[str, float]
-    best: float | None
-    best_step: int
-    message: str
-    signal: int = 0
 
 
 class Trainer:
@@ -272,10 +233,9 @@ class Trainer:
         self.progress = Progress()
         self.metrics: dict[str, float] = {}
         self.average: dict[str, Tensor] = {}
-        self._rng: dict[str, Tensor] | None = None
-        self._signal = 0
+        self._rng: dict[str, Tensor] = {}
+        self._interrupts = Interrupts()
         self._board: Any = None
-        self._batches: tuple[int, Batches] | None = None
         self._watch = time.perf_counter()
         size = int(getattr(train, "columns", t.batch_size)) if train.ordered else t.batch_size
         self._epoch_batches = len(Batches(train, size))
@@ -285,6 +245,7 @@ class Trainer:
         if t.steps:
             self.total_steps = min(self.total_steps, t.steps)
         self.keys = torch.tensor([t.seed ^ _DRAWS, 0], dtype=torch.int64)
+        self._stepper = Stepper(config, train, size, self.keys, self.run_dir)
 
     def _make(self, fit: bool) -> None:
         if fit:
@@ -327,12 +288,9 @@ class Trainer:
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
         tensors.update({f"rng.{name}": t for name, t in rng.items()})
-        if self.head._touched:
-            tensors["sampler.touched"] = torch.cat(self.head._touched).unique()
         meta = {
             "progress": dataclasses.asdict(self.progress),
             "optimizers": numbers,
-            "sampler": {"steps": self.head._steps, "stale": self.head._stale},
             "metrics": self.metrics,
             "config": self.config.as_dict(),
             "data": about(self.train),
@@ -341,6 +299,7 @@ class Trainer:
         return tensors, meta
 
     def _restore(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        upgrade(tensors, meta)
         take_model(tensors, self.encoder, self.head)
         take_optimizers(tensors, meta["optimizers"], self.optimizers)
         self.progress = Progress(**meta["progress"])
@@ -352,8 +311,6 @@ class Trainer:
         self.encoder.carry(
             {n.removeprefix("carried."): t.to(self.device) for n, t in tensors.items() if n.startswith("carried.")}
         )
-        self.head._steps, self.head._stale = meta["sampler"]["steps"], meta["sampler"]["stale"]
-        self.head._touched = [tensors["sampler.touched"].to(self.device)] if "sampler.touched" in tensors else []
         self._rng = {n.removeprefix("rng."): t for n, t in tensors.items() if n.startswith("rng.")}
         p, patience = self.progress, self.config.training.patience
         if p.batch >= self._epoch_batches:  # larger batches than before: fewer make an epoch
@@ -372,9 +329,7 @@ class Trainer:
                 raise RunError(reason) from None
             self._event("warning", message=f"{reason}; the record of step {record['step']} is lost")
         if self._board is not None:
-            for name, value in record.items():
-                if name not in ("step", "epoch", "kind") and isinstance(value, int | float):
-                    self._board.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+            write_board(self._board, record)
 
     def save(self) -> Path | None:
         """Writes a checkpoint now; None where that failed and `on_save_error` is "continue"."""
@@ -434,21 +389,12 @@ class Trainer:
             update_average(self.average, self._averages(), t, p.averaged)
             p.averaged += 1
 
-    def _next_batches(self) -> list[dict[str, Tensor]]:
-        p, t = self.progress, self.config.training
-        if self._batches is None or self._batches[0] != p.epoch:
-            self._batches = (p.epoch, Batches(self.train, self.batch_size, seed=t.seed, epoch=p.epoch))
-        batches = self._batches[1]
-        end = min(p.batch + t.accumulate, self._epoch_batches)
-        found = [self.train.batch(batches.rows(number)) for number in range(p.batch, end)]
-        return [{name: value.to(self.device) for name, value in batch.items()} for batch in found]
-
     def _begin_epoch(self) -> None:
         """What happens before the first batch of an epoch; a checkpoint between two epochs is before it."""
         p, s = self.progress, self.config.sampler
         self.encoder.carry({})
         if self.head.sampler_update == "epoch" and p.step:
-            self.head._stale = True
+            self.head.mark_changed()
         if s.refit_every and p.epoch and p.epoch % s.refit_every == 0:
             self._refit()
         self._event("epoch", epoch=p.epoch, step=p.step)
@@ -468,109 +414,38 @@ class Trainer:
         return self.config.optimizer.lr * factor
 
     def _take_step(self) -> None:
-        p, t, head = self.progress, self.config.training, self.head
+        p = self.progress
         if p.batch == 0:
             self._begin_epoch()
         every = self.config.sampler.refit_steps
         if every and p.step and p.step % every == 0:  # a checkpoint of this step is before it
             self._refit()
-        carried = self.encoder.carried()
-        batches = self._next_batches()
         self._set_rates()
-        counts = [_count_targets(batch["y"], "tokens" in batch) for batch in batches]
-        total = max(1, sum(counts))
-        fusion = head._fusion
-        if fusion is not None:
-            fusion.accumulate = len(batches)  # the last step of an epoch may have fewer
-        key = self.keys.clone()
-        key[1] = p.step
-        loss_value, problem = 0.0, ""
-        for number, batch in enumerate(batches):
-            pair = (key if number == 0 else fold_in(key, number - 1)).to(self.device)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=t.precision == "bfloat16"):
-                h, features = self.encoder.encode(batch)
-            h = h.to(head.weight.dtype)
-            value = math.nan
-            if bool(h.detach().isfinite().all()):
-                loss = head(
-                    h,
-                    batch["y"],
-                    features=features,
-                    index=models.index_of(batch) if head.loss == "augment_reduce" else None,
-                    context=models.context_of(batch),
-                    positives=self._known(batch),
-                    key=pair,
-                )
-                value = float(loss.detach())
-            if not math.isfinite(value):
-                problem = self._keep_batch(batch, h, number, value)
-                break
-            (loss * (counts[number] / total)).backward()
-            loss_value += value * (counts[number] / total)
-        if not problem:
-            problem = self._finish_step()
-        if problem:
-            self._drop_step(carried, problem)
+        found = self._stepper.take(p, self.encoder, self.head, self.optimizers)
+        if found.problem:
+            self._dropped(found.problem)
         else:
-            p.loss_sum += loss_value
+            p.loss_sum += found.loss
             p.loss_count += 1
             p.skipped_in_a_row = 0
         p.step += 1
-        p.batch += len(batches)
+        p.batch += found.batches
         if p.batch >= self._epoch_batches:
             p.epoch, p.batch = p.epoch + 1, 0
-        if not problem:
+        if not found.problem:
             self._update_average()
         self._event(
             "progress",
             step=p.step,
             steps=self.total_steps,
             epoch=p.epoch if p.batch else p.epoch - 1,
-            loss=None if problem else loss_value,
-            stale=head._steps,
+            loss=None if found.problem else found.loss,
+            stale=self.head.follower.steps,
         )
 
-    def _known(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Positives of each row besides its target, CSR, where the configuration asks for them."""
-        if not self.config.head.mask_known:
-            return None
-        found = self.train.known(batch["index"].cpu())
-        assert found is not None
-        return found[0].to(self.device), found[1].to(self.device)
-
-    def _finish_step(self) -> str:
-        """Clips and updates; what is wrong with the gradient, if anything."""
-        t, head = self.config.training, self.head
-        if t.clip_norm:
-            chosen = [p for p in self.encoder.parameters() if p is not head.weight]
-            if not self.config.fused and t.clip_head:
-                chosen += list(head.parameters())
-            norm = float(optim.clip_grad_norm_(chosen, t.clip_norm))
-            if not math.isfinite(norm):
-                return f"the norm of the gradient is {norm}"
-        # A table may change in rows that the last forward did not touch: by earlier batches of the step, or, where it
-        # is tied, by the embedding. A sampler that follows the rows is told.
-        follows = head.sampler_update is not None and (t.accumulate > 1 or self.config.model.tied)
-        if follows and not self.config.fused and head.weight.grad is not None:
-            if head.weight.grad.is_sparse:
-                head._note_changed([head.weight.grad.coalesce().indices()[0]])
-            else:
-                head._stale = True
-        for name, optimizer in self.optimizers.items():
-            if name != "head" or not self.config.fused:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return ""
-
-    def _drop_step(self, carried: dict[str, Tensor], problem: str) -> None:
-        """Nothing of the step stays: no gradient, no half-accumulated update, no state."""
+    def _dropped(self, problem: str) -> None:
+        """A step whose loss or gradient was not finite, of which nothing stayed."""
         p, t = self.progress, self.config.training
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
-        fusion = self.head._fusion
-        if fusion is not None:
-            fusion._arrived, fusion._kept, fusion._backwards = [], [], 0
-        self.encoder.carry(carried)
         p.skipped += 1
         p.skipped_in_a_row += 1
         self._event("nan", step=p.step, message=problem, action=t.on_nan)
@@ -585,16 +460,6 @@ class Trainer:
                 f"trainer: step {p.step}: {problem}, after {t.max_skipped} steps in a row that were left out for the "
                 f"same reason: the weights themselves are no longer good. {advice}"
             )
-
-    def _keep_batch(self, batch: dict[str, Tensor], h: Tensor, number: int, value: float) -> str:
-        p = self.progress
-        what = f"the loss is {value}" if bool(h.isfinite().all()) else "h, the output of the encoder, is not finite"
-        about = {"step": p.step, "epoch": p.epoch, "batch": p.batch + number, "problem": what}
-        try:
-            path = keep_batch(self.run_dir, {**batch, "h": h}, {**about, "key": [int(self.keys[0]), p.step]})
-        except OSError as error:
-            return f"{what} (and the batch could not be saved: {error.strerror})"
-        return f"{what}; the batch is in {path}"
 
     # ------------------------------------------------------------------------------------------ between steps
     def _log(self) -> None:
@@ -639,7 +504,7 @@ class Trainer:
 
         def on_batch(done: int, count: int) -> None:
             self._event("eval_progress", done=done, count=count)
-            if self._signal:
+            if self._interrupts.number:
                 raise _InterruptedError
 
         with swapped(self.average, self._averages()), torch.random.fork_rng(devices=[]):
@@ -696,8 +561,10 @@ class Trainer:
 
         A second signal ends it at once. Signals are handled only where this is the main thread.
         """
-        with lock(self.run_dir), self._signals(), self._generators():
-            self._open_board()
+        seed = self.config.training.seed
+        with lock(self.run_dir), self._interrupts.handled(), own_generators(self._rng, self.device, seed):
+            if self.config.training.tensorboard:
+                self._board = open_board(self.run_dir, self.progress.step)
             self._event(
                 "start",
                 step=self.progress.step,
@@ -731,7 +598,7 @@ class Trainer:
                 break
             if not fresh and self._due(t.checkpoint_every):
                 self.save()
-            if self._signal:
+            if self._interrupts.number:
                 return self._interrupted()
             fresh = False
             self._take_step()
@@ -744,9 +611,9 @@ class Trainer:
         self.save()
         step = self.progress.step
         message = f"step {step} is saved; go on with samplex_cuda.training.Trainer.resume({str(self.run_dir)!r}).fit()"
-        self._event("interrupted", step=step, signal=self._signal, message=message)
+        self._event("interrupted", step=step, signal=self._interrupts.number, message=message)
         result = self._result("interrupted", message)
-        result.signal = self._signal
+        result.signal = self._interrupts.number
         return result
 
     def _result(self, status: str, message: str = "") -> Result:
@@ -762,58 +629,3 @@ class Trainer:
             )
         self._event("end", status=status, step=p.step, metrics=self.metrics, best=p.best, best_step=p.best_step)
         return Result(status, p.step, dict(self.metrics), p.best, p.best_step, message)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        self._signal = 0
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def note(number: int, frame: FrameType | None) -> None:
-            if self._signal:  # the second time: at once
-                signal.signal(number, before[number])
-                raise KeyboardInterrupt
-            self._signal = number
-
-        before: dict[int, Any] = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def _generators(self) -> Iterator[None]:
-        """torch's generators in the state of the run; those of the caller come back afterwards."""
-        cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda):
-            if self._rng is not None:
-                torch.set_rng_state(self._rng["cpu"])
-                if "cuda" in self._rng:
-                    torch.cuda.set_rng_state(self._rng["cuda"], self.device)
-                elif cuda:
-                    with torch.cuda.device(self.device):
-                        torch.cuda.manual_seed(self.config.training.seed)
-            try:
-                yield
-            finally:
-                self._rng = {"cpu": torch.get_rng_state()}
-                if cuda:
-                    self._rng["cuda"] = torch.cuda.get_rng_state(self.device)
-
-    def _open_board(self) -> None:
-        if not self.config.training.tensorboard:
-            return
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ImportError(
-                "trainer: training.tensorboard needs tensorboard: pip install samplex-cuda[tensorboard]"
-            ) from None
-        self._board = SummaryWriter(self.run_dir / "tensorboard", purge_step=self.progress.step + 1)
-
-
-def _count_targets(y: Tensor, tokens: bool) -> int:
-    valid = y >= 0
-    return int(valid.sum() if tokens or y.dim() == 1 else valid.any(-1).sum())

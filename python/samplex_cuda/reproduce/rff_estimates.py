@@ -35,7 +35,7 @@ def estimates(s: Sphere, kind: str, num_features: int, nu: float, seed: int) -> 
 
     Example:
         >>> import torch
-        >>> from samplex_cuda.reproduce.rff_laws import Sphere, estimates
+        >>> from samplex_cuda.reproduce.rff_estimates import Sphere, estimates
         >>> rows = torch.nn.functional.normalize(torch.randn(20, 4), dim=1)
         >>> s = Sphere(rows, rows[:3], torch.arange(3), 5.0)
         >>> estimates(s, "rff", 64, 1.0, seed=0).shape
@@ -97,7 +97,7 @@ def bounds(instances: int, seed: int, *, signs: str) -> dict[str, float]:
     as low (for the lower bounds) or as high (for the upper ones) as it can be.
 
     Example:
-        >>> from samplex_cuda.reproduce.rff_laws import bounds
+        >>> from samplex_cuda.reproduce.rff_estimates import bounds
         >>> found = bounds(1000, 0, signs="worst")
         >>> found["lower, corrected"], found["upper, corrected"]
         (0.0, 0.0)

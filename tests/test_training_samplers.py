@@ -107,7 +107,7 @@ def test_files_that_hold_no_fitting_tree(tmp_path, write_tree):
     fails(path, "a tree over 6 components, as sampler.dim says, got 4", "sampler.dim=6")
     path, _ = write_tree(train, x=torch.randn(len(train), 5))
     fails(path, "a tree over 10 features, as the input, got 5")
-    with pytest.raises(ConfigError, match="path must be empty but for a tree"):
+    with pytest.raises(ConfigError, match="path must be empty unless the sampler is a tree"):
         config.override(Config(), ["sampler.path=a"])
     with pytest.raises(ConfigError, match="refit_every must be 0 with a tree from a file"):
         config.override(Config(), ["sampler.name=tree", "sampler.path=a", "sampler.refit_every=1"])
@@ -138,7 +138,7 @@ def test_refits_come_when_they_are_due(tmp_path):
     )
     trainer.fit()
     assert seen == [None, 4, 8]
-    with pytest.raises(ConfigError, match="refit_steps must be 0 but for a tree"):
+    with pytest.raises(ConfigError, match="refit_steps must be 0 unless the sampler is a tree"):
         config.override(Config(), ["sampler.refit_steps=2"])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import samplex_cuda.tree as fitting
+import samplex_cuda.tree_fit as fitting
 from samplex_cuda import samplers
 from samplex_cuda.data import Dataset
 from samplex_cuda.heads import SampledClassifier
@@ -304,7 +304,7 @@ def refit_tree(config: Config, dataset: Dataset, encoder: Encoder, head: Sampled
     if encoder.tree_map is not None:  # fitted anew, on the host
         encoder.tree_map.to(head.weight.device)
     if not isinstance(head.sampler, samplers.Mixture):
-        head.sampler = tree
+        head.set_sampler(tree, update=head.sampler_update)
         return
     parts = head.sampler.samplers
     for number, part in enumerate(parts):
@@ -364,6 +364,6 @@ def _sampler(
             key=Key(config.training.seed),
         )
     if name == "softmax":
-        return samplers.Softmax(head.weight, head.bias, scale=head.scale, absolute=head.absolute, copy=False)
+        return samplers.Softmax(head.weight, head.bias, scale=head.scale, absolute=head.loss.absolute, copy=False)
     parts = [_sampler(part, config, dataset, encoder, head, fit) for part in s.components]
     return samplers.Mixture(list(zip(parts, s.weights, strict=True)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samplex_cuda.datasets import HierarchicalZipf
+from samplex_cuda.data import HierarchicalZipf
 
 
 def make(**options):

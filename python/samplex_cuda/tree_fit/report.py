@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samplex_cuda.tree.fit import FittedTree
+from samplex_cuda.tree_fit.fit import FittedTree
 
 __all__ = ["describe_fit"]
 
@@ -32,7 +32,7 @@ def describe_fit(
 
     Example:
         >>> import torch
-        >>> from samplex_cuda.tree import describe_fit, fit_tree
+        >>> from samplex_cuda.tree_fit import describe_fit, fit_tree
         >>> y = torch.arange(8) % 4
         >>> z = torch.stack([(y % 2).float(), (y // 2).float()], 1)
         >>> print(describe_fit(fit_tree(z, y, 4), z, y).splitlines()[0])

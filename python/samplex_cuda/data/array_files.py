@@ -8,8 +8,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from samplex_cuda.data.array_sets import Dense, Sparse
 from samplex_cuda.data.cache import Conversion, Converted, converted
-from samplex_cuda.data.sets import Dense, Sparse
 from samplex_cuda.data.sparse_text import adopt
 
 __all__ = ["csr_file", "memmap_file", "npy_file", "npz_file"]

@@ -31,7 +31,7 @@ def balance(
 
     Example:
         >>> import torch
-        >>> from samplex_cuda.tree import balance
+        >>> from samplex_cuda.tree_fit import balance
         >>> x, y = balance(torch.randn(6, 3), torch.tensor([0, 0, 0, 2, 0, 0]), 4, least=2, most=3)
         >>> x.shape, y.tolist()
         (torch.Size([5, 3]), [0, 0, 0, 2, 2])

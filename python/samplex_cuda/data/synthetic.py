@@ -1,4 +1,6 @@
-"""A built-in data set with the two properties that make large class sets hard: a hierarchy and a long tail.
+"""Synthetic data with the two properties that make large class sets hard: a hierarchy and a long tail.
+
+`HierarchicalZipf` is a stream of batches, `BuiltIn` a `Dataset` with the same classes.
 
 Nothing is downloaded and nothing of size C * dim is stored: a class centre is computed from its place in the tree when
 a batch needs it, so 10^6 classes and more cost no more than a few small tables and the class probabilities.
@@ -8,11 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["HierarchicalZipf"]
+from samplex_cuda.data.base import Array, Dataset, _hash64, _mix
+
+__all__ = ["BuiltIn", "HierarchicalZipf"]
 
 # Directions of tree nodes are sums of entries of a few code books of this size: C distinct directions from a small
 # table.
@@ -46,7 +52,7 @@ class HierarchicalZipf:
         block_size: examples drawn at once.
 
     Example:
-        >>> from samplex_cuda.datasets import HierarchicalZipf
+        >>> from samplex_cuda.data import HierarchicalZipf
         >>> data = HierarchicalZipf(num_classes=1000, dim=16, num_examples=512, seed=0)
         >>> x, y = next(data.batches("train", batch_size=32))
         >>> x.shape, y.shape, int(y.max()) < 1000
@@ -133,7 +139,7 @@ class HierarchicalZipf:
 
         Example:
             >>> import torch
-            >>> from samplex_cuda.datasets import HierarchicalZipf
+            >>> from samplex_cuda.data import HierarchicalZipf
             >>> data = HierarchicalZipf(num_classes=27, dim=4, num_examples=1, depth=2, branching=3)
             >>> torch.bincount(data.super_class(torch.arange(27), 1)).tolist()
             [9, 9, 9]
@@ -156,7 +162,7 @@ class HierarchicalZipf:
 
         Example:
             >>> import torch
-            >>> from samplex_cuda.datasets import HierarchicalZipf
+            >>> from samplex_cuda.data import HierarchicalZipf
             >>> data = HierarchicalZipf(num_classes=10**6, dim=8, num_examples=1)
             >>> data.centres(torch.tensor([0, 999_999])).shape
             torch.Size([2, 8])
@@ -202,7 +208,7 @@ class HierarchicalZipf:
             (x fp32 [B, dim], y int64 [B]).
 
         Example:
-            >>> from samplex_cuda.datasets import HierarchicalZipf
+            >>> from samplex_cuda.data import HierarchicalZipf
             >>> data = HierarchicalZipf(num_classes=100, dim=4, num_examples=10)
             >>> [len(y) for x, y in data.batches("train", batch_size=4)]
             [4, 4, 2]
@@ -246,7 +252,7 @@ class HierarchicalZipf:
             (x fp32 [N, dim], y int64 [N]).
 
         Example:
-            >>> from samplex_cuda.datasets import HierarchicalZipf
+            >>> from samplex_cuda.data import HierarchicalZipf
             >>> x, y = HierarchicalZipf(num_classes=100, dim=4, num_examples=10, num_valid=20).split("valid")
             >>> x.shape
             torch.Size([20, 4])
@@ -263,3 +269,87 @@ class HierarchicalZipf:
             f"seed={self.seed}, exponent={self.exponent}, depth={self.depth}, branching={self.branching}, "
             f"noise={self.noise}, block_size={self.block_size}, num_valid={self.num_valid})"
         )
+
+
+class BuiltIn(Dataset):
+    """The built-in data: hierarchical Zipf classes at any C, made when a batch asks for them.
+
+    Classes, centres and class probabilities are those of `HierarchicalZipf` with the same settings. Row i is a function
+    of (seed, split, i) alone, so rows come in any order at the same cost and N x K is never held.
+
+    Args:
+        num_classes: C.
+        dim: width of x.
+        num_examples: N of this split.
+        seed: everything follows from it.
+        split: "train", "valid" or "test": the same classes, other examples.
+        exponent: Zipf exponent.
+        depth: levels of super-classes above the classes.
+        branching: children of each inner node.
+        noise: length of the noise vector relative to the centre's.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda import data
+        >>> train = data.BuiltIn(1_000_000, dim=16, num_examples=1000, seed=0)
+        >>> train.batch(torch.tensor([3, 999]))["x"].shape
+        torch.Size([2, 16])
+    """
+
+    kind = "dense"
+    _SPLITS = ("train", "valid", "test")
+
+    def __init__(
+        self,
+        num_classes: int,
+        dim: int,
+        num_examples: int,
+        seed: int = 0,
+        *,
+        split: str = "train",
+        exponent: float = 1.0,
+        depth: int = 2,
+        branching: int | None = None,
+        noise: float = 0.6,
+    ) -> None:
+        super().__init__()
+        if split not in self._SPLITS:
+            raise ValueError(f"BuiltIn: split must be one of {', '.join(self._SPLITS)}, got {split!r}")
+        self.law = HierarchicalZipf(
+            num_classes, dim, num_examples, seed, exponent=exponent, depth=depth, branching=branching, noise=noise
+        )
+        self.num_classes, self.num_features = num_classes, dim
+        self.split = split
+        self._base = np.uint64(_mix(seed, self._SPLITS.index(split), 0x5A1F))
+
+    def __len__(self) -> int:
+        """Number of examples of this split."""
+        return self.law.num_examples
+
+    def _bits(self, rows: Array, first: int, count: int) -> Array:
+        """53 random bits for columns [first, first + count) of each row as numbers in (0, 1), float64 [B, count]."""
+        row = _hash64(rows.astype(np.uint64) ^ self._base)
+        columns = np.arange(first, first + count, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
+        bits = _hash64(row[:, None] + columns)
+        return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+    def targets(self, rows: Tensor) -> Tensor:
+        """See `Dataset.targets`."""
+        uniform = torch.from_numpy(self._bits(self._rows(rows), 0, 1)[:, 0])
+        return torch.searchsorted(self.law._cumulative, uniform, right=True).clamp_(max=self.num_classes - 1)
+
+    def batch(self, rows: Tensor) -> dict[str, Tensor]:
+        """See `Dataset.batch`."""
+        y = self.targets(rows)
+        half = (self.num_features + 1) // 2
+        uniform = self._bits(self._rows(rows), 1, 2 * half)
+        # Box and Muller: two normal numbers from two uniform ones.
+        radius, angle = np.sqrt(-2.0 * np.log(uniform[:, :half])), 2.0 * np.pi * uniform[:, half:]
+        normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], 1)[:, : self.num_features]
+        x = torch.from_numpy((normal * (self.law.noise / math.sqrt(self.num_features))).astype(np.float32))
+        return {"index": rows, "y": y, "x": x.add_(self.law.centres(y))}
+
+    def _parts(self) -> dict[str, Any]:
+        law = self.law
+        names = ("num_examples", "seed", "exponent", "depth", "branching", "noise")
+        return {"split": self.split, "version": 1, **{name: getattr(law, name) for name in names}}

@@ -125,7 +125,7 @@ def fit_pca(
 
     Example:
         >>> import torch
-        >>> from samplex_cuda.tree import fit_pca, project
+        >>> from samplex_cuda.tree_fit import fit_pca, project
         >>> x = torch.randn(100, 8, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 9)
         >>> mean, projection = fit_pca(x, 2, whiten=True)
         >>> project(x, mean, projection).var(0, correction=0)
@@ -196,7 +196,7 @@ def project(
 
     Example:
         >>> import torch
-        >>> from samplex_cuda.tree import project
+        >>> from samplex_cuda.tree_fit import project
         >>> project(torch.ones(2, 3), torch.zeros(3), torch.eye(3)[:, :2])
         tensor([[1., 1.],
                 [1., 1.]])

@@ -41,7 +41,7 @@ def reproduce(
     Example:
         >>> from pathlib import Path
         >>> from samplex_cuda.cli.common import Output, UserError
-        >>> from samplex_cuda.cli.reproduce import reproduce
+        >>> from samplex_cuda.reproduce.command import reproduce
         >>> try:
         ...     reproduce(Output(True), "x", folder=Path("runs"), full=False, quick=True, seed=0, data=None)
         ... except UserError as error:

@@ -55,7 +55,7 @@ class Rows:
 
     Example:
         >>> import torch, samplex_cuda as sx
-        >>> from samplex_cuda.diagnostics.laws import Rows
+        >>> from samplex_cuda.diagnostics.gradient_error import Rows
         >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=5)
         >>> rows = Rows(head, torch.randn(3, 4), torch.tensor([1, 2, 3]))
         >>> rows.p_target.shape, rows.logits(slice(0, 2)).shape
@@ -170,7 +170,7 @@ class SharedLaw:
 
     Example:
         >>> import torch, samplex_cuda as sx
-        >>> from samplex_cuda.diagnostics.laws import SharedLaw
+        >>> from samplex_cuda.diagnostics.gradient_error import SharedLaw
         >>> tree = sx.samplers.Tree(torch.ones(2, 1), torch.zeros(2), torch.tensor([0, 1]))
         >>> SharedLaw(tree, torch.tensor([[3.0], [-3.0]]), None).log_prob_all(torch.zeros(4, 1)).exp()
         tensor([[0.5000, 0.5000]])
@@ -214,7 +214,7 @@ def enumerate_law(sampler: Any, rows: Rows, seen: Tensor, context: Tensor | None
 
     Example:
         >>> import torch, samplex_cuda as sx
-        >>> from samplex_cuda.diagnostics.laws import Rows, enumerate_law
+        >>> from samplex_cuda.diagnostics.gradient_error import Rows, enumerate_law
         >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=5)
         >>> rows = Rows(head, torch.randn(3, 4), torch.tensor([1, 2, 3]))
         >>> law = enumerate_law(sx.samplers.Softmax(head.weight, head.bias), rows, rows.h, None, shared=False)

@@ -44,7 +44,7 @@ class FittedTree:
 
     Example:
         >>> import torch
-        >>> from samplex_cuda.tree import fit_tree
+        >>> from samplex_cuda.tree_fit import fit_tree
         >>> tree = fit_tree(torch.tensor([[-1.0], [0.0], [1.0]]), torch.tensor([0, 1, 2]), 3)
         >>> tree.weights.shape, sorted(tree.leaf_class.tolist())
         (torch.Size([4, 1]), [-1, 0, 1, 2])
@@ -76,7 +76,7 @@ class FittedTree:
 
         Example:
             >>> import torch
-            >>> from samplex_cuda.tree import fit_tree
+            >>> from samplex_cuda.tree_fit import fit_tree
             >>> z, y = torch.tensor([[-1.0], [0.0], [1.0]]), torch.tensor([0, 1, 2])
             >>> tree = fit_tree(z, y, 3)
             >>> abs(float(tree.log_prob_by_level(z, y).sum()) - tree.train_log_prob) < 1e-6
@@ -105,7 +105,7 @@ class FittedTree:
 
         Example:
             >>> import torch
-            >>> from samplex_cuda.tree import fit_tree
+            >>> from samplex_cuda.tree_fit import fit_tree
             >>> z, y = torch.tensor([[-1.0], [1.0]]), torch.tensor([0, 1])
             >>> fit_tree(z, y, 2).mean_log_prob(z, y) > -0.6931
             True
@@ -114,7 +114,7 @@ class FittedTree:
 
     def __str__(self) -> str:
         """The report of `describe_fit` on the training examples."""
-        from samplex_cuda.tree.report import describe_fit
+        from samplex_cuda.tree_fit.report import describe_fit
 
         return describe_fit(self)
 
@@ -123,7 +123,7 @@ class RegChoice(NamedTuple):
     """What `cross_validate_reg` found: the best regulariser, and the held-out mean log p_n of each one tried.
 
     Example:
-        >>> from samplex_cuda.tree import RegChoice
+        >>> from samplex_cuda.tree_fit import RegChoice
         >>> reg, scores = RegChoice(reg=0.1, scores={0.1: -0.5, 1.0: -0.7})
         >>> scores[reg] == max(scores.values())
         True
@@ -244,7 +244,7 @@ def fit_tree(
 
     Example:
         >>> import torch
-        >>> from samplex_cuda.tree import fit_tree
+        >>> from samplex_cuda.tree_fit import fit_tree
         >>> y = torch.arange(400) % 4
         >>> z = torch.stack([(y % 2).float(), (y // 2).float()], 1) - 0.5
         >>> tree = fit_tree(z, y, 4)
@@ -345,7 +345,7 @@ def cross_validate_reg(
 
     Example:
         >>> import torch
-        >>> from samplex_cuda.tree import cross_validate_reg
+        >>> from samplex_cuda.tree_fit import cross_validate_reg
         >>> z = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
         >>> choice = cross_validate_reg(z, (z[:, 0] > 0).long(), 2, regs=(0.01, 1000.0))
         >>> choice.reg

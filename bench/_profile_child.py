@@ -1,0 +1,272 @@
+"""What `profile_cuda.py` runs in a child process: the ops under an emulated CUDA runtime, their launches counted."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BATCH, M, CLASSES = 32, 64, 20_000
+LIMITS = {128: 6.0, 512: 4.0}  # thread instructions per gathered element
+DEPTH, FEATURES = 17, 16
+TREE_SECTORS = {"float32": 3.3, "bfloat16": 2.2}  # sectors loaded per draw and level
+# B, d, D: whole tiles in every direction; D = 0 is the quadratic map.
+RFF_CASES = {"rff_narrow": (64, 128, 512), "rff_wide": (256, 32, 4096), "rff_quadratic": (32, 64, 0)}
+RFF_TILE_COLUMNS = 128
+KERNEL_TREE_CLASSES, KERNEL_TREE_DIM, KERNEL_TREE_FEATURES, KERNEL_TREE_CHANGED = 1 << 15, 64, 128, 512
+KERNEL_TREE_KERNELS = {"draw": "sample", "update": "leaves", "parents": "parents"}
+
+
+def child(ptxrun_dir: str, ptx: str, case: str) -> None:
+    """Runs an op under the hook and prints the counters of each launch as JSON. `case`: a width d, or a dtype."""
+    sys.path.insert(0, ptxrun_dir)
+    import ptxrun
+
+    import samplex_cuda  # noqa: F401  loads the library before the hook is asked for
+
+    module = ptxrun.Module(Path(ptx).read_text())
+    unsupported = module.unsupported()
+    if unsupported:
+        raise SystemExit(f"profile_cuda: the emulator cannot execute:\n{unsupported[:2000]}")
+    ptxrun.option(profile=1, random=0, race=0, threads=1)
+    launches: list[dict[str, Any]] = []
+
+    callback_type = ctypes.CFUNCTYPE(
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.POINTER(ctypes.c_uint),
+        ctypes.POINTER(ctypes.c_uint),
+        ctypes.c_uint,
+        ctypes.c_void_p,
+    )
+
+    @callback_type
+    def on_launch(name: bytes, grid: Any, block: Any, smem: int, args: int) -> int:
+        index = ptxrun.lib().ptxrun_find(module.h, name)
+        if index < 0:
+            return 1
+        module.counters(reset=True)
+        code = ptxrun.lib().ptxrun_launch(module.h, index, grid, block, smem, args)
+        if code != 0:
+            print(ptxrun.lib().ptxrun_log().decode(), file=sys.stderr)
+            return 719
+        rows = [r for r in module.counters(reset=True) if r["exec"]]
+        loads = [r for r in rows if r["kind"] == 1 and r["sectors"]]
+        launches.append(
+            {
+                "kernel": demangled(module, name.decode()),
+                "grid": list(grid[:3]),
+                "block": list(block[:3]),
+                "smem": smem,
+                "sectors": sum(r["sectors"] for r in loads),
+                "thread_instructions": sum(r["lanes"] for r in rows),
+                "warp_instructions": sum(r["exec"] for r in rows),
+                "bank_extra": sum(r["ways"] - r["groups"] for r in rows if r["groups"] > 0),
+                "hot": hot_lines(rows),
+                "opcodes": opcodes(rows),
+            }
+        )
+        return 0
+
+    ctypes.CDLL(None).samplex_hook(on_launch)
+    torch.manual_seed(0)
+    if case == "kernel_tree":
+        result = run_kernel_tree(launches)
+    elif case == "row_rules":
+        result = run_optim(launches)
+    elif case in RFF_CASES:
+        result = run_rff(case, launches)
+    else:
+        result = run_tree(case, launches) if case in TREE_SECTORS else run_sampled_softmax(int(case), launches)
+    print("RESULT " + json.dumps(result))
+
+
+def run_sampled_softmax(dim: int, launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Forward, training and no_grad."""
+    from samplex_cuda import functional as sxf
+
+    # All ids different: then no row is shared and the fewest possible sectors are known exactly.
+    perm = torch.randperm(CLASSES)[: BATCH * (M + 1)]
+    target, ids = perm[:BATCH].clone(), perm[BATCH:].view(BATCH, M).clone()
+    h = torch.randn(BATCH, dim)
+    weight = torch.randn(CLASSES, dim) * dim**-0.5
+    log_q = torch.full((BATCH, M), -math.log(CLASSES))
+    logits = torch.einsum("bmd,bd->bm", weight[ids].double(), h.double()) + math.log(CLASSES) - math.log(M)
+    positive = (weight[target].double() * h.double()).sum(1)
+    want = (torch.logsumexp(torch.cat([positive[:, None], logits], 1), 1) - positive).mean()
+    result: dict[str, Any] = {}
+    for mode in ("training", "no_grad"):
+        launches.clear()
+        trains = mode == "training"
+        with torch.set_grad_enabled(trains):
+            loss = sxf.sampled_softmax(
+                h.clone().requires_grad_(trains), weight.clone().requires_grad_(trains), target, ids, log_q
+            )
+        error = float((loss.detach().double() - want).abs() / want.abs())
+        if not error <= 1e-5:
+            raise SystemExit(f"profile_cuda: refcheck: the loss is off by {error:.1e} ({mode}, d = {dim})")
+        result[mode] = {"launches": list(launches), "error": error}
+    return result
+
+
+def run_tree(dtype: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Draws without exclusion."""
+    import samplex_cuda as sx
+
+    leaves = 1 << DEPTH
+    tree = sx.samplers.Tree(
+        torch.randn(leaves, FEATURES) * 0.5,
+        torch.randn(leaves) * 0.3,
+        torch.randperm(leaves),
+        dtype=getattr(torch, dtype),
+    )
+    x = torch.randn(BATCH, FEATURES)
+    draw = tree.sample(x, M, key=sx.Key(1))
+    weights, bias = (t.double() for t in tree.parameters_of_nodes())
+    leaf, want = tree.class_leaf[draw.ids] + leaves, torch.zeros(BATCH, M, dtype=torch.float64)
+    for level in range(DEPTH):
+        node, right = leaf >> (DEPTH - level), (leaf >> (DEPTH - level - 1)) & 1
+        z = torch.einsum("bmk,bk->bm", weights[node], x.double()) + bias[node]
+        want += torch.nn.functional.logsigmoid(torch.where(right == 1, z, -z))
+    error = float(((draw.log_q.double() - want).abs() / want.abs()).max())
+    if not error <= 1e-5:
+        raise SystemExit(f"profile_cuda: refcheck: log_q is off by {error:.1e} ({dtype})")
+    return {"draw": {"launches": list(launches), "error": error}}
+
+
+def run_rff(case: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Features of unit rows, and the gradient of the rows."""
+    import samplex_cuda as sx
+    from samplex_cuda.reference.rff import rff as reference
+
+    batch, dim, num_features = RFF_CASES[case]
+    x = torch.nn.functional.normalize(torch.randn(batch, dim), dim=1).requires_grad_()
+    omega = sx.rff.frequencies(dim, num_features, nu=4.0, key=sx.Key(1)) if num_features else None
+    kind = "rff" if num_features else "quadratic"
+    exact = x.detach().double().requires_grad_()
+    want = reference(exact, None if omega is None else omega.double(), kind, alpha=100.0)
+    grad = torch.randn(want.shape)
+    want.backward(grad.double())
+    features = sx.rff.features(x, omega, kind=kind, alpha=100.0)
+    result = {"forward": {"launches": list(launches), "error": relative(features, want)}}
+    launches.clear()
+    features.backward(grad)
+    result["backward"] = {"launches": list(launches), "error": relative(x.grad, exact.grad)}
+    for mode, got in result.items():
+        if not got["error"] <= 1e-5:
+            raise SystemExit(f"profile_cuda: refcheck: the {mode} is off by {got['error']:.1e} ({case})")
+    return result
+
+
+def run_kernel_tree(launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Draws, then an update: leaves and the nodes above them. The fewest sectors go with each."""
+    from bench_kernel_tree import log_q_by_path, unit_rows
+
+    import samplex_cuda as sx
+    from samplex_cuda import _native
+
+    cpu = torch.device("cpu")
+    weight, h = unit_rows(KERNEL_TREE_CLASSES, KERNEL_TREE_DIM, cpu), unit_rows(BATCH, KERNEL_TREE_DIM, cpu, 1)
+    _native.set_cpu_backend("cpu")
+    tree = sx.samplers.RandomFourier(weight, KERNEL_TREE_FEATURES, 1.0, key=sx.Key(1))
+    _native.set_cpu_backend("cuda")
+    draw = tree.sample(h, M, key=sx.Key(1))
+    error = relative(draw.log_q, log_q_by_path(tree, h, draw.ids))
+    leaf, depth, stride = draw.ids // tree.leaf_size, tree.depth, tree.sums.shape[1]
+    pairs = sum(len(set(row)) for level in range(7, depth) for row in (leaf >> (depth - level)).tolist())
+    leaves = sum(len(set(row)) for row in leaf.tolist())
+    numbers = pairs * 2 * stride + leaves * tree.leaf_size * tree.dim + BATCH * (stride + tree.dim)
+    result = {"draw": {"launches": list(launches), "error": error, "fewest": numbers / 8}}
+    launches.clear()
+    ids = torch.randperm(KERNEL_TREE_CLASSES)[:KERNEL_TREE_CHANGED].sort().values
+    weight[ids] = unit_rows(KERNEL_TREE_CHANGED, KERNEL_TREE_DIM, cpu, 2)
+    tree.update(ids, weight[ids])
+    changed = tree.sums.clone()
+    found = list(launches)
+    _native.set_cpu_backend("cpu")
+    tree.rebuild(weight)
+    error = relative(changed, tree.sums)
+    touched = torch.unique(ids // tree.leaf_size)
+    above = torch.unique(touched // 2).numel()
+    numbers = (2 * KERNEL_TREE_CHANGED + touched.numel()) * stride + 2 * KERNEL_TREE_CHANGED
+    result["update"] = {"launches": found, "error": error, "fewest": numbers / 8}
+    result["parents"] = {
+        "launches": found,
+        "error": error,
+        "fewest": (2 * above * stride + 2 * KERNEL_TREE_CHANGED) / 8,
+    }
+    for mode, got in result.items():
+        if not got["error"] <= 2e-4:
+            raise SystemExit(f"profile_cuda: refcheck: kernel tree, {mode}: off by {got['error']:.1e}")
+    return result
+
+
+def run_optim(launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Adagrad on given rows, and on a loss's entries, each of a row of its own. The fewest sectors go with each."""
+    from samplex_cuda.ops.row_rules import RULE_KINDS, row_update_
+    from samplex_cuda.reference.row_rules import row_adagrad
+
+    dim, n = 128, BATCH * (M + 1)
+    ids = torch.randperm(CLASSES)[:n]
+    h, coef = torch.randn(BATCH, dim), torch.randn(BATCH, M + 1)
+    weight, total = torch.randn(CLASSES, dim), torch.rand(CLASSES, dim)
+    rows = (coef.unsqueeze(2) * h.unsqueeze(1)).reshape(n, dim)
+    exact, sums = weight.double(), total.double()
+    row_adagrad(exact, sums, ids, rows.double(), lr=0.1)
+    rule = [float(RULE_KINDS["adagrad"]), 0.0, 0.1, 0.0, 1.0, 1e-10, 0.0, 0.0, 0.0]
+    by_row = ids.view(BATCH, M + 1)
+    parts = [t.contiguous() for t in (by_row[:, :1], coef[:, :1], h, by_row[:, 1:], coef[:, 1:], h)]
+    result = {}
+    for mode in ("rows", "entries"):
+        launches.clear()
+        w, s = weight.clone(), total.clone()
+        if mode == "rows":
+            torch.ops.samplex.row_adagrad_(w, s, ids, rows, None, None, 0.1, 1e-10, 0.0)
+        else:
+            row_update_(w, s, None, None, None, None, *parts, None, None, rule, rule)
+        error = max(relative(w, exact), relative(s, sums))
+        # Weight, sum and gradient (or h) of every row, and its id; of an entry also its place and its coefficient.
+        fewest = n * (3 * dim / 8 + (8 if mode == "rows" else 20) / 32)
+        result[mode] = {"launches": list(launches), "error": error, "fewest": fewest}
+        if not error <= 1e-5:
+            raise SystemExit(f"profile_cuda: refcheck: row update, {mode}: off by {error:.1e}")
+    return result
+
+
+def relative(got: Any, want: Any) -> float:
+    return float((got.detach().double() - want.detach()).abs().max() / want.detach().abs().max())
+
+
+def demangled(module: Any, name: str) -> str:
+    mangled = module.kernels(demangle=False)
+    text = module.kernels()[mangled.index(name)] if name in mangled else name
+    return text.split("(")[0].removeprefix("void ")
+
+
+def hot_lines(rows: list[dict[str, Any]], most: int = 20) -> list[list[Any]]:
+    """Source lines with the most thread instructions: [file:line, thread instructions, sectors loaded]."""
+    by_line: dict[str, list[int]] = {}
+    for r in rows:
+        place, _, line = r["src"].rpartition(":")
+        entry = by_line.setdefault(f"{Path(place).name}:{line}", [0, 0])
+        entry[0] += r["lanes"]
+        entry[1] += r["sectors"] if r["kind"] == 1 else 0
+    ranked = sorted(by_line.items(), key=lambda item: -item[1][0])[:most]
+    return [[place, *counts] for place, counts in ranked]
+
+
+def opcodes(rows: list[dict[str, Any]], most: int = 16) -> dict[str, int]:
+    """Thread instructions by PTX opcode, the most frequent first."""
+    counts: dict[str, int] = {}
+    for r in rows:
+        words = r["text"].split()
+        if words and words[0].startswith("@"):  # a predicate
+            words = words[1:]
+        name = words[0].rstrip(";") if words else "?"
+        counts[name] = counts.get(name, 0) + r["lanes"]
+    return dict(sorted(counts.items(), key=lambda item: -item[1])[:most])

@@ -1,0 +1,45 @@
+"""How a run ends: a result, or a loss that is not finite."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["NonFiniteLossError", "Result"]
+
+
+class NonFiniteLossError(RuntimeError):
+    """A loss that is nan or infinite; the message names the step and the file with the batch.
+
+    Example:
+        >>> from samplex_cuda.training import NonFiniteLossError
+        >>> issubclass(NonFiniteLossError, RuntimeError)
+        True
+    """
+
+
+@dataclasses.dataclass
+class Result:
+    """What `Trainer.fit` did.
+
+    Attributes:
+        status: "finished", "early_stop" or "interrupted".
+        step: steps done.
+        metrics: of the last evaluation.
+        best: the best value of the monitored metric, None without evaluation.
+        best_step: when that was.
+        message: for a person; after an interruption it says how to go on.
+        signal: number of the signal that interrupted it; 0: none.
+
+    Example:
+        >>> from samplex_cuda.training import Result
+        >>> Result("finished", 10, {"nll": 1.0}, 1.0, 10, "").status
+        'finished'
+    """
+
+    status: str
+    step: int
+    metrics: dict[str, float]
+    best: float | None
+    best_step: int
+    message: str
+    signal: int = 0

@@ -1,0 +1,187 @@
+"""One optimizer step of a run: its batches, losses and gradients, the update; nothing stays of a step that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplex_cuda import optim
+from samplex_cuda.data import Batches, Dataset
+from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.rng import fold_in
+from samplex_cuda.training import models
+from samplex_cuda.training.config import Config
+from samplex_cuda.training.run_folder import keep_batch
+from samplex_cuda.training.state import Progress
+
+__all__ = ["Outcome", "Stepper"]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a step did.
+
+    Attributes:
+        batches: how many it used.
+        loss: mean over the targets of its batches.
+        problem: why it was dropped; empty: it was not.
+
+    Example:
+        >>> from samplex_cuda.training.step import Outcome
+        >>> Outcome(1, 2.5).problem
+        ''
+    """
+
+    batches: int
+    loss: float
+    problem: str = ""
+
+
+class Stepper:
+    """Takes the steps of a run: a function of the progress, the model and the optimizers.
+
+    Args:
+        config: of the run.
+        train: the training data.
+        batch_size: examples of a batch.
+        key: int64 [2]: its first number is the seed of all draws, the second is replaced by the step.
+        run_dir: where batches go whose loss is not finite.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda import data
+        >>> from samplex_cuda.training import Config, Progress, build, optimizers
+        >>> from samplex_cuda.training.step import Stepper
+        >>> train = data.Dense(torch.randn(64, 6), torch.randint(0, 9, (64,)))
+        >>> encoder, head = build(Config(), train)
+        >>> stepper = Stepper(Config(), train, 16, torch.tensor([0, 0]), "run")
+        >>> stepper.take(Progress(), encoder, head, optimizers(Config(), encoder, head)).batches
+        1
+    """
+
+    def __init__(self, config: Config, train: Dataset, batch_size: int, key: Tensor, run_dir: str | Path) -> None:
+        self.config, self.train, self.batch_size, self.key = config, train, batch_size, key
+        self.run_dir = Path(run_dir)
+        self.device = torch.device(config.training.device)
+        self.epoch_batches = len(Batches(train, batch_size))
+        self._batches: tuple[int, Batches] | None = None
+
+    def take(
+        self,
+        progress: Progress,
+        encoder: models.Encoder,
+        head: SampledClassifier,
+        optimizers: dict[str, torch.optim.Optimizer],
+    ) -> Outcome:
+        """Does the step that comes next; the parameters are as before where the outcome has a problem."""
+        carried = encoder.carried()
+        batches = self._next_batches(progress)
+        counts = [_count_targets(batch["y"], "tokens" in batch) for batch in batches]
+        total = max(1, sum(counts))
+        if head.fused is not None:
+            head.fused.accumulate = len(batches)  # the last step of an epoch may have fewer
+        key = self.key.clone()
+        key[1] = progress.step
+        found = Outcome(len(batches), 0.0)
+        for number, batch in enumerate(batches):
+            pair = (key if number == 0 else fold_in(key, number - 1)).to(self.device)
+            h, loss = self._forward(encoder, head, batch, pair)
+            value = math.nan if loss is None else float(loss.detach())
+            if loss is None or not math.isfinite(value):
+                found.problem = self._keep_batch(progress, batch, h, number, value)
+                break
+            (loss * (counts[number] / total)).backward()
+            found.loss += value * (counts[number] / total)
+        if not found.problem:
+            found.problem = self._update(encoder, head, optimizers)
+        if found.problem:  # no gradient, no half-accumulated update, no state
+            for optimizer in optimizers.values():
+                optimizer.zero_grad(set_to_none=True)
+            if head.fused is not None:  # a new fusion has accumulated nothing
+                head.fuse_optimizer(head.fused.optimizer, head.fused.accumulate)
+            encoder.carry(carried)
+        return found
+
+    def _forward(
+        self, encoder: models.Encoder, head: SampledClassifier, batch: dict[str, Tensor], key: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """(h, loss) of a batch; no loss where h is not finite."""
+        autocast = self.config.training.precision == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+            h, features = encoder.encode(batch)
+        h = h.to(head.weight.dtype)
+        if not bool(h.detach().isfinite().all()):
+            return h, None
+        loss = head(
+            h,
+            batch["y"],
+            features=features,
+            index=models.index_of(batch) if head.loss.needs.index else None,
+            context=models.context_of(batch),
+            positives=self._known(batch),
+            key=key,
+        )
+        return h, loss
+
+    def _next_batches(self, progress: Progress) -> list[dict[str, Tensor]]:
+        p, t = progress, self.config.training
+        if self._batches is None or self._batches[0] != p.epoch:
+            self._batches = (p.epoch, Batches(self.train, self.batch_size, seed=t.seed, epoch=p.epoch))
+        batches = self._batches[1]
+        end = min(p.batch + t.accumulate, self.epoch_batches)
+        found = [self.train.batch(batches.rows(number)) for number in range(p.batch, end)]
+        return [{name: value.to(self.device) for name, value in batch.items()} for batch in found]
+
+    def _known(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Positives of each row besides its target, CSR, where the configuration asks for them."""
+        if not self.config.head.mask_known:
+            return None
+        found = self.train.known(batch["index"].cpu())
+        assert found is not None
+        return found[0].to(self.device), found[1].to(self.device)
+
+    def _update(
+        self, encoder: models.Encoder, head: SampledClassifier, optimizers: dict[str, torch.optim.Optimizer]
+    ) -> str:
+        """Clips and updates; what is wrong with the gradient, if anything."""
+        t = self.config.training
+        if t.clip_norm:
+            chosen = [p for p in encoder.parameters() if p is not head.weight]
+            if not self.config.fused and t.clip_head:
+                chosen += list(head.parameters())
+            norm = float(optim.clip_grad_norm_(chosen, t.clip_norm))
+            if not math.isfinite(norm):
+                return f"the norm of the gradient is {norm}"
+        # A table may change in rows that the last forward did not touch: by earlier batches of the step, or, where it
+        # is tied, by the embedding. A sampler that follows the rows must know of them.
+        follows = head.sampler_update is not None and (t.accumulate > 1 or self.config.model.tied)
+        if follows and not self.config.fused and head.weight.grad is not None:
+            if head.weight.grad.is_sparse:
+                head.mark_changed(head.weight.grad.coalesce().indices()[0])
+            else:
+                head.mark_changed()
+        for name, optimizer in optimizers.items():
+            if name != "head" or not self.config.fused:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return ""
+
+    def _keep_batch(self, p: Progress, batch: dict[str, Tensor], h: Tensor, number: int, value: float) -> str:
+        """Stores a batch whose loss is not finite; what is wrong with it."""
+        what = f"the loss is {value}" if bool(h.isfinite().all()) else "h, the output of the encoder, is not finite"
+        about: dict[str, Any] = {"step": p.step, "epoch": p.epoch, "batch": p.batch + number, "problem": what}
+        try:
+            path = keep_batch(self.run_dir, {**batch, "h": h}, {**about, "key": [int(self.key[0]), p.step]})
+        except OSError as error:
+            return f"{what} (and the batch could not be saved: {error.strerror})"
+        return f"{what}; the batch is in {path}"
+
+
+def _count_targets(y: Tensor, tokens: bool) -> int:
+    valid = y >= 0
+    return int(valid.sum() if tokens or y.dim() == 1 else valid.any(-1).sum())

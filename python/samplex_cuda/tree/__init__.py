@@ -1,8 +1,0 @@
-"""Fitting the adversarial tree: a projection of the features, then a balanced decision tree over the classes."""
-
-from samplex_cuda.tree.balance import balance
-from samplex_cuda.tree.fit import FittedTree, RegChoice, cross_validate_reg, fit_tree
-from samplex_cuda.tree.pca import fit_pca, project
-from samplex_cuda.tree.report import describe_fit
-
-__all__ = ["FittedTree", "RegChoice", "balance", "cross_validate_reg", "describe_fit", "fit_pca", "fit_tree", "project"]
