@@ -1,6 +1,6 @@
 """Sampled softmax over huge class sets: samplers, fused losses and heads for PyTorch."""
 
-from samplex_cuda import data, diagnostics, functional, metrics, optim, rff, samplers, training
+from samplex_cuda import data, diagnostics, functional, metrics, optim, rff, samplers, tables, training
 from samplex_cuda._library import _native
 from samplex_cuda.draw import Draw
 from samplex_cuda.heads import SampledClassifier
@@ -21,6 +21,7 @@ __all__ = [
     "release_memory",
     "rff",
     "samplers",
+    "tables",
     "training",
 ]
 
