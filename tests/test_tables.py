@@ -26,8 +26,8 @@ ROWS, WIDTH = 100_000, 128  # 51 MB
 PAGE = resource.getpagesize()
 
 
-def table(rows: int = ROWS, width: int = WIDTH) -> torch.Tensor:
-    found = empty_table(rows, width)
+def table(rows: int = ROWS, width: int = WIDTH, *, shared: bool = False) -> torch.Tensor:
+    found = empty_table(rows, width, shared=shared)
     return found.copy_(torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, width))
 
 
@@ -121,6 +121,26 @@ def test_memory_goes_with_the_last_tensor():
     gc.collect()
     assert resident() - before < 0.2 * ROWS * WIDTH * 4
     assert descriptors() == files
+
+
+@linux
+def test_a_large_table_is_shared_by_default_if_there_are_huge_pages_for_it():
+    """Where there are none, it stays on private huge pages, and sharing is the caller's choice."""
+    first = table(shared=True)
+    found = _native.table_shared_bytes(first.data_ptr())
+    assert found == 0 or found >= first.nbytes
+    if found > 0:
+        rows = first.numpy()
+        assert in_child(lambda: bool((rows[:, 0] == range(ROWS)).all()))
+        with Child():
+            assert faults_of(lambda: first.mul_(2)) < 100  # of 12,500 small pages
+    assert _native.table_shared_bytes(table(100, 4).untyped_storage().data_ptr()) == 0
+
+
+@linux
+def test_the_environment_keeps_tables_private(monkeypatch):
+    monkeypatch.setenv("SAMPLEX_TABLES", "private")
+    assert _native.table_shared_bytes(table(shared=True).data_ptr()) == 0
 
 
 @linux
@@ -249,6 +269,7 @@ def test_writes_beside_a_child_take_no_page_faults():
     rows = torch.randperm(ROWS)[:4000]
     value = torch.ones(4000, WIDTH)
     private, shared = table(), table()
+    assert _native.table_shared_bytes(private.data_ptr()) == 0
     share(shared)
     shared.index_copy_(0, rows, value)
     with Child():
@@ -281,7 +302,7 @@ def test_a_fused_step_beside_a_child_takes_few_page_faults():
 # ------------------------------------------------------------------------------------------------ identity
 @linux
 def test_sharing_keeps_values_identity_and_views():
-    for first in (table(), torch.arange(4_000_000, dtype=torch.float32).view(-1, 4)):  # ours, and any other
+    for first in (table(), table(shared=True), torch.arange(4_000_000, dtype=torch.float32).view(-1, 4)):  # ours, and any other
         want = first.clone()
         parameter = torch.nn.Parameter(first)
         module = torch.nn.Module()
@@ -337,7 +358,7 @@ def test_without_descriptors_a_table_stays_private():
     code = """
 import resource, torch
 from samplex_cuda.tables import empty_table, share
-t = empty_table(100_000, 128).fill_(3.0)
+t = empty_table(100_000, 128, shared=False).fill_(3.0)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
 assert share(t) == 0

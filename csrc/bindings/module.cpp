@@ -44,7 +44,7 @@ py::dict build_info() {
 // The memory of a table as a Python buffer, for torch.frombuffer: the tensor's storage keeps it alive.
 class TableMemory {
  public:
-  explicit TableMemory(size_t bytes) : data_(samplex::table_take(bytes)), bytes_(bytes) {}
+  TableMemory(size_t bytes, bool shared) : data_(samplex::table_take(bytes, shared)), bytes_(bytes) {}
   ~TableMemory() { samplex::table_give(data_); }
   TableMemory(const TableMemory&) = delete;
   TableMemory& operator=(const TableMemory&) = delete;
@@ -216,8 +216,8 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
       },
       py::arg("data_ptr"), py::arg("nbytes"),
       "Ask for huge pages behind a buffer that was not touched yet; returns whether the system took the hint.");
-  py::class_<TableMemory>(m, "TableMemory", py::buffer_protocol(), "Zeroed memory for a table, on huge pages.")
-      .def(py::init<size_t>(), py::arg("nbytes"))
+  py::class_<TableMemory>(m, "TableMemory", py::buffer_protocol(), "Zeroed memory for a table, on huge pages; shared: if there are such pages, a fork does not copy it.")
+      .def(py::init<size_t, bool>(), py::arg("nbytes"), py::arg("shared"))
       .def_buffer(&TableMemory::buffer);
   m.def(
       "share_table",

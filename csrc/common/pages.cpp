@@ -73,7 +73,7 @@ bool open_file(Table& table) {
 }
 
 // An aligned mapping: one that is a huge page longer, cut at both ends.
-void* map_aligned(size_t bytes, int flags, int file, size_t offset) {
+char* map_aligned(size_t bytes, int flags, int file, size_t offset) {
   char* const all = static_cast<char*>(
       mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   if (all == MAP_FAILED) return nullptr;
@@ -86,6 +86,32 @@ void* map_aligned(size_t bytes, int flags, int file, size_t offset) {
     return nullptr;
   }
   return data;
+}
+
+// Memory behind a fresh part of a file, on huge pages if it can be: asked for explicitly, since the default of most
+// systems is small pages for shared memory. A huge page can take the place of a small one, but not of none. False if
+// there is no memory: a write would be a SIGBUS.
+bool fill_part(int file, char* part, size_t offset, size_t bytes) {
+  advise_huge_pages(part, bytes);
+  for (size_t at = 0; at < bytes; at += kHugePage) {
+    if (posix_fallocate(file, off_t(offset + at), 1) != 0) return false;
+  }
+  (void)madvise(part, bytes, MADV_COLLAPSE);
+  return posix_fallocate(file, off_t(offset), off_t(bytes)) == 0;
+}
+
+// The whole table in a file, if the system gives huge pages for it.
+void* map_shared(Table& table) {
+  if (!open_file(table)) return nullptr;
+  char* const data = map_aligned(table.bytes, MAP_SHARED, table.file, 0);
+  if (data != nullptr && fill_part(table.file, data, 0, kHugePage) && madvise(data, kHugePage, MADV_COLLAPSE) == 0 &&
+      fill_part(table.file, data, 0, table.bytes)) {
+    table.shared = table.bytes;
+    return data;
+  }
+  if (data != nullptr) munmap(data, table.bytes);
+  close_file(table);
+  return nullptr;
 }
 
 // Where a child cannot have its private view (the file was closed), it keeps the shared one.
@@ -127,17 +153,20 @@ bool advise_huge_pages(void* data, size_t bytes) {
 #endif
 }
 
-void* table_take(size_t bytes) {
+void* table_take(size_t bytes, bool shared) {
   Table table;
   table.bytes = whole_pages(bytes);
+  void* data = nullptr;
 #ifdef __linux__
-  void* const data = map_aligned(table.bytes, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (shared) data = map_shared(table);
+  if (data == nullptr) data = map_aligned(table.bytes, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 #else
-  void* const data = std::aligned_alloc(kHugePage, table.bytes);
+  (void)shared;
+  data = std::aligned_alloc(kHugePage, table.bytes);
   if (data != nullptr) std::memset(data, 0, table.bytes);
 #endif
   if (data == nullptr) throw std::bad_alloc();
-  advise_huge_pages(data, table.bytes);
+  if (table.shared == 0) advise_huge_pages(data, table.bytes);
   Tables& all = tables();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.by_address[data] = table;
@@ -171,13 +200,13 @@ int64_t table_share(void* data) {
   while (table.shared < table.bytes) {
     const size_t bytes = std::min(kMoved, table.bytes - table.shared);
     char* const from = static_cast<char*>(data) + table.shared;
-    // The file may not grow beyond what there is: a write to a page without memory behind it would be a SIGBUS.
-    if (posix_fallocate(table.file, off_t(table.shared), off_t(bytes)) != 0) break;
-    void* const part = map_aligned(bytes, MAP_SHARED, table.file, table.shared);
+    char* const part = map_aligned(bytes, MAP_SHARED, table.file, table.shared);
     if (part == nullptr) break;
-    advise_huge_pages(part, bytes);
+    if (!fill_part(table.file, part, table.shared, bytes)) {
+      munmap(part, bytes);
+      break;
+    }
     std::memcpy(part, from, bytes);
-    (void)madvise(part, bytes, MADV_COLLAPSE);  // where the system allows it
     if (mremap(part, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, from) == MAP_FAILED) {
       munmap(part, bytes);
       break;

@@ -12,6 +12,10 @@
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace samplex {
 namespace {
@@ -29,6 +33,23 @@ inline void pause_cpu() {
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
+#endif
+}
+
+// Asks for short turns on the processor: the worker then waits less for its next turn, and has no more time in all.
+// Linux from 6.12 on grants it to threads of the usual kind; others ignore it.
+void ask_for_short_turns() {
+#if defined(__linux__) && defined(SYS_sched_setattr) && defined(SYS_sched_getattr)
+  struct {
+    uint32_t size, policy;
+    uint64_t flags;
+    int32_t nice;
+    uint32_t priority;
+    uint64_t runtime, deadline, period;  // ns
+  } attributes{};
+  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof(attributes), 0) != 0 || attributes.policy != 0) return;
+  attributes.runtime = 100'000;
+  (void)syscall(SYS_sched_setattr, 0, &attributes, 0);
 #endif
 }
 
@@ -90,6 +111,7 @@ class Workers {
   }
 
   [[noreturn]] void serve(int number) {
+    ask_for_short_turns();
     uint32_t seen = 0;
     for (;;) {
       const auto fresh = [&] { return posted_.load(std::memory_order_acquire) != seen; };

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import os
 from collections.abc import Iterator
 
 import torch
@@ -17,13 +17,18 @@ _LARGE = 4 << 20  # bytes; a smaller table has few pages, and a fork copies each
 _MAPPED = 32 << 20  # bytes; malloc may keep smaller blocks for the next call, where a mapping is always fresh
 
 
-def _large_table(numel: int, dtype: torch.dtype) -> Tensor:
-    memory = _native.TableMemory(numel * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype, count=numel)
+def _mapped(numel: int, dtype: torch.dtype, shared: bool) -> Tensor:
+    shared = shared and os.environ.get("SAMPLEX_TABLES", "shared") != "private"
+    return torch.frombuffer(_native.TableMemory(numel * dtype.itemsize, shared), dtype=dtype, count=numel)
 
 
 def empty_table(
-    rows: int, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    rows: int,
+    width: int,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    shared: bool = True,
 ) -> Tensor:
     """An uninitialised table laid out for rows that are gathered at random. `SampledClassifier` uses it for `weight`.
 
@@ -31,11 +36,15 @@ def empty_table(
     processors fetch lines in pairs, and a row that begins with the second of one drags in a line of its neighbour at
     either end. A gather of 512-byte rows from memory is a quarter faster for it.
 
+    A table of 32 MiB or more is in memory that a fork does not copy, if the system has such memory on huge pages: see
+    `share`.
+
     Args:
         rows: number of classes.
         width: numbers per row.
         device: where; anywhere but on the CPU this is `torch.empty`.
         dtype: of the numbers.
+        shared: whether the memory may be of that kind. The environment variable SAMPLEX_TABLES=private forbids it.
 
     Returns:
         [rows, width], contiguous.
@@ -51,7 +60,7 @@ def empty_table(
         return torch.empty(rows, width, device=device, dtype=dtype)
     item = probe.element_size()
     if rows * width * item >= _MAPPED:
-        return _large_table(rows * width, probe.dtype).view(rows, width)
+        return _mapped(rows * width, probe.dtype, shared).view(rows, width)
     flat = torch.empty(rows * width + _PAIR_OF_LINES // item, device=device, dtype=dtype)
     start = -flat.data_ptr() % _PAIR_OF_LINES // item
     table = flat[start : start + rows * width].view(rows, width)
@@ -76,36 +85,34 @@ def _tensors(owner: nn.Module | torch.optim.Optimizer | Tensor) -> Iterator[Tens
 
 @torch.no_grad()
 def share(*owners: nn.Module | torch.optim.Optimizer | Tensor) -> int:
-    """Keeps training fast beside forked processes, such as the workers of a `DataLoader`.
+    """Moves large CPU tensors to memory that a fork does not copy: training stays fast beside forked processes.
 
-    A fork marks every page of the parent's memory copy-on-write, so that each row a step updates costs a page fault
-    and, in the end, the whole table is there twice. This call moves large CPU tensors (4 MiB and more) to memory that a
-    fork does not copy. Call it once, after the optimizer is made and before the processes start.
+    A fork, such as the start of a `DataLoader` worker, marks every private page copy-on-write, so that each row a step
+    updates costs a page fault and, in the end, the whole table is in memory twice. Large tables of this library need
+    no call, unless the system has shared memory on small pages only (Linux before 6.1). The call is for those systems,
+    and for other tensors: an `nn.Embedding`, the state of an optimizer of torch. It takes tensors of 4 MiB and more.
+    Call it once, after the optimizer is made and before the processes start. Nothing may write to the tensors meanwhile.
 
-    A forked child sees the table's current values, also those that the parent writes later. What the child writes stays
-    in the child. Parameters, optimizer state and views keep their identity; `state_dict`, `copy.deepcopy` and pickling
-    work as before. Nothing may write to the tensors during the call. Where the system has no such memory, this does
-    nothing.
-
-    Not needed with workers that are started by "spawn" or "forkserver". See docs/busy.md.
+    A forked child sees the current values, also those that the parent writes later. What the child writes stays in the
+    child. Parameters and state tensors keep their identity; `state_dict`, `copy.deepcopy` and pickling work as before.
+    Other tensors that view the same memory must be among the owners' tensors too, or they keep the old memory. Without
+    such memory (not on Linux, no file descriptor left) this does nothing. docs/busy.md says more.
 
     Args:
         owners: modules (parameters and buffers), optimizers (parameters and state) and tensors.
 
     Returns:
-        How many bytes are in such memory now.
+        How many bytes of them are in such memory now.
 
     Example:
-        >>> import samplex_cuda as sx
-        >>> head = sx.SampledClassifier(64, 50_000, sx.samplers.Uniform(50_000), num_samples=20)
-        >>> optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.1)
-        >>> head.fuse_optimizer(optimizer)
-        >>> moved = sx.tables.share(head, optimizer)  # then: DataLoader(..., num_workers=2)
+        >>> import torch, samplex_cuda as sx
+        >>> embedding = torch.nn.Embedding(20_000, 64)
+        >>> optimizer = torch.optim.Adagrad(embedding.parameters())
+        >>> moved = sx.tables.share(embedding, optimizer)  # then: DataLoader(..., num_workers=2)
     """
-    tensors = [t for owner in owners for t in _tensors(owner)]
-    moved: dict[int, Tensor] = {}  # by the old storage; the bytes of the new one
-    done: dict[int, int] = {}  # shared bytes by storage
-    for t in tensors:
+    moved: dict[int, Tensor] = {}  # the bytes of the new storage, by the address of the old one
+    done: dict[int, int] = {}  # shared bytes, by the address of a storage
+    for t in (t for owner in owners for t in _tensors(owner)):
         if t.device.type != "cpu" or t.layout is not torch.strided or t.is_shared():
             continue
         storage = t.untyped_storage()
@@ -117,13 +124,11 @@ def share(*owners: nn.Module | torch.optim.Optimizer | Tensor) -> int:
             if shared >= 0:
                 done[place] = shared
                 continue
-            fresh = _large_table(storage.nbytes(), torch.uint8)
-            fresh.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+            fresh = _mapped(storage.nbytes(), torch.uint8, shared=True)
             if _native.share_table(fresh.data_ptr()) == 0:
                 continue
-            moved[place] = fresh
-        # Tensors of one storage stay together.
+            moved[place] = fresh.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
         new = moved[place].untyped_storage()
-        t.data = torch.empty(0, dtype=t.dtype).set_(new, t.storage_offset(), t.size(), t.stride())
         done[new.data_ptr()] = _native.table_shared_bytes(new.data_ptr())
+        t.data = torch.empty(0, dtype=t.dtype).set_(new, t.storage_offset(), t.size(), t.stride())
     return sum(done.values())

@@ -105,7 +105,9 @@ def _bwd_op(
     h = torch.where(valid.any(1, keepdim=True), hidden, 0.0).to(acc)
 
     d_hidden = torch.zeros(batch if need_hidden else 0, dim, dtype=acc, device=hidden.device)
-    d_weight = empty_table(num_classes if need_weight else 0, dim, device=hidden.device, dtype=weight.dtype)
+    d_weight = empty_table(
+        num_classes if need_weight else 0, dim, device=hidden.device, dtype=weight.dtype, shared=False
+    )
     bias_dtype = acc if bias is None else bias.dtype
     d_bias = torch.zeros(num_classes if need_bias else 0, dtype=acc, device=hidden.device)
     blocks = list(row_blocks(h, weight))
