@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 from _harness import Report, Row, Timing, common_options, make_table, progress, row_from, set_up, wanted
-from bench_step import BATCH, DIM, M, SETS, Eager, Inputs, Ours, make_inputs, refcheck
+from bench_step import BATCH, DIM, SETS, Eager, Inputs, M, Ours, make_inputs, refcheck
 from torch.utils.data import DataLoader, Dataset
 
 import samplex_cuda as sx
@@ -77,7 +77,6 @@ def workers(count: int) -> Iterator[Callable[[], Any]]:
         yield lambda: next(batches)
     finally:
         batches._shutdown_workers()  # type: ignore[attr-defined]
-        del batches, loader
         gc.collect()
 
 

@@ -302,7 +302,8 @@ def test_a_fused_step_beside_a_child_takes_few_page_faults():
 # ------------------------------------------------------------------------------------------------ identity
 @linux
 def test_sharing_keeps_values_identity_and_views():
-    for first in (table(), table(shared=True), torch.arange(4_000_000, dtype=torch.float32).view(-1, 4)):  # ours, and any other
+    foreign = torch.arange(4_000_000, dtype=torch.float32).view(-1, 4)
+    for first in (table(), table(shared=True), foreign):
         want = first.clone()
         parameter = torch.nn.Parameter(first)
         module = torch.nn.Module()

@@ -216,7 +216,9 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
       },
       py::arg("data_ptr"), py::arg("nbytes"),
       "Ask for huge pages behind a buffer that was not touched yet; returns whether the system took the hint.");
-  py::class_<TableMemory>(m, "TableMemory", py::buffer_protocol(), "Zeroed memory for a table, on huge pages; shared: if there are such pages, a fork does not copy it.")
+  py::class_<TableMemory>(
+      m, "TableMemory", py::buffer_protocol(),
+      "Zeroed memory for a table, on huge pages; shared: if there are such pages, a fork does not copy it.")
       .def(py::init<size_t, bool>(), py::arg("nbytes"), py::arg("shared"))
       .def_buffer(&TableMemory::buffer);
   m.def(

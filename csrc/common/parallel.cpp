@@ -134,9 +134,8 @@ void parallel_ranges(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, vo
   if (threads <= 1) return body(0, n, context);
   const ThreadMode chosen = thread_mode();
   const bool child = in_forked_child();
-  const bool pool =
-      child || chosen == ThreadMode::kPool ||
-      (chosen == ThreadMode::kAuto && now() < pause_end.load(std::memory_order_relaxed));
+  const bool pool = child || chosen == ThreadMode::kPool ||
+                    (chosen == ThreadMode::kAuto && now() < pause_end.load(std::memory_order_relaxed));
   if (pool && run_pool(n, grain, threads, body, context)) return;
   if (child) return body(0, n, context);
   run_openmp(n, grain, body, context);

@@ -91,7 +91,8 @@ def share(*owners: nn.Module | torch.optim.Optimizer | Tensor) -> int:
     updates costs a page fault and, in the end, the whole table is in memory twice. Large tables of this library need
     no call, unless the system has shared memory on small pages only (Linux before 6.1). The call is for those systems,
     and for other tensors: an `nn.Embedding`, the state of an optimizer of torch. It takes tensors of 4 MiB and more.
-    Call it once, after the optimizer is made and before the processes start. Nothing may write to the tensors meanwhile.
+    Call it once, after the optimizer is made and before the processes start. Nothing may write to the tensors during
+    the call.
 
     A forked child sees the current values, also those that the parent writes later. What the child writes stays in the
     child. Parameters and state tensors keep their identity; `state_dict`, `copy.deepcopy` and pickling work as before.
