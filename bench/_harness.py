@@ -174,7 +174,7 @@ def huge_share(tensor: torch.Tensor) -> float:
         if "-" in head and not head.endswith(":"):
             low, high = (int(x, 16) for x in head.split("-"))
             inside = low < begin + nbytes and high > begin
-        elif inside and line.startswith("AnonHugePages:"):
+        elif inside and line.startswith(("AnonHugePages:", "ShmemPmdMapped:")):
             found += int(line.split()[1]) * 1024
     return min(1.0, found / nbytes)
 
