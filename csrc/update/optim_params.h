@@ -61,6 +61,9 @@ void optim_range_avx2(const OptimParams& params, const RowReduceRange& range, vo
 void optim_range_avx512(const OptimParams& params, const RowReduceRange& range, void* buffer);
 void optim_rows_avx2(const OptimParams& params, int64_t begin, int64_t end, void* buffer);
 void optim_rows_avx512(const OptimParams& params, int64_t begin, int64_t end, void* buffer);
+// to[begin, end) = fp32 of numbers in fp16 or bf16
+void widen_avx2(DType dtype, const void* from, float* to, int64_t begin, int64_t end);
+void widen_avx512(DType dtype, const void* from, float* to, int64_t begin, int64_t end);
 }  // namespace cpu
 
 SX_DECLARE_LAUNCHER(launch_optim_rows, OptimParams)
