@@ -55,7 +55,9 @@ inline Vec updated_vec(const RuleNumbers<float>& r, Vec w, Vec gradient, Vec& s0
 }
 #endif
 
-// Bytes of a weight from which its rows are written past the cache, below.
+// Bytes of a weight from which its rows are written past the cache, below. Not where many entries share a row: draws of
+// such a law come back to the same rows in the steps that follow, and find them in the cache (log-uniform draws of
+// 10^6 classes: 0.90 ms instead of 1.05 on one thread).
 constexpr int64_t kStreamTable = int64_t(32) << 20;
 
 // How an updated row is stored: as ever, past the cache (w is 64-byte aligned and a row is whole cache lines), or
@@ -338,8 +340,8 @@ inline void update_range(const OptimParams& p, const cpu::RowReduceRange& range,
   const DType own = sizeof(A) == 4 ? DType::kFloat32 : DType::kFloat64;
   constexpr bool kCanStream = sizeof(T) <= 4;
   const int64_t row_bytes = p.dim * int64_t(sizeof(T));
-  const bool stream = kCanStream && row_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(p.weight.values) % 64 == 0 &&
-                      p.num_rows * row_bytes >= kStreamTable;
+  const bool stream = kCanStream && !range.repeats && row_bytes % 64 == 0 &&
+                      reinterpret_cast<uintptr_t>(p.weight.values) % 64 == 0 && p.num_rows * row_bytes >= kStreamTable;
   const bool with_bias = p.bias.values != nullptr;
   ReadyRow<A> rows[kReady];
   // Sums of rows are read for all rows of a list before its updates: those of the next list are asked for meanwhile.
