@@ -39,11 +39,11 @@ from _harness import ROOT, Report, Row, progress
 
 # Sources, with what their build adds to the common flags.
 SOURCES = {
-    "sampled_softmax": (ROOT / "csrc" / "loss" / "sampled_softmax_cuda.cu", []),
-    "tree": (ROOT / "csrc" / "sampler" / "tree_cuda.cu", ["-fmad=false"]),
-    "rff": (ROOT / "csrc" / "features" / "rff_cuda.cu", []),
-    "kernel_tree": (ROOT / "csrc" / "sampler" / "kernel_tree_cuda.cu", ["-fmad=false"]),
-    "optim": (ROOT / "csrc" / "update" / "optim_cuda.cu", []),
+    "sampled_softmax": (ROOT / "csrc" / "loss" / "sampled_softmax" / "sampled_softmax_cuda.cu", []),
+    "tree": (ROOT / "csrc" / "sampler" / "tree" / "tree_cuda.cu", ["-fmad=false"]),
+    "rff": (ROOT / "csrc" / "features" / "rff" / "rff_cuda.cu", []),
+    "kernel_tree": (ROOT / "csrc" / "sampler" / "kernel_tree" / "kernel_tree_cuda.cu", ["-fmad=false"]),
+    "row_rules": (ROOT / "csrc" / "update" / "row_rules" / "row_rules_cuda.cu", []),
 }
 BATCH, M, CLASSES = 32, 64, 20_000
 LIMITS = {128: 6.0, 512: 4.0}  # thread instructions per gathered element
@@ -166,7 +166,7 @@ def child(ptxrun_dir: str, ptx: str, case: str) -> None:
     torch.manual_seed(0)
     if case == "kernel_tree":
         result = run_kernel_tree(launches)
-    elif case == "optim":
+    elif case == "row_rules":
         result = run_optim(launches)
     elif case in RFF_CASES:
         result = run_rff(case, launches)
@@ -297,8 +297,8 @@ def run_kernel_tree(launches: list[dict[str, Any]]) -> dict[str, Any]:
 
 def run_optim(launches: list[dict[str, Any]]) -> dict[str, Any]:
     """Adagrad on given rows, and on a loss's entries, each of a row of its own. The fewest sectors go with each."""
-    from samplex_cuda.ops.optim import RULE_KINDS, row_update_
-    from samplex_cuda.reference.optim import row_adagrad
+    from samplex_cuda.ops.row_rules import RULE_KINDS, row_update_
+    from samplex_cuda.reference.row_rules import row_adagrad
 
     dim, n = 128, BATCH * (M + 1)
     ids = torch.randperm(CLASSES)[:n]
@@ -453,9 +453,9 @@ def main() -> int:
         if options.lines:
             print_hot(launch, BATCH * M)
         add_kernel_tree_rows(report, mode, launch, got["fewest"], got["error"])
-    ptx = build_ptx(options.work, "optim")
-    for mode, got in profile(ptxrun_dir, site, ptx, hook, "optim").items():
-        mine = [launch for launch in got["launches"] if f"optim_{mode}" in launch["kernel"]]
+    ptx = build_ptx(options.work, "row_rules")
+    for mode, got in profile(ptxrun_dir, site, ptx, hook, "row_rules").items():
+        mine = [launch for launch in got["launches"] if f"row_rules_{mode}" in launch["kernel"]]
         if not mine:
             raise SystemExit(f"profile_cuda: no launch was seen (row update, {mode}); is cudart shared in this build?")
         print(f"    {mine[0]['kernel']} <<<{mine[0]['grid']}, {mine[0]['block']}, {mine[0]['smem']}>>>")

@@ -15,7 +15,10 @@ CSRC = ROOT / "csrc"
 STAGES = [path for path in sorted(CSRC.iterdir()) if path.is_dir() and path.name not in ("bindings", "common")]
 
 # Files besides *_op.cpp and *_op.h (glue that two ops share) that may see a tensor or torch's thread pool.
-TORCH_FILES = {"common/glue.h", "common/ids.h", "common/parallel.cpp", "bindings/library.cpp"}
+TORCH_FILES = {"common/calls.h", "common/glue.h", "common/ids.h", "common/parallel.cpp", "bindings/library.cpp"}
+GLUE = {"common/calls.h", "common/glue.h", "common/ids.h"}
+# What the ops of a stage share: specified, tested and timed through each of them.
+SHARED_STEMS = {"fused_loss"}
 PARAMS_INCLUDES = {"cstddef", "cstdint", "common/dtype.h", "common/launchers.h", "common/philox.h"}
 
 # What keeps one source from serving nvcc, the SIMT harness and every backend with the same bits.
@@ -69,8 +72,42 @@ def op_header(path: Path) -> bool:
 
 
 def stems() -> list[tuple[str, str]]:
-    """(stage, stem) of every op."""
-    return [(path.parent.name, path.name.removesuffix("_op.cpp")) for path in sources("_op.cpp")]
+    """(stage/folder, stem) of every op."""
+    return [(relative(path.parent), path.name.removesuffix("_op.cpp")) for path in sources("_op.cpp")]
+
+
+def roles() -> list[str]:
+    """The roles of csrc/README.md's table, as suffixes of a stem: `_params.h`, `_op.cpp`, `.h` …"""
+    table = (CSRC / "README.md").read_text().split("## The roles")[1].split("\n## ")[0]
+    return re.findall(r"^\| `<stem>(\S+)` \|", table, re.MULTILINE)
+
+
+def role_fault(name: str, folder: str) -> str | None:
+    """Why a file `name` in an op's folder is not one of the table's, or None."""
+    stem, role = next(
+        ((name.removesuffix(role), role) for role in sorted(roles(), key=len, reverse=True) if name.endswith(role)),
+        (name, ""),
+    )
+    if not role:
+        return "no role of the table"
+    if not (stem == folder or stem.startswith(f"{folder}_")):
+        return f"must begin with {folder}"
+    # Whatever ends in .h or .cpp has the last two roles of the table, so these are for the folder's own name alone.
+    if role in (".h", ".cpp") and stem != folder:
+        return "no role of the table"
+    return None
+
+
+def foreign_includes(name: str, included: list[str]) -> list[str]:
+    """What a file `stage/…` may not include: headers of another stage."""
+    stage = name.split("/")[0]
+    folders = {path.name for path in CSRC.iterdir() if path.is_dir()}
+    return [other for other in included if other.split("/")[0] in folders - {stage, "common"}]
+
+
+def loss_words(text: str) -> list[str]:
+    """Names of a loss in code, not in comments or strings."""
+    return re.findall(r"\w*loss\w*", strip_comments(text), re.IGNORECASE)
 
 
 def device_faults(text: str) -> list[str]:
@@ -93,10 +130,33 @@ def test_only_ops_include_the_glue():
     wrong = [
         relative(path)
         for path in sources(".h", ".cpp", ".cuh", ".cu")
-        if {"common/glue.h", "common/ids.h"} & set(includes(path)) and not sees_tensors(path)
+        if GLUE & set(includes(path)) and not sees_tensors(path)
     ]
     assert wrong == []
     assert [relative(path) for path in sources(".cpp", ".cu", ".cuh") if op_header(path)] == []
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in sources(".h", ".cpp", ".cuh", ".cu") if "bindings" not in p.parts], ids=relative
+)
+def test_a_stage_includes_itself_and_common_only(path):
+    assert foreign_includes(relative(path), includes(path)) == [], "call the other stage's op: common/calls.h"
+
+
+def test_common_holds_no_loss_code():
+    wrong = {relative(path): loss_words(path.read_text()) for path in (CSRC / "common").iterdir()}
+    assert {name: words for name, words in wrong.items() if words} == {}
+    assert [path.name for path in (CSRC / "common").iterdir() if "loss" in path.name] == []
+
+
+def test_op_errors_have_a_code():
+    """`op_error` of samplex_cuda/_checks.py goes by the code that check_index, check_type and check_value write."""
+    wrong = [
+        relative(path)
+        for path in sources("_op.h", "_op.cpp")
+        if re.search(r"\bfail\(|\bthrow\b|STD_TORCH_CHECK", strip_comments(path.read_text()))
+    ]
+    assert wrong == []
 
 
 def test_torch_is_used_through_the_stable_abi():
@@ -115,13 +175,14 @@ def test_params_are_plain(path):
     extra = {
         name
         for name in includes(path)
-        if name not in PARAMS_INCLUDES and not re.fullmatch(r"(common|" + path.parent.name + r")/\w+_params\.h", name)
+        if name not in PARAMS_INCLUDES
+        and not re.fullmatch(r"(common|" + path.parents[1].name + r")/(\w+/)?\w+_params\.h", name)
     }
     assert extra == set(), "a params header is a POD that nvcc, g++ and glue all read"
     assert not re.search(r"\b(std::vector|std::string|virtual|Tensor)\b", strip_comments(path.read_text()))
 
 
-@pytest.mark.parametrize("path", sources("_kernel.cuh", "_cuda.cu"), ids=relative)
+@pytest.mark.parametrize("path", sources("_device.cuh", "_kernel.cuh", "_cuda.cu"), ids=relative)
 def test_device_code_serves_nvcc_and_the_harness(path):
     assert device_faults(path.read_text()) == []
     assert [name for name in includes(path) if re.match(DEVICE_FORBIDDEN_INCLUDES, name)] == []
@@ -154,15 +215,30 @@ def test_isa_intrinsics_stay_in_isa_files(path):
 
 
 # ------------------------------------------------------------------------------------------------ an op is whole
-@pytest.mark.parametrize(("stage", "stem"), stems())
-def test_op_has_every_part(stage, stem):
-    wanted = [f"csrc/{stage}/{stem}_{part}" for part in ("params.h", "op.cpp", "cpu.cpp", "kernel.cuh", "cuda.cu")]
-    wanted += [
-        f"python/samplex_cuda/ops/{stem}.py",
-        f"python/samplex_cuda/reference/{stem}.py",
-        f"tests/ops/test_{stem}.py",
-        f"bench/bench_{stem}.py",
-    ]
+def test_every_file_has_a_role_and_a_folder():
+    assert len(roles()) == len(set(roles())) > 10
+    wrong = []
+    for stage in STAGES:
+        for path in sorted(stage.rglob("*")):
+            if path.is_dir():
+                continue
+            in_folder = path.parent.parent == stage
+            fault = role_fault(path.name, path.parent.name) if in_folder else "must be in the folder of an op"
+            if fault:
+                wrong.append(f"{relative(path)}: {fault}")
+    assert wrong == [], "csrc/README.md has the table of roles"
+
+
+@pytest.mark.parametrize(("folder", "stem"), stems())
+def test_op_has_every_part(folder, stem):
+    wanted = [f"csrc/{folder}/{stem}_{part}" for part in ("params.h", "op.cpp", "cpu.cpp", "kernel.cuh", "cuda.cu")]
+    wanted += [f"python/samplex_cuda/ops/{stem}.py"]
+    if stem not in SHARED_STEMS:
+        wanted += [
+            f"python/samplex_cuda/reference/{stem}.py",
+            f"tests/ops/test_{stem}.py",
+            f"bench/bench_{stem}.py",
+        ]
     assert [name for name in wanted if not (ROOT / name).is_file()] == []
 
 
@@ -172,9 +248,9 @@ def test_no_part_without_an_op():
     orphans = [
         relative(path)
         for stage in STAGES
-        for path in sorted(stage.iterdir())
+        for path in sorted(stage.rglob("*"))
         for suffix in suffixes
-        if path.name.endswith(suffix) and (stage.name, path.name.removesuffix(suffix)) not in known
+        if path.name.endswith(suffix) and (relative(path.parent), path.name.removesuffix(suffix)) not in known
     ]
     assert orphans == []
 
@@ -281,6 +357,35 @@ def test_python_package_is_importable_by_name_only():
 def test_a_broken_rule_is_seen(code, why):
     assert device_faults(f"// fine\nvoid f() {{ {code} }}") == [why]
     assert device_faults(f"// {code}\nvoid f() {{}}") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("tree_math.h", None),
+        ("tree_cpu_avx512.cpp", None),
+        ("tree.cpp", None),
+        ("tree_law.h", "no role of the table"),
+        ("tree_cpu_impl.h", "no role of the table"),
+        ("tree_logit.cuh", "no role of the table"),
+        ("subset_params.h", "must begin with tree"),
+    ],
+)
+def test_a_file_without_a_role_is_seen(name, fault):
+    assert role_fault(name, "tree") == fault
+
+
+def test_a_cross_stage_include_is_seen():
+    other = "update/row_reduce/row_reduce_op.h"
+    assert foreign_includes("loss/fused/fused_loss_op.h", ["cstdint", "common/glue.h", other]) == [other]
+    assert foreign_includes("common/rows.h", ["loss/fused/fused_loss_math.h", "common/vec.h"]) == [
+        "loss/fused/fused_loss_math.h"
+    ]
+    assert foreign_includes("update/row_rules/row_rules_op.cpp", [other, "torch/csrc/stable/ops.h"]) == []
+
+
+def test_loss_code_is_seen():
+    assert loss_words('struct LossMeanParams {};  // of a loss\nfail("loss");') == ["LossMeanParams"]
 
 
 def test_comment_stripping_keeps_includes():

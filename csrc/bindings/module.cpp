@@ -16,8 +16,8 @@
 #include "common/pool.h"
 #include "common/selftest.h"
 #include "common/simd.h"
-#include "sampler/alias_table.h"
-#include "sampler/tree_fit.h"
+#include "sampler/alias_table/alias_table.h"
+#include "sampler/tree_fit/tree_fit.h"
 
 namespace py = pybind11;
 

@@ -24,7 +24,21 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Shape = std::vector<int64_t>;
 
+// Bytes of gradient rows from which on they are written past the cache: fewer stay there for whoever reads them next.
+// Measured.
+constexpr uint64_t kStreamRowsSmallest = uint64_t(4) << 20;
+
 // ------------------------------------------------------------------------------------------------ messages
+// The stable ABI has only RuntimeError. The Python error that is meant comes first in the message, and `op_error` of
+// samplex_cuda/_checks.py raises it:
+//
+//   IndexError: sampled_softmax: target must be in [0, 10), got 12 at flat position 3
+//
+//   IndexError   an id, target or row id out of range
+//   TypeError    a wrong dtype
+//   ValueError   a wrong shape, device, layout or number, offsets that do not ascend
+//
+// Not STD_TORCH_CHECK: that puts the build machine's path into the message.
 template <typename... Parts>
 [[noreturn]] inline void fail(const Parts&... parts) {
   std::ostringstream text;
@@ -32,11 +46,22 @@ template <typename... Parts>
   throw std::runtime_error(text.str());
 }
 
-// Not STD_TORCH_CHECK: that puts the build machine's path into the message.
 template <typename... Parts>
-inline void check(bool ok, const Parts&... parts) {
+inline void check_index(bool ok, const Parts&... parts) {
   if (!ok) [[unlikely]]
-    fail(parts...);
+    fail("IndexError: ", parts...);
+}
+
+template <typename... Parts>
+inline void check_type(bool ok, const Parts&... parts) {
+  if (!ok) [[unlikely]]
+    fail("TypeError: ", parts...);
+}
+
+template <typename... Parts>
+inline void check_value(bool ok, const Parts&... parts) {
+  if (!ok) [[unlikely]]
+    fail("ValueError: ", parts...);
 }
 
 inline const char* dtype_name(ScalarType type) {
@@ -95,8 +120,8 @@ inline void check_tensor(const char* op, const char* arg, const Tensor& t, const
     else
       sizes << '*';
   }
-  fail(op, ": ", arg, " must be ", text, " = [", sizes.str(), "] ", dtype_name(dtype), " contiguous on ",
-       device_name(like), ", got ", describe(t));
+  fail(t.scalar_type() == dtype ? "ValueError: " : "TypeError: ", op, ": ", arg, " must be ", text, " = [", sizes.str(),
+       "] ", dtype_name(dtype), " contiguous on ", device_name(like), ", got ", describe(t));
 }
 
 inline DType dtype_tag(const char* op, const char* arg, const Tensor& t) {
@@ -110,7 +135,7 @@ inline DType dtype_tag(const char* op, const char* arg, const Tensor& t) {
     case ScalarType::BFloat16:
       return DType::kBFloat16;
     default:
-      fail(op, ": ", arg, " must be float32, float64, float16 or bfloat16, got ", describe(t));
+      fail("TypeError: ", op, ": ", arg, " must be float32, float64, float16 or bfloat16, got ", describe(t));
   }
 }
 
@@ -121,9 +146,12 @@ inline ScalarType acc_type(ScalarType storage) {
 // ------------------------------------------------------------------------------------------------ backend
 inline Backend backend_of(const char* op, const Tensor& t) {
   if (t.is_cpu()) return cpu_backend();
-  check(t.is_cuda(), op, ": tensors must be on cpu or cuda, got ", device_name(t));
-  check(built_with_cuda(), op, ": this build of samplex-cuda has no CUDA kernels; rebuild with nvcc on PATH and ",
-        "SAMPLEX_CUDA=ON, or move the tensors to the CPU");
+  check_value(t.is_cuda(), op, ": tensors must be on cpu or cuda, got ", device_name(t));
+  if (!built_with_cuda()) {
+    fail(op,
+         ": this build of samplex-cuda has no CUDA kernels; rebuild with nvcc on PATH and SAMPLEX_CUDA=ON, or move ",
+         "the tensors to the CPU");
+  }
   return Backend::kCuda;
 }
 

@@ -28,8 +28,8 @@ inline void check_ids(const char* op, const char* arg, const Tensor& t, int64_t 
     }
   });
   if (bad.load() >= 0) {
-    fail(op, ": ", arg, " must be in [0, ", num_classes, ")", also, ", got ", ids[bad.load()], " at flat position ",
-         bad.load());
+    fail("IndexError: ", op, ": ", arg, " must be in [0, ", num_classes, ")", also, ", got ", ids[bad.load()],
+         " at flat position ", bad.load());
   }
 }
 
@@ -44,8 +44,8 @@ inline void check_csr(const char* op, const char* arg, const Tensor& offsets, co
   const int64_t* at = static_cast<const int64_t*>(offsets.const_data_ptr());
   bool ok = at[0] == 0 && at[rows] == ids.numel();
   for (int64_t b = 0; b < rows; ++b) ok &= at[b] <= at[b + 1];
-  check(ok, op, ": ", arg, " offsets must ascend from 0 to ", ids.numel(), " = number of ids, got ", at[0], " … ",
-        at[rows]);
+  check_value(ok, op, ": ", arg, " offsets must ascend from 0 to ", ids.numel(), " = number of ids, got ", at[0], " … ",
+              at[rows]);
   check_ids(op, arg, ids, num_classes);
 }
 

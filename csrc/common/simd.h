@@ -20,4 +20,21 @@ SX_EXPORT SimdLevel parse_simd_level(const char* name);  // throws, naming the c
 // miss buffers of the L1 all the same (AMD before Zen 4), and half a row into the L1 is better. Measured.
 int64_t prefetch_lines();
 
+// The one way to choose a body by SIMD level. SX_SIMD_BODY(level, f) is a pointer to f_scalar, f_avx2 or f_avx512,
+// three functions of one signature: f_scalar in <stem>_cpu.cpp, the others in <stem>_cpu_avx2.cpp and
+// <stem>_cpu_avx512.cpp. Chosen once per launch, or once per block of work, never per row.
+#ifdef SAMPLEX_X86_SIMD
+#define SX_SIMD_BODY(level, f) ::samplex::simd_body(level, &f##_scalar, &f##_avx2, &f##_avx512)
+#else
+#define SX_SIMD_BODY(level, f) ::samplex::simd_body(level, &f##_scalar, &f##_scalar, &f##_scalar)
+#endif
+
+template <typename F>
+inline F* simd_body(SimdLevel level, F* scalar, F* avx2, F* avx512) {
+  return level == SimdLevel::kAvx512 ? avx512 : level == SimdLevel::kAvx2 ? avx2 : scalar;
+}
+
+// The level of ops whose SIMD units leave double to the scalar body.
+inline SimdLevel simd_level_unless(bool is_double) { return is_double ? SimdLevel::kScalar : simd_level(); }
+
 }  // namespace samplex

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import op_error
 from samplex_cuda.ops.fused_loss import REDUCTIONS, acc_dtype, keep_coalesced
 from samplex_cuda.ops.sampled_softmax import sampled_softmax as _sampled_softmax
 from samplex_cuda.ops.subset_sample import subset_sample
@@ -334,16 +335,17 @@ def _loss(
 
 
 def _renamed(error: RuntimeError) -> Exception:
-    """The op's complaint about an id as an IndexError that names the argument the caller knows."""
-    text = str(error).splitlines()[0]
+    """The op's error, with the argument the caller knows in place of the op's."""
+    found = op_error(error)
+    text = str(found)
     for old, new in (
         ("sampled_softmax: ids ", "negatives "),
         ("sampled_softmax: target ", "positives "),
         ("subset_sample: exclude must be -1 or ", "positives must be "),
     ):
-        if text.startswith(old) and " in [0, " in text:
+        if isinstance(found, IndexError) and text.startswith(old):
             return IndexError(f"{_OP}: {new}{text[len(old) :]}".replace(" or ignore_index", ""))
-    return error
+    return found
 
 
 def _reduce(loss: Tensor, reduction: str) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import op_error
 from samplex_cuda.contrastive import contrastive
 from samplex_cuda.ops.entry_loss import KINDS
 from samplex_cuda.ops.entry_loss import entry_loss as _entry_loss_op
@@ -825,12 +826,4 @@ def _csr(
     return offsets.contiguous(), ids.contiguous()
 
 
-def as_python(error: RuntimeError) -> Exception:
-    """The stable ABI knows only RuntimeError; an id out of range is an IndexError to Python people."""
-    text = str(error)
-    if "must be in [0, " in text and ", got " in text:
-        kind = ValueError if "label_smoothing" in text else IndexError
-        return kind(text.splitlines()[0])
-    if "offsets must ascend" in text:
-        return ValueError(text.splitlines()[0])
-    return error
+as_python = op_error

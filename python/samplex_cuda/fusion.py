@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from samplex_cuda.functional import as_python
-from samplex_cuda.ops.fused_loss import REDUCTIONS
-from samplex_cuda.ops.optim import loss_entries, row_update_
+from samplex_cuda.ops.fused_loss import REDUCTIONS, loss_entries
+from samplex_cuda.ops.row_rules import row_update_
 from samplex_cuda.optim import RowOptimizer
 from samplex_cuda.rng import key_tensor
 from samplex_cuda.samplers.static import StaticSampler
@@ -240,8 +240,9 @@ class Fusion:
         with_lse: bool,
         grad_loss: Tensor,
         grad_lse: Tensor | None,
+        with_ratio: bool = False,
     ) -> Tensor:
-        """The gradient of hidden; those of weight and bias are put by as (ids, coefficients, h).
+        """The gradient of hidden; those of weight and bias are stored as (ids, coefficients, h).
 
         Args:
             version: of the weight in the forward.
@@ -250,6 +251,7 @@ class Fusion:
             with_lse: whether the forward kept the parts of a second output.
             grad_loss: upstream gradient.
             grad_lse: that of the second output.
+            with_ratio: whether the forward kept the ratio of each row.
         """
         if version != self.weight._version:
             raise RuntimeError(
@@ -260,7 +262,7 @@ class Fusion:
         hidden, target, ids, saved = tensors
         with_bias = self.bias is not None
         d_hidden, coef_a, coef_b, rows_b, bias_b = loss_entries(
-            grad_loss, grad_lse, hidden, target, ids, saved, reduction, with_lse, with_bias
+            grad_loss, grad_lse, hidden, target, ids, saved, reduction, with_lse, with_bias, with_ratio
         )
         ids_a = target.unsqueeze(1) if target.dim() == 1 else target
         if ids.dim() == 1:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from samplex_cuda.ops.fused_loss import acc_dtype
-from samplex_cuda.ops.optim import RULE_KINDS, Rule
+from samplex_cuda.ops.row_rules import RULE_KINDS, Rule
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.tables import empty_table
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import op_error
 from samplex_cuda.ops.attention_pool import attention_pool as _attention_pool
 from samplex_cuda.ops.fused_loss import acc_dtype, keep_coalesced
 
@@ -103,6 +104,4 @@ def attention_pool(
     try:
         return _attention_pool(flat, table, query, value, sparse=sparse).reshape(lead)
     except RuntimeError as error:
-        if "ids must be in [0, " in str(error):  # the stable ABI knows only RuntimeError
-            raise IndexError(str(error).splitlines()[0]) from None
-        raise
+        raise op_error(error) from None

@@ -67,6 +67,44 @@ def test_without_bias(backend):
     check(backend, *make(), 20, with_bias=False)
 
 
+def test_one_entry_per_row_needs_no_second_dimension(backend):
+    ids, coef, rows = (t.to(backend.device) for t in make(per_row=1))
+    rest = torch.zeros(0, dtype=torch.int64, device=backend.device), None, rows[:0], 20, True
+    wanted = row_reduce(ids, coef, rows, 20, with_bias=True)
+    n = int(wanted[3])
+    assert n > 2
+    for flat in (OP(ids[:, 0].contiguous(), coef, rows, *rest), OP(ids[:, 0].contiguous(), coef[:, 0], rows, *rest)):
+        assert all(torch.equal(a[:n], b[:n]) for a, b in zip(flat, wanted, strict=True))
+
+
+def test_bias_of_the_second_source(backend):
+    """What the entries of b add to the bias may be given; those of a add their coefficients."""
+    ids_a, coef, rows_a = (t.to(backend.device) for t in make(seed=1))
+    ids_b, _, rows_b = (t.to(backend.device) for t in make(per_row=1, seed=2))
+    given = torch.arange(1.0, 7.0, device=backend.device)
+    row_ids, grads, bias, count = OP(ids_a, coef, rows_a, ids_b, None, rows_b, 20, True, given)
+    plain = OP(ids_a, coef, rows_a, ids_b, None, rows_b, 20, True)
+    n = int(count)
+    assert torch.equal(row_ids[:n], plain[0][:n])
+    assert torch.equal(grads[:n], plain[1][:n])
+    wanted = torch.zeros(20)
+    for ids, amounts in ((ids_a, coef), (ids_b, given[:, None])):
+        kept = ids.cpu() >= 0
+        wanted.index_add_(0, ids.cpu()[kept], amounts.cpu()[kept])
+    torch.testing.assert_close(bias[:n].cpu(), wanted[row_ids[:n].cpu()])
+    assert not torch.equal(bias[:n], plain[2][:n])
+
+
+def test_ids_out_of_range_without_their_check_are_left_out(backend):
+    ids, coef, rows = (t.to(backend.device) for t in make())
+    empty = torch.zeros((0, 1), dtype=torch.int64, device=backend.device), None, rows[:0], 20, True, None
+    far = torch.where(ids < 0, 10**9, ids)
+    assert (far != ids).any()
+    wanted, got = OP(ids, coef, rows, *empty, True), OP(far, coef, rows, *empty, False)
+    n = int(wanted[3])
+    assert all(torch.equal(a[:n], b[:n]) for a, b in zip(got, wanted, strict=True))
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0), (0, 0)])
 def test_nothing_to_reduce(backend, shape):
     check(backend, torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), torch.zeros(shape[0], 3), 20)
@@ -194,25 +232,25 @@ def test_opcheck_two_sources(backend):
 
 # ------------------------------------------------------------------------------------------------ errors
 @pytest.mark.parametrize(
-    ("position", "value", "text"),
+    ("position", "value", "kind", "text"),
     [
-        (0, torch.full((6,), 1), "ids_a must be [S, k] = [*, *] int64 contiguous on cpu, got [6] int64 on cpu"),
-        (0, torch.zeros(6, 5), "ids_a must be [S, k] = [*, *] int64 contiguous on cpu, got [6, 5] float32 on cpu"),
-        (0, torch.full((6, 5), 20), "ids must be below num_rows = 20, got 20"),
-        (1, torch.zeros(6, 4), "coef_a must be [S, k] = [6, 5] float32 contiguous on cpu, got [6, 4] float32 on cpu"),
-        (1, torch.zeros(6, 5).double(), "coef_a must be [S, k] = [6, 5] float32"),
-        (2, torch.zeros(7), "rows_a must be [S, d], got [7] float32 on cpu"),
-        (2, torch.zeros(5, 7), "rows_a must be [S, d] = [6, 7] float32 contiguous on cpu, got [5, 7] float32 on cpu"),
-        (2, torch.full((6, 7), 1), "rows_a must be float32, float64, float16 or bfloat16, got [6, 7] int64"),
-        (5, torch.zeros(0, 8), "rows_b must be [S, d] = [0, 7] float32 contiguous on cpu, got [0, 8] float32 on cpu"),
-        (6, -1, "num_rows must be >= 0, got -1"),
+        (0, torch.full((6, 5, 1), 1), ValueError, "ids_a must be [S] or [S, k], got [6, 5, 1] int64 on cpu"),
+        (0, torch.zeros(6, 5), TypeError, "ids_a must be [S, k] = [6, 5] int64 contiguous on cpu, got [6, 5] float32"),
+        (0, torch.full((6, 5), 20), IndexError, "ids must be below num_rows = 20, got 20"),
+        (1, torch.zeros(6, 4), ValueError, "coef_a must be [S, k] = [6, 5] float32 contiguous on cpu, got "),
+        (1, torch.zeros(6, 5).double(), TypeError, "coef_a must be [S, k] = [6, 5] float32"),
+        (2, torch.zeros(7), ValueError, "rows_a must be [S, d], got [7] float32"),
+        (2, torch.zeros(5, 7), ValueError, "rows_a must be [S, d] = [6, 7] float32 contiguous on cpu, got "),
+        (2, torch.full((6, 7), 1), TypeError, "rows_a must be float32, float64, float16 or bfloat16, got [6, 7] int64"),
+        (5, torch.zeros(0, 8), ValueError, "rows_b must be [S, d] = [0, 7] float32 contiguous on cpu, got "),
+        (6, -1, ValueError, "num_rows must be >= 0, got -1"),
     ],
 )  # fmt: skip
-def test_bad_input(position, value, text):
+def test_bad_input(position, value, kind, text):
     ids, coef, rows = make()
     args = [ids, coef, rows, ids[:0, :1], None, rows[:0], 20, True]
     assert len(OP(*args)) == 4
     args[position] = value
     with pytest.raises(RuntimeError) as caught:
         OP(*args)
-    assert str(caught.value).startswith(f"row_reduce: {text}")
+    assert str(caught.value).startswith(f"{kind.__name__}: row_reduce: {text}")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from samplex_cuda import _native
+from samplex_cuda._checks import op_error
 from samplex_cuda.ops.tree_shared import tree_log_prob_shared, tree_sample_shared
 from samplex_cuda.reference import tree_shared as reference
 from samplex_cuda.samplers import Tree
@@ -450,5 +451,5 @@ def test_bad_input(op, name):
         args = {"x": x, "ids": torch.tensor([0, 9, 1]), **named}
     with pytest.raises(RuntimeError) as caught:
         getattr(torch.ops.samplex, op)(*change(args).values())
-    assert str(caught.value).startswith(f"{op}: ")
+    assert str(op_error(caught.value)).startswith(f"{op}: ")
     assert text in str(caught.value)

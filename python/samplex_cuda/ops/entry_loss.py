@@ -82,6 +82,7 @@ def _gradients(
         tensors,
         upstream,
         lambda rows, with_bias: _bwd_op(upstream, *tensors, kind, classes, plan.reduction, rows, with_bias),
+        with_ratio=kind == _WITH_RATIO,
     )
 
 

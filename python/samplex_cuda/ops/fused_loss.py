@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samplex_cuda import _library  # noqa: F401  registers the op
+
 __all__ = [
     "REDUCTIONS",
     "LossPlan",
@@ -17,6 +19,7 @@ __all__ = [
     "fake_gradients",
     "fusion_of",
     "keep_coalesced",
+    "loss_entries",
     "loss_gradients",
     "rows_to_coo",
 ]
@@ -60,6 +63,36 @@ def keep_coalesced(parameter: Tensor) -> None:
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """Sums of this storage type run in float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@torch.library.register_fake("samplex::loss_entries")
+def _(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    hidden: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    saved: Tensor,
+    reduction: int,
+    with_lse: bool,
+    with_bias: bool,
+    with_ratio: bool = False,
+) -> tuple[Tensor, ...]:
+    batch, dim = hidden.shape
+    shared, m = ids.dim() == 1, ids.shape[-1]
+    targets = 1 if target.dim() == 1 else target.shape[1]
+    summed = m if shared and batch > 0 else 0
+    acc = acc_dtype(hidden.dtype)
+    return (
+        torch.empty_like(hidden),
+        hidden.new_empty((batch, targets), dtype=acc),
+        hidden.new_empty((0 if shared else batch, m), dtype=acc),
+        hidden.new_empty((summed, dim), dtype=acc),
+        hidden.new_empty((summed if with_bias else 0,), dtype=acc),
+    )
+
+
+loss_entries = torch.ops.samplex.loss_entries.default
 
 
 def rows_to_coo(
@@ -137,6 +170,7 @@ def loss_gradients(
     *,
     with_lse: bool = False,
     grad_lse: Tensor | None = None,
+    with_ratio: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias, as far as `need` says: the backward of every fused loss.
 
@@ -148,10 +182,11 @@ def loss_gradients(
         run: the loss's own backward op, called with (need_rows, with_bias).
         with_lse: whether the forward kept the parts of a second output.
         grad_lse: its upstream gradient, contiguous.
+        with_ratio: whether the forward kept the ratio of each row.
     """
     plan.check()
     if plan.fusion is not None and need[1]:
-        d_hidden = plan.fusion.take(plan.version, plan.reduction, tensors, with_lse, grad_loss, grad_lse)
+        d_hidden = plan.fusion.take(plan.version, plan.reduction, tensors, with_lse, grad_loss, grad_lse, with_ratio)
         return d_hidden if need[0] else None, None, None
     return deliver(plan, need, run(need[1] or need[2], need[2]))
 

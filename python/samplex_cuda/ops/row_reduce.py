@@ -20,6 +20,8 @@ def _(
     rows_b: Tensor,
     num_rows: int,
     with_bias: bool,
+    bias_b: Tensor | None = None,
+    check_ids: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     acc = torch.float64 if rows_a.dtype == torch.float64 else torch.float32
     capacity = torch.sym_min(ids_a.numel() + ids_b.numel(), num_rows)

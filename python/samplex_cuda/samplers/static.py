@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import call
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import static_sample as ops
 from samplex_cuda.ops.subset_sample import subset_sample
@@ -19,22 +19,7 @@ __all__ = ["LogUniform", "StaticSampler", "Uniform", "Unigram"]
 
 MAX_CLASSES = 1 << 52
 
-T = TypeVar("T")
-
-
-def _call(op: Callable[[], T]) -> T:
-    """The op, with its complaint about a value as the Python error it is."""
-    if torch.compiler.is_compiling():
-        return op()
-    try:
-        return op()
-    except RuntimeError as error:
-        text = str(error)
-        if " in [0, " in text and ", got " in text:
-            raise IndexError(text) from None
-        if "exclude_offsets must" in text:
-            raise ValueError(text) from None
-        raise
+_call = call  # of the other samplers
 
 
 class StaticSampler(Sampler):

@@ -1,0 +1,44 @@
+// Ops that our ops call through the dispatcher: torch's own, and row_reduce, which the backward of every loss ends in
+// but which belongs to another stage. A call by name costs about a microsecond.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <optional>
+
+#include "common/glue.h"
+
+namespace samplex::glue {
+
+// The results are in the first places of what is returned.
+template <size_t kResults = 1, typename... Args>
+inline auto call_op(const char* name, const char* overload, const Args&... args) {
+  std::array<StableIValue, std::max(kResults, sizeof...(Args))> stack{torch::stable::detail::from(args)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return stack;
+}
+
+inline Tensor tensor_of(StableIValue value) { return torch::stable::detail::to<Tensor>(value); }
+
+// Ids, coefficients and rows, as row_reduce takes them: ids [S] or [S, k], coefficients of that shape or None, rows
+// [S, d].
+struct RowSource {
+  Tensor ids;
+  std::optional<Tensor> coef;
+  Tensor rows;
+};
+
+struct RowGradients {
+  Tensor row_ids, row_grads, row_bias, count;
+};
+
+// samplex::row_reduce without its check of the ids: the loss has checked them, and an ignore_index may be out of range.
+// `bias_b` is what the entries of `b` add to row_bias; None: their coefficients.
+inline RowGradients call_row_reduce(const RowSource& a, const RowSource& b, const std::optional<Tensor>& bias_b,
+                                    int64_t num_rows, bool with_bias) {
+  const auto made = call_op<4>("samplex::row_reduce", "", a.ids, a.coef, a.rows, b.ids, b.coef, b.rows, num_rows,
+                               with_bias, bias_b, false);
+  return {tensor_of(made[0]), tensor_of(made[1]), tensor_of(made[2]), tensor_of(made[3])};
+}
+
+}  // namespace samplex::glue

@@ -1,0 +1,328 @@
+// Attention pooling on the GPU. Formulas in attention_pool_params.h.
+//
+//   attention_pool_kernel         float, half, bfloat16 storage; d <= 768 (odd d: <= 256): one pass, a block a batch
+//   row attention_pool_wide_kernel    any other d, and double: a second read of the rows where p and v need a gradient
+//   attention_pool_scale_kernel   coefficients times the upstream gradient
+//   attention_pool_rows_kernel    gradient rows from two coefficients each: a block a row
+//   attention_pool_vectors_kernel gradients of p and v: a thread a column
+//   attention_pool_check_kernel   SAMPLEX_DEBUG=1: stops with a message at the first id out of range
+//
+// One pass: a warp takes kRows tokens at a time, its lanes the columns of their rows, with p, v and the two running
+// sums in registers. Every warp keeps an online softmax with a reference of its own; the block moves them to the common
+// one and adds them in the order of the warps. No float atomics: the same bits every time.
+#pragma once
+
+#include <cstdio>
+
+#include "common/vec_load.cuh"
+#include "common/warp.cuh"
+#include "loss/attention_pool/attention_pool_math.h"
+
+namespace samplex::SX_BACKEND_NS {
+
+constexpr int kPoolWarps = 4;
+constexpr int kPoolThreads = kPoolWarps * kWarpSize;
+
+// ------------------------------------------------------------------------------------------------ a block's softmax
+template <typename A>
+struct PoolShared {
+  A max[kPoolWarps], ref[kPoolWarps], sum[kPoolWarps], weighted[kPoolWarps];
+  int present[kPoolWarps];
+};
+
+// What the block agrees on. `step` takes this warp's sums to the common reference.
+template <typename A>
+struct PoolResult {
+  A max, ref, sum, offset;  // offset: F
+  bool present;             // any token that is no padding
+  PoolStep<A> step;
+};
+
+// Every warp brings its state; all threads of the block call it.
+template <typename A>
+SX_DEVICE inline PoolResult<A> pool_merge(PoolShared<A>& s, const PoolState<A>& mine, bool present) {
+  const int w = warp_id();
+  if (lane_id() == 0) {
+    s.max[w] = mine.max;
+    s.ref[w] = mine.ref;
+    s.sum[w] = mine.sum;
+    s.weighted[w] = mine.weighted;
+    s.present[w] = present ? 1 : 0;
+  }
+  __syncthreads();
+  PoolResult<A> r = {negative_infinity<A>(), A(0), A(0), A(0), false, {A(0), A(0)}};
+  for (int i = 0; i < kPoolWarps; ++i) {
+    if (s.max[i] > r.max) {
+      r.max = s.max[i];
+      r.ref = s.ref[i];
+    }
+    r.present = r.present || s.present[i] != 0;
+  }
+  A weighted = 0;
+  for (int i = 0; i < kPoolWarps; ++i) {
+    A x = s.sum[i], y = s.weighted[i];
+    pool_step(s.max[i], s.ref[i], r.max, r.ref).apply(x, y);
+    r.sum += x;
+    weighted += y;
+  }
+  r.offset = weighted / r.sum;
+  r.step = pool_step(mine.max, mine.ref, r.max, r.ref);
+  return r;
+}
+
+// pooled, and scores and values of the row's tokens, which lie in `coefs`, become coefficients.
+template <typename A>
+SX_DEVICE inline void pool_finish(const AttentionPoolParams& p, int64_t b, const PoolResult<A>& r) {
+  if (threadIdx.x == 0) static_cast<A*>(p.pooled)[b] = r.present ? r.ref + r.offset : A(0);
+  if (p.coefs == nullptr) return;
+  const A inverse = A(1) / r.sum, shift = pool_shift(r.max);
+  for (int64_t i = b * p.length + threadIdx.x; i < (b + 1) * p.length; i += kPoolThreads) {
+    A* pair = static_cast<A*>(p.coefs) + 2 * i;
+    const bool part = p.ids[i] >= 0;
+    const A q = part ? exp_acc(pair[0] - shift) * inverse : A(0);
+    pair[1] = part ? q * ((pair[1] - r.ref) - r.offset) : A(0);
+    pair[0] = q;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ one pass
+// Columns are split into chunks of kWidth: a lane has chunks lane, lane + 32, … of a row.
+template <typename T, int kWidth, int kChunks, bool kFull>
+struct PoolPass {
+  static constexpr int kElements = kWidth * kChunks;
+  static constexpr int kSpan = kElements * kWarpSize;  // >= d
+  static constexpr int kRows = kElements > 8 ? 2 : 4;  // rows in flight in a warp
+
+  SX_DEVICE static int column(int chunk) { return (chunk * kWarpSize + lane_id()) * kWidth; }
+
+  SX_DEVICE static void load(const T* row, int dim, bool part, float* out) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (part && (kFull || column(chunk) < dim)) {
+        load_values<kWidth>(row + column(chunk), out + chunk * kWidth);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) out[chunk * kWidth + i] = 0.0f;
+      }
+    }
+  }
+
+  SX_DEVICE static void load_vector(const void* from, int dim, float* out) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const int c = column(chunk) + i;
+        out[chunk * kWidth + i] = c < dim ? static_cast<const float*>(from)[c] : 0.0f;
+      }
+    }
+  }
+};
+
+template <typename T, int kWidth, int kChunks, bool kFull>
+__global__ void __launch_bounds__(kPoolThreads) attention_pool_kernel(AttentionPoolParams p) {
+  using Pass = PoolPass<T, kWidth, kChunks, kFull>;
+  constexpr int kElements = Pass::kElements, kRows = Pass::kRows, kSpan = Pass::kSpan;
+  __shared__ PoolShared<float> shared;
+  SX_DYN_SMEM(float, buffer);  // [warps, 2, span], with sums
+  const int64_t b = blockIdx.x;
+  const int dim = int(p.dim), lane = lane_id();
+  const int64_t* ids = p.ids + b * p.length;
+  const bool with_sums = p.sums != nullptr;
+  float query[kElements], value[kElements], sum_q[kElements], sum_c[kElements];
+  Pass::load_vector(p.query, dim, query);
+  Pass::load_vector(p.value, dim, value);
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) sum_q[i] = sum_c[i] = 0.0f;
+  PoolState<float> state = pool_empty<float>();
+  bool present = false;
+
+  for (int64_t first = warp_id() * kRows; first < p.length; first += kPoolWarps * kRows) {
+    float rows[kRows][kElements], a[kRows], g[kRows];
+    bool part[kRows];
+    // All rows are requested before any is used: the gather is bound by latency.
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t id = first + r < p.length ? ids[first + r] : -1;
+      part[r] = id >= 0;
+      Pass::load(static_cast<const T*>(p.table) + (part[r] ? id : 0) * p.dim, dim, part[r], rows[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      a[r] = g[r] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        a[r] += query[i] * rows[r][i];
+        g[r] += value[i] * rows[r][i];
+      }
+    }
+    float top = negative_infinity<float>(), top_value = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      a[r] = group_sum<kWarpSize>(a[r]);
+      g[r] = group_sum<kWarpSize>(g[r]);
+      if (p.coefs != nullptr && lane == r && first + r < p.length) {
+        float* pair = static_cast<float*>(p.coefs) + 2 * (b * p.length + first + r);
+        pair[0] = a[r];
+        pair[1] = g[r];
+      }
+      if (part[r] && a[r] > top) {
+        top = a[r];
+        top_value = g[r];
+      }
+      present = present || part[r];
+    }
+    if (top > state.max) {  // the same in every lane
+      const PoolStep<float> step = pool_step(state.max, state.ref, top, top_value);
+      step.apply(state.sum, state.weighted);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) step.apply(sum_q[i], sum_c[i]);
+      state.max = top;
+      state.ref = top_value;
+    }
+    const float shift = pool_shift(state.max);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float e = part[r] ? exp_acc(a[r] - shift) : 0.0f;
+      const float f = part[r] ? e * (g[r] - state.ref) : 0.0f;
+      state.sum += e;
+      state.weighted += f;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        sum_q[i] += e * rows[r][i];
+        sum_c[i] += f * rows[r][i];
+      }
+    }
+  }
+
+  const PoolResult<float> result = pool_merge(shared, state, present);
+  pool_finish(p, b, result);
+  if (!with_sums) return;  // the same in every thread; the barrier below is for all or none
+  float* mine = buffer + warp_id() * 2 * kSpan;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) result.step.apply(sum_q[i], sum_c[i]);
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    store_floats<kWidth>(mine + Pass::column(chunk), sum_q + chunk * kWidth);
+    store_floats<kWidth>(mine + kSpan + Pass::column(chunk), sum_c + chunk * kWidth);
+  }
+  __syncthreads();
+  const float inverse = 1.0f / result.sum;
+  float* sums = static_cast<float*>(p.sums) + 2 * b * p.dim;
+  for (int c = threadIdx.x; c < dim; c += kPoolThreads) {
+    float x = 0.0f, y = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kPoolWarps; ++w) {
+      x += buffer[w * 2 * kSpan + c];
+      y += buffer[w * 2 * kSpan + kSpan + c];
+    }
+    sums[c] = result.present ? x * inverse : 0.0f;
+    sums[dim + c] = result.present ? (y - result.offset * x) * inverse : 0.0f;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ any d, double
+template <typename T>
+__global__ void __launch_bounds__(kPoolThreads) attention_pool_wide_kernel(AttentionPoolParams p) {
+  using A = acc_t<T>;
+  __shared__ PoolShared<A> shared;
+  const int64_t b = blockIdx.x;
+  const int64_t* ids = p.ids + b * p.length;
+  const A *query = static_cast<const A*>(p.query), *value = static_cast<const A*>(p.value);
+  PoolState<A> state = pool_empty<A>();
+  bool present = false;
+  for (int64_t i = warp_id(); i < p.length; i += kPoolWarps) {
+    const int64_t id = ids[i];
+    if (id < 0) continue;  // the same in every lane
+    const T* row = static_cast<const T*>(p.table) + id * p.dim;
+    A a = 0, g = 0;
+    for (int64_t c = lane_id(); c < p.dim; c += kWarpSize) {
+      const A x = to_acc(row[c]);
+      a += query[c] * x;
+      g += value[c] * x;
+    }
+    a = group_sum<kWarpSize>(a);
+    g = group_sum<kWarpSize>(g);
+    if (p.coefs != nullptr && lane_id() == 0) {
+      A* pair = static_cast<A*>(p.coefs) + 2 * (b * p.length + i);
+      pair[0] = a;
+      pair[1] = g;
+    }
+    present = true;
+    if (a > state.max) {
+      pool_step(state.max, state.ref, a, g).apply(state.sum, state.weighted);
+      state.max = a;
+      state.ref = g;
+    }
+    const A e = exp_acc(a - pool_shift(state.max));
+    state.sum += e;
+    state.weighted += e * (g - state.ref);
+  }
+  const PoolResult<A> result = pool_merge(shared, state, present);
+  pool_finish(p, b, result);
+  if (p.sums == nullptr) return;
+  __syncthreads();  // coefficients are there
+  const A* coefs = static_cast<const A*>(p.coefs) + 2 * b * p.length;
+  A* sums = static_cast<A*>(p.sums) + 2 * b * p.dim;
+  for (int64_t c = threadIdx.x; c < p.dim; c += kPoolThreads) {
+    A x = 0, y = 0;
+    for (int64_t i = 0; i < p.length; ++i) {
+      const int64_t id = ids[i];
+      if (id < 0) continue;
+      const A e = to_acc(static_cast<const T*>(p.table)[id * p.dim + c]);
+      x += coefs[2 * i] * e;
+      y += coefs[2 * i + 1] * e;
+    }
+    sums[c] = x;
+    sums[p.dim + c] = y;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ backward
+template <typename A>
+__global__ void __launch_bounds__(kPoolThreads) attention_pool_scale_kernel(AttentionPoolScaleParams p) {
+  const int64_t i = int64_t(blockIdx.x) * kPoolThreads + threadIdx.x;
+  if (i >= p.batch * p.length * 2) return;
+  const A grad = static_cast<const A*>(p.grad)[i / (2 * p.length)];
+  static_cast<A*>(p.scaled)[i] = grad == A(0) ? A(0) : grad * static_cast<const A*>(p.coefs)[i];
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kPoolThreads) attention_pool_rows_kernel(AttentionPoolRowsParams p) {
+  const int64_t i = blockIdx.x;
+  if (i >= p.count[0]) return;
+  const A x = static_cast<const A*>(p.pairs)[2 * i], y = static_cast<const A*>(p.pairs)[2 * i + 1];
+  A* row = static_cast<A*>(p.rows) + i * p.dim;
+  for (int64_t c = threadIdx.x; c < p.dim; c += kPoolThreads) {
+    row[c] = x * static_cast<const A*>(p.value)[c] + y * static_cast<const A*>(p.query)[c];
+  }
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kPoolThreads) attention_pool_vectors_kernel(AttentionPoolVectorsParams p) {
+  const int64_t c = int64_t(blockIdx.x) * kPoolThreads + threadIdx.x, width = 2 * p.dim;
+  if (c >= width) return;
+  double total = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const double grad = double(static_cast<const A*>(p.grad)[b]);
+    if (grad != 0) total += grad * double(static_cast<const A*>(p.sums)[b * width + c]);
+  }
+  if (c < p.dim)
+    static_cast<A*>(p.d_value)[c] = A(total);
+  else
+    static_cast<A*>(p.d_query)[c - p.dim] = A(total);
+}
+
+// ------------------------------------------------------------------------------------------------ debug check
+// A kernel of its own: a printf in the hot kernels costs them a stack frame and registers.
+__global__ void __launch_bounds__(kPoolThreads) attention_pool_check_kernel(AttentionPoolParams p) {
+  const int64_t i = int64_t(blockIdx.x) * kPoolThreads + threadIdx.x;
+  if (i >= p.batch * p.length) return;
+  const int64_t id = p.ids[i];
+  if ((id >= 0 && id < p.num_rows) || id == -1 || id == -100) return;
+  printf("attention_pool: ids must be in [0, %lld) or -1, -100 for padding, got %lld at flat position %lld\n",
+         (long long)p.num_rows, (long long)id, (long long)i);
+  __trap();
+}
+
+}  // namespace samplex::SX_BACKEND_NS

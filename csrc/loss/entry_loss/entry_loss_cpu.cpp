@@ -1,0 +1,24 @@
+// CPU launcher of the entry losses: scalar body, SIMD dispatch once per range.
+#include "common/parallel.h"
+#include "common/simd.h"
+#include "loss/entry_loss/entry_loss_cpu_rows.h"
+
+namespace samplex::cpu {
+
+namespace {
+
+void entry_loss_rows_scalar(const EntryLossParams& params, int64_t begin, int64_t end) {
+  dispatch_dtype("entry_loss", params.dtype,
+                 [&](auto tag) { entry_loss_rows<typename decltype(tag)::type>(params, begin, end); });
+}
+
+}  // namespace
+
+void launch_entry_loss(const EntryLossParams& params) {
+  const auto body = SX_SIMD_BODY(simd_level_unless(params.dtype == DType::kFloat64), entry_loss_rows);
+  const int64_t work = (params.num_targets + params.num_samples) * params.dim;
+  parallel_for_shared(params.batch, 1 + (1 << 16) / (work + 1),
+                      [&](int64_t begin, int64_t end) { body(params, begin, end); });
+}
+
+}  // namespace samplex::cpu

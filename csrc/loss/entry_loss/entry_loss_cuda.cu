@@ -1,0 +1,73 @@
+// Launchers: one warp per batch row; the one-pass kernel is chosen by storage type, alignment and d.
+#include "loss/entry_loss/entry_loss_kernel.cuh"
+
+namespace samplex {
+namespace SX_BACKEND_NS {
+namespace {
+
+template <typename T, int kWidth, int kChunks, int kGroup, int kRows, EntryMode kMode>
+void launch_one_pass(const EntryLossParams& params, void* stream) {
+  SX_LAUNCH("entry_loss", (entry_loss_kernel<T, kWidth, kChunks, kGroup, kRows, kMode>), unsigned(params.batch),
+            kWarpSize, 0, stream, params);
+}
+
+template <typename T, int kWidth, EntryMode kMode>
+void launch_wide(const EntryLossParams& params, void* stream) {
+  SX_LAUNCH("entry_loss", (entry_loss_wide_kernel<T, kWidth, kMode>), unsigned(params.batch), kWarpSize, 0, stream,
+            params);
+}
+
+template <typename T, EntryMode kMode>
+void launch(const EntryLossParams& params, void* stream) {
+  if constexpr (sizeof(T) == 8) {
+    launch_wide<T, 1, kMode>(params, stream);
+  } else {
+    constexpr int kWidth = 16 / sizeof(T);
+    const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+    const bool vectors = params.dim % kWidth == 0 && aligned(params.hidden) && aligned(params.weight);
+    const int64_t d = params.dim;
+    if (params.shared || d == 0 || d > (vectors ? 1024 : 256)) {
+      if (vectors)
+        launch_wide<T, kWidth, kMode>(params, stream);
+      else
+        launch_wide<T, 1, kMode>(params, stream);
+    } else if (!vectors) {
+      launch_one_pass<T, 1, 8, 32, 4, kMode>(params, stream);
+    } else if (d <= 64) {
+      launch_one_pass<T, kWidth, 8 / kWidth, 8, 8, kMode>(params, stream);
+    } else if (d <= 128) {
+      launch_one_pass<T, kWidth, 8 / kWidth, 16, 8, kMode>(params, stream);
+    } else if (d <= 256) {
+      launch_one_pass<T, kWidth, 8 / kWidth, 32, 8, kMode>(params, stream);
+    } else if (d <= 512) {
+      // Four rows of 16-bit numbers at a time spill on sm_120.
+      launch_one_pass<T, kWidth, 16 / kWidth, 32, sizeof(T) == 2 ? 2 : 4, kMode>(params, stream);
+    } else {
+      launch_one_pass<T, kWidth, 32 / kWidth, 32, 2, kMode>(params, stream);
+    }
+  }
+}
+
+}  // namespace
+
+void launch_entry_loss(const EntryLossParams& params, void* stream) {
+  if (params.debug) {
+    const int64_t ids = params.batch * (params.num_targets + params.num_samples);
+    SX_LAUNCH("entry_loss", entry_loss_check_kernel, unsigned((ids + kCheckThreads - 1) / kCheckThreads), kCheckThreads,
+              0, stream, params);
+  }
+  const bool plain =
+      params.kind == EntryLoss::kNegativeSampling && params.num_targets == 1 && params.known_offsets == nullptr;
+  dispatch_dtype("entry_loss", params.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (plain)
+      launch<T, EntryMode::kPlain>(params, stream);
+    else if (is_relative(params.kind))
+      launch<T, EntryMode::kRelative>(params, stream);
+    else
+      launch<T, EntryMode::kNoise>(params, stream);
+  });
+}
+
+}  // namespace SX_BACKEND_NS
+}  // namespace samplex

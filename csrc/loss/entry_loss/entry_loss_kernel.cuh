@@ -1,0 +1,523 @@
+// The entry losses on the GPU: one warp, which is one block, per batch row. Formulas in entry_loss_params.h.
+//
+//   entry_loss_kernel        float, half, bfloat16 storage; d <= 1024 (odd d: <= 256): each class row is read once
+//   entry_loss_wide_kernel   any other d, double, and shared draws (whose products come from a GEMM)
+//   entry_loss_check_kernel  SAMPLEX_DEBUG=1: stops with a message at the first id out of range
+//
+// One pass: a group of kGroup lanes owns a class row, every lane kElements of its columns, with h and the running
+// gradient of h in registers; kRows class rows are in flight in a group. A draw's coefficient follows from its own
+// product (and the targets' scores, which a relative loss takes first), so the rows are added to the gradient while
+// they are still in registers. Only the targets of a relative loss are read twice, the second time from the cache.
+// Nothing goes through shared memory and there is no float atomic; sums run in an order that the shapes fix: the same
+// bits every time.
+#pragma once
+
+#include "common/vec_load.cuh"
+#include "loss/entry_loss/entry_loss_math.h"
+#include "loss/fused/fused_loss_kernel.cuh"
+
+namespace samplex {
+namespace SX_BACKEND_NS {
+
+constexpr int kCheckThreads = 128;
+
+// What a kernel is compiled for: the less it must be ready for, the fewer registers it takes.
+enum class EntryMode {
+  kPlain,    // negative sampling, one target, no mask
+  kNoise,    // negative sampling and nce
+  kRelative  // one_vs_each and augment_reduce
+};
+// Blocks an SM shall hold. Left to itself ptxas spills a few registers of the general kernels to fit one block more; a
+// warp has kRows class rows in flight in each group, so that few of them keep the memory busy.
+constexpr int blocks_of(EntryMode mode) { return mode == EntryMode::kPlain ? 0 : 1; }
+
+// ------------------------------------------------------------------------------------------------ a row
+// What every lane knows of its batch row.
+template <typename A>
+struct EntryLossRow {
+  A count, weight;    // how many targets, and a
+  A level, log_eta;   // relative losses: the target's score (of several: their mean), log eta
+  A *scores, *pulls;  // relative losses with several targets: [P] each, written by lane 0
+};
+
+SX_DEVICE inline int64_t target_of(const EntryLossParams& p, int64_t b, int64_t k) {
+  const int64_t id = p.target[b * p.num_targets + k];
+  return counts_as_target(p, id) ? id : -1;
+}
+
+// By the whole warp. count = 0: the row has no target.
+template <typename A>
+SX_DEVICE inline EntryLossRow<A> read_row(const EntryLossParams& p, int64_t b) {
+  EntryLossRow<A> row{A(0), A(0), A(0), A(0), nullptr, nullptr};
+  for (int64_t k = lane_id(); k < p.num_targets; k += kWarpSize) {
+    const int64_t id = target_of(p, b, k);
+    if (id < 0) continue;
+    row.count += A(1);
+    row.weight += load_scalar<A>(p.class_weight, id, A(1));
+  }
+  row.count = group_sum<kWarpSize>(row.count);
+  row.weight = group_sum<kWarpSize>(row.weight);
+  if (row.count > A(0)) row.weight /= row.count;
+  if (p.scratch != nullptr) {
+    row.scores = static_cast<A*>(p.scratch) + b * 2 * p.num_targets;
+    row.pulls = row.scores + p.num_targets;
+  }
+  if (p.kind == EntryLoss::kAugmentReduce) row.log_eta = static_cast<const A*>(p.log_eta)[b];
+  return row;
+}
+
+// a_y
+template <typename A>
+SX_DEVICE inline A share_of(const EntryLossParams& p, const EntryLossRow<A>& row, int64_t id) {
+  return load_scalar<A>(p.class_weight, id, A(1)) / row.count;
+}
+
+template <EntryMode kMode>
+SX_DEVICE inline bool draw_masked(const EntryLossParams& p, int64_t b, int64_t id) {
+  if (kMode == EntryMode::kRelative) {
+    for (int64_t k = 0; k < p.num_targets; ++k) {
+      if (target_of(p, b, k) == id) return true;
+    }
+  }
+  if (p.known_offsets != nullptr) {
+    for (int64_t k = p.known_offsets[b]; k < p.known_offsets[b + 1]; ++k) {
+      if (p.known_ids[k] == id) return true;
+    }
+  }
+  return false;
+}
+
+// ------------------------------------------------------------------------------------------------ entries of a row
+// What a lane knows of one entry before its class row is read. An entry that takes no part has id -1.
+template <typename A>
+struct EntryLossEntry {
+  int64_t id;
+  A bias, log_q;
+  A share;  // of its term; in kNoise only
+};
+
+template <EntryMode kMode, typename A>
+SX_DEVICE inline EntryLossEntry<A> load_entry(const EntryLossParams& p, const EntryLossRow<A>& row,
+                                              const EntryLossFactors<A>& f, int64_t b, int64_t k) {
+  constexpr bool kGeneral = kMode != EntryMode::kPlain;
+  const int64_t P = kGeneral ? p.num_targets : 1;
+  EntryLossEntry<A> entry{-1, A(0), A(0), A(0)};
+  if (k >= P + p.num_samples) return entry;
+  const int64_t at = (p.shared ? 0 : b * p.num_samples) + k - P;
+  const bool target = k < P;
+  entry.id = target ? p.target[b * P + k] : p.ids[at];
+  if (kGeneral) {
+    if (target ? !counts_as_target(p, entry.id) : draw_masked<kMode>(p, b, entry.id)) entry.id = -1;
+    if (entry.id < 0) return entry;
+    if (kMode == EntryMode::kNoise) entry.share = target ? share_of(p, row, entry.id) : row.weight * f.share;
+  }
+  entry.bias = load_scalar<A>(p.bias, entry.id, A(0));
+  if (kMode == EntryMode::kRelative || p.reg != 0 || (kGeneral && p.kind == EntryLoss::kNce))
+    entry.log_q = target ? static_cast<const A*>(p.target_log_q)[b * P + k] : static_cast<const A*>(p.log_q)[at];
+  return entry;
+}
+
+// Negative sampling of one target: adds the entry's term to `loss` and returns its coefficient.
+template <typename A>
+SX_DEVICE inline A plain_entry(const EntryLossFactors<A>& f, A row_weight, bool target, A dot, A bias, A log_q,
+                               A& loss) {
+  const EntryTerm<A> term = entry_term(f.scale * (dot + bias), target, f.reg, log_q);
+  const A share = row_weight * (target ? A(1) : f.share);
+  loss += share * term.value;
+  return share * f.scale * term.slope;
+}
+
+// An entry against noise. there: whether it takes part.
+template <typename A>
+SX_DEVICE inline A noise_entry(const EntryLossParams& p, const EntryLossFactors<A>& f, bool target, bool there, A score,
+                               A log_q, A share, A& loss) {
+  if (p.kind == EntryLoss::kNce) score += log_weight(log_q, f.log_m);
+  const EntryTerm<A> term = entry_term(score, target, f.reg, log_q);
+  if (!there) return A(0);
+  loss += share * term.value;
+  return share * f.scale * term.slope;
+}
+
+// A draw of a relative loss, by the whole warp, each lane with its own. there: whether it takes part. counts: whether
+// this lane, of those that hold the same one, adds it to the sums.
+template <typename A>
+SX_DEVICE inline A relative_draw(const EntryLossParams& p, const EntryLossFactors<A>& f, const EntryLossRow<A>& row,
+                                 int64_t b, bool there, bool counts, A score, A log_q, A& loss, A& pull) {
+  const A log_v = log_weight(log_q, f.log_m);
+  if (p.kind == EntryLoss::kAugmentReduce) {
+    const A e = there ? exp_acc(score + log_v - row.level - row.log_eta) : A(0);
+    if (counts) pull += e;
+    return f.scale * row.weight * e;
+  }
+  const A v = exp_acc(log_v);
+  A coef = 0;
+  for (int64_t k = 0; k < p.num_targets; ++k) {
+    const int64_t id = target_of(p, b, k);
+    if (id < 0) continue;  // the whole warp
+    const EntryTerm<A> term = softplus_term(score - (p.num_targets == 1 ? row.level : row.scores[k]));
+    const A share = share_of(p, row, id), slope = there ? v * term.slope : A(0);
+    if (there && counts) loss += share * v * term.value;
+    coef += share * slope;
+    if (p.num_targets == 1) {
+      if (counts) pull += slope;
+    } else {
+      const A part = group_sum<kWarpSize>(counts ? slope : A(0));
+      if (lane_id() == 0) row.pulls[k] += part;
+    }
+  }
+  return f.scale * coef;
+}
+
+// Keeps the score of target k, and their mean in row.level. total: the weights of the mean so far.
+template <typename A>
+SX_DEVICE inline void keep_target(const EntryLossParams& p, EntryLossRow<A>& row, int64_t id, int64_t k, A score,
+                                  A& total) {
+  if (p.num_targets == 1) {
+    row.level = score;
+    return;
+  }
+  if (lane_id() == 0) {
+    row.scores[k] = score;
+    row.pulls[k] = A(0);
+  }
+  // With class weights of zero their plain mean.
+  const A share = row.weight == A(0) ? A(1) : share_of(p, row, id);
+  row.level += share * score;
+  total += share;
+}
+
+template <typename A>
+SX_DEVICE inline A target_ratio(const EntryLossParams& p, const EntryLossRow<A>& row, int64_t k) {
+  return exp_acc((p.num_targets == 1 ? row.level : row.scores[k]) - row.level - row.log_eta);
+}
+
+// What targets add to the ratio of augment_reduce.
+template <typename A>
+SX_DEVICE inline A target_ratios(const EntryLossParams& p, const EntryLossRow<A>& row, int64_t b) {
+  A base = 0;
+  if (p.kind != EntryLoss::kAugmentReduce) return base;
+  for (int64_t k = 0; k < p.num_targets; ++k) {
+    if (target_of(p, b, k) >= 0) base += target_ratio(p, row, k);
+  }
+  return base;
+}
+
+// Coefficient of target k of a relative loss, once the draws are done.
+template <typename A>
+SX_DEVICE inline A target_coef(const EntryLossParams& p, const EntryLossFactors<A>& f, const EntryLossRow<A>& row,
+                               int64_t id, int64_t k, A base, A pull) {
+  const A share = share_of(p, row, id);
+  if (p.kind == EntryLoss::kAugmentReduce)
+    return f.scale * ((row.weight * target_ratio(p, row, k) - share * base) - share * pull);
+  return -f.scale * share * (p.num_targets == 1 ? pull : row.pulls[k]);
+}
+
+// An ignored row, by the whole warp.
+template <typename A>
+SX_DEVICE inline void zero_row(const EntryLossParams& p, int64_t b) {
+  if (lane_id() == 0) {
+    static_cast<A*>(p.loss)[b] = static_cast<A*>(p.denom)[b] = A(0);
+    if (p.ratio != nullptr) static_cast<A*>(p.ratio)[b] = A(1);
+  }
+  if (!p.need_grad) return;
+  const int64_t entries = p.num_targets + p.num_samples;
+  for (int64_t k = lane_id(); k < entries; k += kWarpSize) static_cast<A*>(p.coef_loss)[b * entries + k] = A(0);
+  for (int64_t c = lane_id(); c < p.dim; c += kWarpSize) static_cast<A*>(p.d_loss)[b * p.dim + c] = A(0);
+}
+
+// Loss, denominator and ratio of a row, by lane 0.
+template <EntryMode kMode, typename A>
+SX_DEVICE inline void store_row(const EntryLossParams& p, const EntryLossRow<A>& row, int64_t b, A loss, A base,
+                                A pull) {
+  if (lane_id() != 0) return;
+  if (kMode == EntryMode::kRelative && p.kind == EntryLoss::kAugmentReduce) {
+    loss = row.weight * (row.log_eta - A(1) + (base + pull));
+    static_cast<A*>(p.ratio)[b] = base + pull;
+  }
+  static_cast<A*>(p.loss)[b] = loss;
+  static_cast<A*>(p.denom)[b] = row.weight;
+}
+
+// ------------------------------------------------------------------------------------------------ one pass
+// Columns are split into chunks of kWidth: lane `place` of a group has chunks place, place + kGroup, … of a row. There
+// are no branches around register arrays: an entry that is not there reads h instead of a class row, a column that is
+// not there reads column 0 against h = 0.
+template <typename T, int kWidth, int kChunks, int kGroup, int kRows, EntryMode kMode>
+__global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel(EntryLossParams p) {
+  constexpr bool kGeneral = kMode != EntryMode::kPlain, kRelative = kMode == EntryMode::kRelative;
+  constexpr int kElements = kWidth * kChunks;
+  constexpr int kGroups = kWarpSize / kGroup;
+  constexpr int kRound = kGroups * kRows;  // entries of a tile
+  static_assert(kRows <= kGroup && kWarpSize % kRound == 0);
+  const int64_t b = blockIdx.x;
+  EntryLossRow<float> row{};
+  if constexpr (kGeneral) {
+    row = read_row<float>(p, b);
+    if (row.count == 0) return zero_row<float>(p, b);  // the whole warp
+  } else {
+    if (p.target[b] == p.ignore_index) return zero_row<float>(p, b);  // the whole warp
+    row.weight = load_scalar(p.class_weight, p.target[b], 1.0f);
+  }
+  const int lane = lane_id(), group = lane / kGroup, place = lane % kGroup;
+  const int targets = kGeneral ? int(p.num_targets) : 1;
+  const int dim = int(p.dim), entries = targets + int(p.num_samples);
+  const T* weight = static_cast<const T*>(p.weight);
+  const T* hidden = static_cast<const T*>(p.hidden) + b * dim;
+  const EntryLossFactors<float> f(p);
+  const auto column = [&](int chunk) { return (chunk * kGroup + place) * kWidth; };
+  const auto load_row = [&](const T* from, float* to) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      load_values<kWidth>(from + (column(chunk) < dim ? column(chunk) : 0), to + chunk * kWidth);
+    }
+  };
+
+  float h[kElements], sum[kElements];
+  load_row(hidden, h);
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    if (column(i / kWidth) >= dim) h[i] = 0;
+    sum[i] = 0;
+  }
+  float loss = 0, pull = 0, base = 0;
+  if constexpr (kRelative) {
+    float total = 0;
+    for (int k = 0; k < targets; ++k) {  // every group reads the same row
+      const int64_t id = target_of(p, b, k);
+      if (id < 0) continue;  // the whole warp
+      float target_row[kElements], dot = 0;
+      load_row(weight + id * dim, target_row);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) dot += h[i] * target_row[i];
+      keep_target(p, row, id, k, f.scale * (group_sum<kGroup>(dot) + load_scalar(p.bias, id, 0.0f)), total);
+    }
+    if (targets > 1) {
+      row.level /= total;
+      warp_sync();  // what lane 0 wrote
+    }
+  }
+  // A lane holds id, bias and log_q of one entry of the stage and hands them round.
+  for (int stage = kRelative ? targets : 0; stage < entries; stage += kWarpSize) {
+    const EntryLossEntry<float> held = load_entry<kMode>(p, row, f, b, stage + lane);
+    const unsigned taking_part = kGeneral ? warp_ballot(held.id >= 0) : 0u;
+    for (int tile = 0; tile < kWarpSize && stage + tile < entries; tile += kRound) {
+      float rows[kRows][kElements], dots[kRows];
+      // All class rows are requested before any is used: the gather is bound by latency.
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t id = shuffle_from(held.id, tile + r * kGroups + group);
+        load_row(id < 0 ? hidden : weight + id * dim, rows[r]);
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        dots[r] = h[0] * rows[r][0];
+#pragma unroll
+        for (int i = 1; i < kElements; ++i) dots[r] += h[i] * rows[r][i];
+      }
+      float dot = 0;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float whole = group_sum<kGroup>(dots[r]);
+        if (place % kRows == r) dot = whole;
+      }
+      // From here on a lane speaks for one entry of its group; of those that speak for the same one the first counts.
+      const int mine = tile + (place % kRows) * kGroups + group, k = stage + mine;
+      const float bias = shuffle_from(held.bias, mine), log_q = shuffle_from(held.log_q, mine);
+      float coef;
+      if constexpr (kGeneral) {
+        const bool there = taking_part >> mine & 1u, counts = place < kRows;
+        const float score = f.scale * (dot + bias);
+        if constexpr (kRelative) {
+          coef = relative_draw(p, f, row, b, there, counts, score, log_q, loss, pull);
+        } else {
+          float term = 0;
+          coef = noise_entry(p, f, k < targets, there, score, log_q, shuffle_from(held.share, mine), term);
+          if (counts) loss += term;
+        }
+      } else {
+        float term = 0;
+        coef = plain_entry(f, row.weight, k == 0, dot, bias, log_q, term);
+        if (k >= entries) coef = 0;
+        if (k < entries && place < kRows) loss += term;
+      }
+      if (p.need_grad && k < entries && place < kRows) static_cast<float*>(p.coef_loss)[b * entries + k] = coef;
+      if (p.need_grad) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const float c = shuffle_from(coef, group * kGroup + r);
+          bool there = stage + tile + r * kGroups + group < entries;
+          if (kGeneral) there = taking_part >> (tile + r * kGroups + group) & 1u;
+          // Not 0 * row: what stands in for an entry that is not there may be infinite.
+          if (there) {
+#pragma unroll
+            for (int i = 0; i < kElements; ++i) sum[i] += c * rows[r][i];
+          }
+        }
+      }
+    }
+  }
+  loss = group_sum<kWarpSize>(loss);
+  if constexpr (kRelative) {
+    pull = group_sum<kWarpSize>(pull);
+    warp_sync();  // what lane 0 wrote
+    base = target_ratios(p, row, b);
+    for (int k = 0; p.need_grad && k < targets; ++k) {
+      const int64_t id = target_of(p, b, k);
+      const float coef = id < 0 ? 0.0f : target_coef(p, f, row, id, k, base, pull);
+      if (lane == 0) static_cast<float*>(p.coef_loss)[b * entries + k] = coef;
+      if (id < 0) continue;  // the whole warp
+      float target_row[kElements];
+      load_row(weight + id * dim, target_row);
+      if (group == 0) {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) sum[i] += coef * target_row[i];
+      }
+    }
+  }
+  store_row<kMode>(p, row, b, loss, base, pull);
+  if (!p.need_grad) return;  // the whole warp
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+#pragma unroll
+    for (int step = kGroup; step < kWarpSize; step *= 2) sum[i] += shuffle_xor(sum[i], step);
+  }
+  float* d_loss = static_cast<float*>(p.d_loss) + b * dim;
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    if (chunk % kGroups == group && column(chunk) < dim)
+      store_floats<kWidth>(d_loss + column(chunk), sum + chunk * kWidth);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ any width
+template <int kWidth, typename T, typename A>
+SX_DEVICE inline void load_columns(const T* row, A* to) {
+  if constexpr (sizeof(A) == 8)
+    to[0] = row[0];
+  else
+    load_values<kWidth>(row, to);
+}
+
+// Rows too wide for registers: a lane adds the columns it has read to its own columns of d_loss in memory, right after
+// the product, so that the class row comes from the cache the second time.
+template <typename T, int kWidth, EntryMode kMode>
+__global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_kernel(EntryLossParams p) {
+  using A = acc_t<T>;
+  constexpr bool kGeneral = kMode != EntryMode::kPlain, kRelative = kMode == EntryMode::kRelative;
+  const int64_t b = blockIdx.x;
+  EntryLossRow<A> row{};
+  if constexpr (kGeneral) {
+    row = read_row<A>(p, b);
+    if (row.count == 0) return zero_row<A>(p, b);  // the whole warp
+  } else {
+    if (p.target[b] == p.ignore_index) return zero_row<A>(p, b);  // the whole warp
+    row.weight = load_scalar<A>(p.class_weight, p.target[b], A(1));
+  }
+  const int64_t targets = kGeneral ? p.num_targets : 1;
+  const int64_t entries = targets + p.num_samples, rows_read = p.shared ? targets : entries;
+  const int64_t first = int64_t(lane_id()) * kWidth, step = int64_t(kWarpSize) * kWidth;
+  const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
+  A* coefs = static_cast<A*>(p.coef_loss) + b * entries;
+  A* d_loss = static_cast<A*>(p.d_loss) + b * p.dim;
+  const EntryLossFactors<A> f(p);
+  const auto product_of = [&](const T* class_row) {
+    A x[kWidth], w[kWidth];
+    A dot = 0;
+    for (int64_t c = first; c < p.dim; c += step) {
+      load_columns<kWidth>(hidden + c, x);
+      load_columns<kWidth>(class_row + c, w);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) dot += x[i] * w[i];
+    }
+    return group_sum<kWarpSize>(dot);
+  };
+  const auto add_row = [&](const T* class_row, A coef, bool start) {
+    A w[kWidth];
+    for (int64_t c = first; c < p.dim; c += step) {
+      load_columns<kWidth>(class_row + c, w);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) d_loss[c + i] = (start ? A(0) : d_loss[c + i]) + coef * w[i];
+    }
+  };
+  const auto row_of = [&](int64_t id) { return static_cast<const T*>(p.weight) + id * p.dim; };
+  A loss = 0, pull = 0, base = 0;
+  if constexpr (kGeneral) {
+    for (int64_t c = first; p.need_grad && c < p.dim; c += step) {
+      for (int i = 0; i < kWidth; ++i) d_loss[c + i] = A(0);
+    }
+  }
+  if constexpr (kRelative) {
+    A total = 0;
+    for (int64_t k = 0; k < targets; ++k) {
+      const int64_t id = target_of(p, b, k);
+      if (id < 0) continue;  // the whole warp
+      keep_target(p, row, id, k, f.scale * (product_of(row_of(id)) + load_scalar<A>(p.bias, id, A(0))), total);
+    }
+    if (targets > 1) {
+      row.level /= total;
+      warp_sync();  // what lane 0 wrote
+    }
+  }
+  for (int64_t k = kRelative ? targets : 0; k < rows_read; ++k) {
+    const EntryLossEntry<A> entry = load_entry<kMode>(p, row, f, b, k);
+    if (kGeneral && entry.id < 0) {  // the whole warp
+      if (p.need_grad && lane_id() == 0) coefs[k] = A(0);
+      continue;
+    }
+    const A dot = product_of(row_of(entry.id));
+    A term = 0, coef;
+    if constexpr (kRelative)
+      coef = relative_draw(p, f, row, b, true, lane_id() == 0, f.scale * (dot + entry.bias), entry.log_q, term, pull);
+    else if constexpr (kGeneral)
+      coef = noise_entry(p, f, k < targets, true, f.scale * (dot + entry.bias), entry.log_q, entry.share, term);
+    else
+      coef = plain_entry(f, row.weight, k == 0, dot, entry.bias, entry.log_q, term);
+    if (lane_id() == 0) {
+      loss += term;
+      if (p.need_grad) coefs[k] = coef;
+    }
+    if (p.need_grad) add_row(row_of(entry.id), coef, !kGeneral && k == 0);
+  }
+  // Shared draws: the products are there, and their part of d_loss goes to a GEMM. All lanes stay to the end.
+  for (int64_t stage = rows_read; stage < entries; stage += kWarpSize) {
+    const int64_t k = stage + lane_id();
+    const EntryLossEntry<A> entry = load_entry<kMode>(p, row, f, b, k);
+    const bool inside = k < entries, there = inside && (!kGeneral || entry.id >= 0);
+    const A dot = inside ? static_cast<const A*>(p.dots)[b * p.num_samples + k - targets] : A(0);
+    A coef = 0;
+    if constexpr (kRelative)
+      coef = relative_draw(p, f, row, b, there, there, f.scale * (dot + entry.bias), entry.log_q, loss, pull);
+    else if constexpr (kGeneral)
+      coef = noise_entry(p, f, false, there, f.scale * (dot + entry.bias), entry.log_q, entry.share, loss);
+    else if (inside)
+      coef = plain_entry(f, row.weight, false, dot, entry.bias, entry.log_q, loss);
+    if (p.need_grad && inside) coefs[k] = coef;
+  }
+  loss = group_sum<kWarpSize>(loss);
+  if constexpr (kRelative) {
+    pull = group_sum<kWarpSize>(pull);
+    warp_sync();  // what lane 0 wrote
+    base = target_ratios(p, row, b);
+    for (int64_t k = 0; p.need_grad && k < targets; ++k) {
+      const int64_t id = target_of(p, b, k);
+      const A coef = id < 0 ? A(0) : target_coef(p, f, row, id, k, base, pull);
+      if (lane_id() == 0) coefs[k] = coef;
+      if (id >= 0) add_row(row_of(id), coef, false);
+    }
+  }
+  store_row<kMode>(p, row, b, loss, base, pull);
+}
+
+// ------------------------------------------------------------------------------------------------ debug check
+// A kernel of its own: a printf in the hot kernels costs them a stack frame and registers.
+__global__ void __launch_bounds__(kCheckThreads) entry_loss_check_kernel(EntryLossParams p) {
+  const char* op = p.kind == EntryLoss::kNegativeSampling ? "negative_sampling"
+                   : p.kind == EntryLoss::kNce            ? "nce"
+                   : p.kind == EntryLoss::kOneVsEach      ? "one_vs_each"
+                                                          : "augment_reduce";
+  check_loss_id<kCheckThreads>(op, p.target, p.batch * p.num_targets, p.ids, (p.shared ? 1 : p.batch) * p.num_samples,
+                               p.num_classes, [&](int64_t id) { return !counts_as_target(p, id); });
+}
+
+}  // namespace SX_BACKEND_NS
+}  // namespace samplex

@@ -1,0 +1,36 @@
+// Formulas of the reduction and the backward that the CPU and the GPU side share.
+#pragma once
+
+#include "common/numeric.h"
+#include "loss/fused/fused_loss_params.h"
+
+namespace samplex {
+inline namespace SX_ISA_NS {
+
+// 1 / denom; no row left (B = 0, or all ignored): large and finite, and 0 times it is 0.
+template <typename A>
+SX_HOST_DEVICE inline A mean_factor(A denom) {
+  return A(1) / (denom > std::numeric_limits<A>::min() ? denom : std::numeric_limits<A>::min());
+}
+
+// Upstream gradients of row b.
+template <typename A>
+struct LossUpstream {
+  A of_loss, of_lse;
+
+  SX_HOST_DEVICE LossUpstream(const LossBwdParams& p, int64_t b)
+      : of_loss(p.factor == nullptr ? static_cast<const A*>(p.grad_loss)[b]
+                                    : *static_cast<const A*>(p.grad_loss) * *static_cast<const A*>(p.factor)),
+        of_lse(p.grad_lse == nullptr ? A(0) : static_cast<const A*>(p.grad_lse)[b]) {}
+
+  // A zero factor wins over a nan: a row nobody asked a gradient of has none.
+  SX_HOST_DEVICE A combine(const void* loss_part, const void* lse_part, int64_t at) const {
+    A x = of_loss == A(0) ? A(0) : of_loss * static_cast<const A*>(loss_part)[at];
+    if (of_lse != A(0)) x += of_lse * static_cast<const A*>(lse_part)[at];
+    return x;
+  }
+};
+
+}  // namespace SX_ISA_NS
+
+}  // namespace samplex

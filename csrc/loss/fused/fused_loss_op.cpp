@@ -1,0 +1,50 @@
+// loss_entries: the first half of a loss backward that updates its table at once. The gradient of h, and that of the
+// class rows as (ids, coefficients, h), before anything is summed by class. See fused_loss_op.h.
+#include "loss/fused/fused_loss_op.h"
+
+namespace samplex::glue {
+namespace {
+
+using Entries = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hidden, Tensor target, Tensor ids,
+                     Tensor saved, int64_t reduction_code, bool with_lse, bool with_bias, bool with_ratio) {
+  constexpr const char* op = "loss_entries";
+  begin_op();
+  dtype_tag(op, "hidden", hidden);
+  check_tensor(op, "hidden", hidden, {-1, -1}, "[B, d]", hidden.scalar_type(), hidden);
+  const ScalarType acc = acc_type(hidden.scalar_type());
+  const int64_t B = hidden.size(0), d = hidden.size(1);
+  const Reduction reduction = reduction_of(op, reduction_code);
+  check_value(target.dim() == 1 || target.dim() == 2, op, ": target must be [B] or [B, P], got ", describe(target));
+  const int64_t P = target.dim() == 1 ? 1 : target.size(1);
+  check_tensor(op, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, P}, "[B] or [B, P]", ScalarType::Long,
+               hidden);
+  check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
+  const bool shared = ids.dim() == 1, reduced = reduction != Reduction::kNone;
+  const int64_t m = ids.size(ids.dim() - 1);
+  check_tensor(op, "ids", ids, shared ? Shape{m} : Shape{B, m}, shared ? "[m]" : "[B, m]", ScalarType::Long, hidden);
+  check_tensor(op, "grad_loss", grad_loss, reduced ? Shape{} : Shape{B}, reduced ? "[]" : "[B]", acc, hidden);
+  if (grad_lse) check_tensor(op, "grad_lse", *grad_lse, {B}, "[B]", acc, hidden);
+  check_value(with_lse || !grad_lse, op, ": grad_lse must be None without with_lse, got ",
+              grad_lse ? describe(*grad_lse) : std::string());
+  const SavedLoss at(B, P + m, d, reduction, true, with_lse, with_ratio);
+  check_tensor(op, "saved", saved, {at.size}, "what the forward kept", acc, hidden);
+  LossEntries e = run_loss_entries(op, {grad_loss, grad_lse, hidden, target, ids, saved}, at, P, true, with_bias);
+  if (shared) e.coef_draw = empty(hidden, {0, m}, acc);
+  return {e.d_hidden, e.coef_target, e.coef_draw, e.draw_rows ? *e.draw_rows : empty(hidden, {0, d}, acc),
+          e.draw_bias ? *e.draw_bias : empty(hidden, {0}, acc)};
+}
+
+}  // namespace
+}  // namespace samplex::glue
+
+STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
+  m.def(
+      "loss_entries(Tensor grad_loss, Tensor? grad_lse, Tensor hidden, Tensor target, Tensor ids, Tensor saved, "
+      "int reduction, bool with_lse, bool with_bias, bool with_ratio=False) -> "
+      "(Tensor d_hidden, Tensor coef_target, Tensor coef_draw, Tensor draw_rows, Tensor draw_bias)",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+}
+STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) { m.impl("loss_entries", TORCH_BOX(&samplex::glue::loss_entries)); }
+STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) { m.impl("loss_entries", TORCH_BOX(&samplex::glue::loss_entries)); }

@@ -1,0 +1,144 @@
+// Entries of a batch row on the GPU: what takes part, with which id, correction and share. For the kernels of
+// sampled_softmax_kernel.cuh.
+#pragma once
+
+#include "common/warp.cuh"
+#include "loss/fused/fused_loss_kernel.cuh"
+#include "loss/sampled_softmax/sampled_softmax_params.h"
+
+namespace samplex {
+namespace SX_BACKEND_NS {
+
+SX_DEVICE inline bool counts_as_target(const SampledSoftmaxParams& p, int64_t id) {
+  return id != p.ignore_index && !(p.num_targets > 1 && id == kPadding);
+}
+
+SX_DEVICE inline bool draw_masked(const SampledSoftmaxParams& p, int64_t b, int64_t id) {
+  for (int64_t k = 0; k < p.num_targets; ++k) {
+    const int64_t target = p.target[b * p.num_targets + k];
+    if (target == id && counts_as_target(p, target)) return true;
+  }
+  if (p.known_offsets != nullptr) {
+    for (int64_t k = p.known_offsets[b]; k < p.known_offsets[b + 1]; ++k) {
+      if (p.known_ids[k] == id) return true;
+    }
+  }
+  return false;
+}
+
+// Class of entry k (target, then draws), or -1 where it takes no part.
+SX_DEVICE inline int64_t entry_id(const SampledSoftmaxParams& p, int64_t b, int64_t k) {
+  if (k < p.num_targets) {
+    const int64_t id = p.target[b * p.num_targets + k];
+    return counts_as_target(p, id) ? id : -1;
+  }
+  const int64_t draw = k - p.num_targets;
+  const int64_t id = p.ids[(p.shared ? 0 : b * p.num_samples) + draw];
+  return draw_masked(p, b, id) ? -1 : id;
+}
+
+// What is added to scale * h.w before and after the absolute value.
+template <typename A>
+struct EntryOffsets {
+  A inside;   // scale * bias
+  A outside;  // -log_q - log m for a draw; nan where log_q is not finite, so that bad input shows
+};
+
+template <typename A>
+SX_DEVICE inline EntryOffsets<A> entry_offsets(const SampledSoftmaxParams& p, int64_t b, int64_t k, int64_t id,
+                                               A log_m) {
+  const A inside = A(p.scale) * load_scalar<A>(p.bias, id, A(0));
+  if (k < p.num_targets) return {inside, A(0)};
+  const A log_q = static_cast<const A*>(p.log_q)[(p.shared ? 0 : b * p.num_samples) + k - p.num_targets];
+  return {inside, is_finite(log_q) ? -log_q - log_m : quiet_nan<A>()};
+}
+
+// sign(x) with sign(0) = 0, and nan for nan
+template <typename A>
+SX_DEVICE inline A sign_of(A x) {
+  return x > 0 ? A(1) : x < 0 ? A(-1) : x;
+}
+
+// Every logit -inf (an infinite h) is not a sum of nothing but a bad row.
+template <typename A>
+SX_DEVICE inline A row_lse(A max, A sum) {
+  return max == negative_infinity<A>() ? quiet_nan<A>() : max + log_acc(sum);
+}
+
+// What a row knows before it reads any class row.
+template <typename A>
+struct RowSetup {
+  int64_t num_targets;  // without padding
+  A weight_sum;         // class weights of the targets, summed
+  A target_share, every_share;
+};
+
+// Share a_k of entry k.
+template <typename A>
+SX_DEVICE inline A entry_share(const SampledSoftmaxParams& p, const RowSetup<A>& row, int64_t k, int64_t id) {
+  A share = row.every_share + (k < p.num_targets ? row.target_share : A(0));
+  if (share != A(0) && p.class_weight.data != nullptr) share *= load_scalar<A>(p.class_weight, id, A(1));
+  return share;
+}
+
+// Counts targets and, for label smoothing, entries. All threads of the block call it.
+template <int kBlockWarps, typename A>
+SX_DEVICE inline RowSetup<A> setup_row(const SampledSoftmaxParams& p, int64_t b, A* scratch) {
+  RowSetup<A> row = {0, A(0), A(0), A(0)};
+  for (int64_t k = 0; k < p.num_targets; ++k) {
+    const int64_t id = p.target[b * p.num_targets + k];
+    if (!counts_as_target(p, id)) continue;
+    ++row.num_targets;
+    row.weight_sum += load_scalar<A>(p.class_weight, id, A(1));
+  }
+  if (row.num_targets == 0) return row;
+  row.target_share = A(1 - p.label_smoothing) / A(row.num_targets);
+  if (p.label_smoothing > 0) {
+    // Counted in the accumulation type: exact up to 2^24 draws, the most a key allows.
+    A entries = 0;
+    for (int64_t k = threadIdx.x; k < p.num_targets + p.num_samples; k += kBlockWarps * kWarpSize) {
+      entries += entry_id(p, b, k) >= 0 ? A(1) : A(0);
+    }
+    row.every_share = A(p.label_smoothing) / block_sum<kBlockWarps>(entries, scratch);
+  }
+  return row;
+}
+
+template <int kBlock, typename A>
+SX_DEVICE inline void zero_row(const SampledSoftmaxParams& p, int64_t b) {
+  const int64_t entries = p.num_targets + p.num_samples;
+  if (threadIdx.x == 0) {
+    static_cast<A*>(p.loss)[b] = A(0);
+    static_cast<A*>(p.lse)[b] = A(0);
+    static_cast<A*>(p.denom)[b] = A(0);
+  }
+  const auto clear = [&](void* rows, int64_t width) {
+    if (rows == nullptr) return;
+    for (int64_t k = threadIdx.x; k < width; k += kBlock) static_cast<A*>(rows)[b * width + k] = A(0);
+  };
+  clear(p.coef_loss, entries);
+  clear(p.coef_lse, entries);
+  clear(p.d_loss, p.dim);
+  clear(p.d_lse, p.dim);
+}
+
+// What entry k pulls with: scale sign_k a_k.
+template <typename A>
+SX_DEVICE inline A entry_pull(const SampledSoftmaxParams& p, const RowSetup<A>& row, int64_t b, int64_t k) {
+  if (k >= p.num_targets && row.every_share == A(0)) return A(0);
+  const int64_t id = entry_id(p, b, k);
+  if (id < 0) return A(0);
+  const A share = entry_share(p, row, k, id);
+  if (share == A(0)) return A(0);
+  const int64_t entries = p.num_targets + p.num_samples;
+  return A(p.scale) * share * (p.absolute ? static_cast<const A*>(p.signs)[b * entries + k] : A(1));
+}
+
+// total * push, where a zero wins over nan: a row that does not count has no gradient.
+template <typename A>
+SX_DEVICE inline A weighted(A total, A push) {
+  return total == A(0) ? A(0) : total * push;
+}
+
+}  // namespace SX_BACKEND_NS
+}  // namespace samplex

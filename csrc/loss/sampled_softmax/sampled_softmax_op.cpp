@@ -1,0 +1,176 @@
+// sampled_softmax and sampled_softmax_bwd: schemas, checks, allocation. See sampled_softmax_params.h for the formulas.
+//
+// Shared draws go through GEMMs: their class rows are gathered once ([m, d]), torch multiplies, and the kernel only
+// keeps the softmax. No [B, m, d] and no [C, d] tensor exists on any path. Without `need_hidden` one of the three
+// GEMMs, the gradient of h, is left out, and the backward's d_hidden means nothing.
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+
+#include "common/ids.h"
+#include "loss/fused/fused_loss_op.h"
+#include "loss/sampled_softmax/sampled_softmax_params.h"
+
+namespace samplex::glue {
+namespace {
+
+constexpr const char* kOp = "sampled_softmax";
+
+using Forward = std::tuple<Tensor, Tensor, Tensor>;
+
+Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor& target, const Tensor& ids,
+                        const Tensor& log_q, const std::optional<Tensor>& bias,
+                        const std::optional<Tensor>& class_weight, const std::optional<Tensor>& known_offsets,
+                        const std::optional<Tensor>& known_ids, double scale, double label_smoothing,
+                        int64_t ignore_index, int64_t reduction_code, bool absolute, bool need_grad, bool with_lse,
+                        bool sparse, bool need_hidden) {
+  (void)sparse;  // read by the autograd formula only
+  begin_op();
+  const DType dtype = dtype_tag(kOp, "weight", weight);
+  const ScalarType storage = weight.scalar_type(), acc = acc_type(storage);
+  check_tensor(kOp, "weight", weight, {-1, -1}, "[C, d]", storage, weight);
+  const int64_t C = weight.size(0), d = weight.size(1);
+  check_tensor(kOp, "hidden", hidden, {-1, d}, "[B, d]", storage, weight);
+  const int64_t B = hidden.size(0);
+  const Reduction reduction = reduction_of(kOp, reduction_code);
+  const int64_t P = target.dim() == 1 ? 1 : target.dim() == 2 ? target.size(1) : -1;
+  check_tensor(kOp, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, -1}, target.dim() == 1 ? "[B]" : "[B, P]",
+               ScalarType::Long, weight);
+  const bool shared = ids.dim() == 1;
+  check_value(ids.dim() == 1 || ids.dim() == 2, kOp, ": ids must be [B, m] or [m], got ", describe(ids));
+  const int64_t m = ids.size(ids.dim() - 1);
+  const Shape draws = shared ? Shape{m} : Shape{B, m};
+  check_tensor(kOp, "ids", ids, draws, shared ? "[m]" : "[B, m]", ScalarType::Long, weight);
+  check_tensor(kOp, "log_q", log_q, draws, shared ? "[m]" : "[B, m]", acc, weight);
+  check_value(P + m < (int64_t(1) << 31), kOp, ": targets and draws of a row must stay below 2^31, got ", P + m);
+  check_value(label_smoothing >= 0 && label_smoothing <= 1, kOp, ": label_smoothing must be in [0, 1], got ",
+              label_smoothing);
+  check_value(known_offsets.has_value() == known_ids.has_value(), kOp,
+              ": known_offsets and known_ids must come together");
+  if (known_offsets) {
+    check_tensor(kOp, "known_offsets", *known_offsets, {B + 1}, "[B + 1]", ScalarType::Long, weight);
+    check_tensor(kOp, "known_ids", *known_ids, {-1}, "[n]", ScalarType::Long, weight);
+    check_csr(kOp, "positives", *known_offsets, *known_ids, B, C);
+  }
+  check_ids(kOp, "ids", ids, C);
+  check_ids(kOp, "target", target, C, " or ignore_index",
+            [&](int64_t id) { return id == ignore_index || (P > 1 && id == kPadding); });
+
+  SampledSoftmaxParams params{};
+  params.bias = table_of(kOp, "bias", bias, C, weight);
+  params.class_weight = table_of(kOp, "class_weight", class_weight, C, weight);
+  const int64_t entries = P + m;
+  const SavedLoss at(B, entries, d, reduction, need_grad, with_lse);
+  Forward result{reduction == Reduction::kNone ? empty(hidden, {B}, acc) : empty(hidden, {}, acc),
+                 empty(hidden, {B}, acc), empty_pooled(hidden, {at.size}, acc)};
+  auto& [loss, lse, saved] = result;
+  if (B == 0) {
+    if (reduction != Reduction::kNone) torch::stable::zero_(loss);
+    torch::stable::zero_(saved);  // holds the factor of the mean
+    return result;
+  }
+
+  std::optional<Tensor> class_rows, dots, signs;
+  if (shared && m > 0) {
+    class_rows = as_acc(gather_rows(weight, ids));
+    // The CPU kernel turns products into coefficients where they are.
+    const bool in_place = need_grad && backend_of(kOp, weight) == Backend::kCpu;
+    params.dots_stride = in_place ? entries : m;
+    dots = in_place ? view_of(saved, at.coef_loss + P, B, m, entries) : empty(hidden, {B, m}, acc);
+    product_into(*dots, as_acc(hidden), torch::stable::transpose(*class_rows, 0, 1));
+    params.dots = out_any(*dots);
+  }
+  params.hidden = in_any(hidden);
+  params.weight = in_any(weight);
+  params.target = in<int64_t>(target);
+  params.ids = in<int64_t>(ids);
+  params.log_q = in_any(log_q);
+  params.known_offsets = in<int64_t>(known_offsets);
+  params.known_ids = in<int64_t>(known_ids);
+  params.loss = reduction == Reduction::kNone ? out_any(loss) : part_of(saved, at.row_loss, B, true);
+  params.lse = out_any(lse);
+  params.denom = part_of(saved, at.denom, B, true);
+  params.coef_loss = part_of(saved, at.coef_loss, B * entries, true);
+  params.coef_lse = part_of(saved, at.coef_lse, B * entries, true);
+  params.d_loss = part_of(saved, at.d_loss, B * d, true);
+  params.d_lse = part_of(saved, at.d_lse, B * d, true);
+  if (need_grad && absolute && backend_of(kOp, weight) != Backend::kCpu) {
+    signs = empty(hidden, {B, entries}, acc);
+    params.signs = out_any(*signs);
+  }
+  params.batch = B;
+  params.num_targets = P;
+  params.num_samples = m;
+  params.dim = d;
+  params.num_classes = C;
+  params.ignore_index = ignore_index;
+  params.scale = scale;
+  params.label_smoothing = label_smoothing;
+  params.log_num_samples = std::log(double(std::max<int64_t>(m, 1)));
+  params.dtype = dtype;
+  params.shared = shared;
+  params.absolute = absolute;
+  params.need_grad = need_grad;
+  params.debug = debug_checks();
+  SX_RUN(kOp, weight, launch_sampled_softmax, params);
+
+  if (need_grad && need_hidden && shared && m > 0) {
+    add_shared_draws(saved, at.d_loss, at.coef_loss, B, P, *class_rows);
+    if (with_lse) add_shared_draws(saved, at.d_lse, at.coef_lse, B, P, *class_rows);
+  }
+  run_loss_mean(kOp, reduction, params.loss, params.denom, loss, saved, at, B);
+  return result;
+}
+
+LossGradients sampled_softmax_bwd(const Tensor& grad_loss, const std::optional<Tensor>& grad_lse, const Tensor& hidden,
+                                  const Tensor& target, const Tensor& ids, const Tensor& saved, int64_t num_classes,
+                                  int64_t reduction_code, bool with_lse, bool need_rows, bool with_bias) {
+  constexpr const char* op = "sampled_softmax_bwd";
+  begin_op();
+  dtype_tag(op, "hidden", hidden);
+  const ScalarType acc = acc_type(hidden.scalar_type());
+  check_tensor(op, "hidden", hidden, {-1, -1}, "[B, d]", hidden.scalar_type(), hidden);
+  const int64_t B = hidden.size(0), d = hidden.size(1);
+  const Reduction reduction = reduction_of(op, reduction_code);
+  const int64_t P = target.dim() == 1 ? 1 : target.dim() == 2 ? target.size(1) : -1;
+  check_tensor(op, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, -1}, target.dim() == 1 ? "[B]" : "[B, P]",
+               ScalarType::Long, hidden);
+  const bool shared = ids.dim() == 1;
+  check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
+  const int64_t m = ids.size(ids.dim() - 1), entries = P + m;
+  check_tensor(op, "ids", ids, shared ? Shape{m} : Shape{B, m}, shared ? "[m]" : "[B, m]", ScalarType::Long, hidden);
+  const bool reduced = reduction != Reduction::kNone;
+  check_tensor(op, "grad_loss", grad_loss, reduced ? Shape{} : Shape{B}, reduced ? "[]" : "[B]", acc, hidden);
+  check_value(!grad_lse || with_lse, op, ": grad_lse must be None where the forward did not keep lse (with_lse=False)");
+  if (grad_lse) check_tensor(op, "grad_lse", *grad_lse, {B}, "[B]", acc, hidden);
+  const SavedLoss at(B, entries, d, reduction, true, with_lse);
+  check_tensor(op, "saved", saved, {at.size}, "what the forward kept", acc, hidden);
+
+  return run_loss_backward(op, {grad_loss, grad_lse, hidden, target, ids, saved}, at, P, num_classes, need_rows,
+                           with_bias);
+}
+
+}  // namespace
+}  // namespace samplex::glue
+
+STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
+  m.def(
+      "sampled_softmax(Tensor hidden, Tensor weight, Tensor target, Tensor ids, Tensor log_q, Tensor? bias, "
+      "Tensor? class_weight, Tensor? known_offsets, Tensor? known_ids, float scale, float label_smoothing, "
+      "int ignore_index, int reduction, bool absolute, bool need_grad, bool with_lse, bool sparse, "
+      "bool need_hidden=True) -> (Tensor loss, Tensor lse, Tensor saved)",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+  m.def(
+      "sampled_softmax_bwd(Tensor grad_loss, Tensor? grad_lse, Tensor hidden, Tensor target, Tensor ids, Tensor saved, "
+      "int num_classes, int reduction, bool with_lse, bool need_rows, bool with_bias) -> "
+      "(Tensor d_hidden, Tensor row_ids, Tensor row_grads, Tensor row_bias, Tensor count)",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+}
+STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {
+  m.impl("sampled_softmax", TORCH_BOX(&samplex::glue::sampled_softmax));
+  m.impl("sampled_softmax_bwd", TORCH_BOX(&samplex::glue::sampled_softmax_bwd));
+}
+STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) {
+  m.impl("sampled_softmax", TORCH_BOX(&samplex::glue::sampled_softmax));
+  m.impl("sampled_softmax_bwd", TORCH_BOX(&samplex::glue::sampled_softmax_bwd));
+}

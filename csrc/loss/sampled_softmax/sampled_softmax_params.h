@@ -1,0 +1,59 @@
+// Params of the fused sampled softmax and of its backward. A = accumulation type (float, or double for double storage).
+//
+// Entries of row b: its P targets (columns 0 .. P-1), then its m draws (columns P .. P+m-1).
+//   s_k  = scale * (h_b . w_k + bias_k), or its absolute value
+//   o_k  = s_k for a target, s_k - log_q_k - log m for a draw; a masked draw does not take part
+//   lse  = log sum exp o_k,   p_k = exp(o_k - lse)
+//   a_k  = (1 - eps) cw_k / #targets for a target, + eps cw_k / #entries for every entry (eps = label smoothing)
+//   loss = sum_k a_k (lse - s_k),   total = sum_k a_k,   denom = mean cw over the targets
+// A row without targets (all ignore_index) is zero everywhere; a row without unmasked draws has loss 0 and total 0.
+// With push_k = scale sign_k p_k and pull_k = scale sign_k a_k the gradients are
+//   coef_lse  = d lse / d (h . w_k)  = push_k,                   d_lse  = sum_k push_k w_k
+//   coef_loss = d loss / d (h . w_k) = total push_k - pull_k,    d_loss = sum_k coef_loss_k w_k
+// so the backward is one multiplication by the upstream gradients, for entries and for h alike.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/launchers.h"
+#include "loss/fused/fused_loss_params.h"
+
+namespace samplex {
+
+struct SampledSoftmaxParams {
+  const void* hidden;     // [B, d]
+  const void* weight;     // [C, d]
+  const int64_t* target;  // [B, P]; ignore_index, and kPadding where P > 1, are skipped
+  const int64_t* ids;     // [B, m], or [m] when shared
+  const void* log_q;      // A, shape of ids
+  void* dots;             // A [B, m], rows `dots_stride` apart: h_b . w_ids, given when shared, else nullptr;
+                          // overwritten; may be the draws' columns of coef_loss
+  int64_t dots_stride;
+  const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
+  const int64_t* known_ids;      // [known_offsets[B]]
+  ScalarTable bias;              // [C] or absent
+  ScalarTable class_weight;      // [C] or absent
+  void* loss;                    // A [B]
+  void* lse;                     // A [B]
+  void* denom;                   // A [B]
+  void* coef_loss;               // A [B, P + m]   nullptr without gradient
+  void* d_loss;                  // A [B, d]       likewise; when shared, the targets' part only
+  void* coef_lse;                // A [B, P + m]   nullptr where nobody asks for the gradient of lse
+  void* d_lse;                   // A [B, d]
+  void* signs;                   // A [B, P + m]: scratch of the GPU kernels, only when absolute and need_grad
+  int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index;
+  double scale, label_smoothing, log_num_samples;  // log m, 0 for m = 0
+  DType dtype;
+  bool shared, absolute, need_grad, debug;
+};
+
+SX_DECLARE_LAUNCHER(launch_sampled_softmax, SampledSoftmaxParams)
+
+// ISA bodies of the forward, float/half/bfloat16 storage; rows [begin, end).
+namespace cpu {
+void sampled_softmax_rows_avx2(const SampledSoftmaxParams& params, int64_t begin, int64_t end);
+void sampled_softmax_rows_avx512(const SampledSoftmaxParams& params, int64_t begin, int64_t end);
+}  // namespace cpu
+
+}  // namespace samplex

@@ -1,0 +1,54 @@
+// CPU launchers of the passes over a chunk of logits: rows are shared out, and each keeps its own order of operations,
+// so the bits do not depend on the number of threads.
+#include "common/parallel.h"
+#include "common/simd.h"
+#include "predict/predict/predict_cpu_rows.h"
+
+namespace samplex::cpu {
+namespace {
+
+void predict_lse_rows_scalar(const PredictLseParams& params, int64_t begin, int64_t end) {
+  params.chunk.is_double ? predict_lse_rows<double>(params, begin, end) : predict_lse_rows<float>(params, begin, end);
+}
+
+void predict_grad_rows_scalar(const PredictGradParams& params, int64_t begin, int64_t end) {
+  params.chunk.is_double ? predict_grad_rows<double>(params, begin, end) : predict_grad_rows<float>(params, begin, end);
+}
+
+void predict_topk_rows_scalar(const PredictTopkParams& params, int64_t begin, int64_t end) {
+  params.chunk.is_double ? predict_topk_rows<double>(params, begin, end) : predict_topk_rows<float>(params, begin, end);
+}
+
+void predict_dots_rows_scalar(const PredictDotsParams& params, int64_t begin, int64_t end) {
+  dispatch_dtype("predict_dots", params.dtype,
+                 [&](auto tag) { predict_dots_rows<typename decltype(tag)::type>(params, begin, end); });
+}
+
+// Few rows per range: one with many insertions must not hold up the others.
+template <typename Params>
+void for_rows(const Params& params, void (*body)(const Params&, int64_t, int64_t)) {
+  parallel_for_shared(params.chunk.batch, 1 + (1 << 14) / params.chunk.count,
+                      [&](int64_t begin, int64_t end) { body(params, begin, end); });
+}
+
+}  // namespace
+
+void launch_predict_lse(const PredictLseParams& params) {
+  for_rows(params, SX_SIMD_BODY(simd_level_unless(params.chunk.is_double), predict_lse_rows));
+}
+
+void launch_predict_grad(const PredictGradParams& params) {
+  for_rows(params, SX_SIMD_BODY(simd_level_unless(params.chunk.is_double), predict_grad_rows));
+}
+
+void launch_predict_topk(const PredictTopkParams& params) {
+  for_rows(params, SX_SIMD_BODY(simd_level_unless(params.chunk.is_double), predict_topk_rows));
+}
+
+void launch_predict_dots(const PredictDotsParams& params) {
+  const auto body = SX_SIMD_BODY(simd_level_unless(params.dtype == DType::kFloat64), predict_dots_rows);
+  parallel_for_shared(params.batch, 1 + (1 << 14) / (params.num_ids * params.dim + 1),
+                      [&](int64_t begin, int64_t end) { body(params, begin, end); });
+}
+
+}  // namespace samplex::cpu

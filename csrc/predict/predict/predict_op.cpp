@@ -1,0 +1,157 @@
+// Schemas and checks of the passes over a chunk of logits. They work in place: the caller's loop over chunks keeps the
+// buffers. See predict_params.h.
+#include "common/glue.h"
+#include "predict/predict/predict_params.h"
+
+namespace samplex::glue {
+namespace {
+
+using MaybeTensor = std::optional<Tensor>;
+
+PredictChunk chunk_of(const char* op, const Tensor& dots, const MaybeTensor& bias, int64_t first, double scale,
+                      bool absolute) {
+  const ScalarType acc = dots.scalar_type();
+  check_type(acc == ScalarType::Float || acc == ScalarType::Double, op,
+             ": dots must be [B, n] float32 or float64, got ", describe(dots));
+  check_tensor(op, "dots", dots, {-1, -1}, "[B, n]", acc, dots);
+  if (bias) check_tensor(op, "bias", *bias, {dots.size(1)}, "[n]", acc, dots);
+  check_value(first >= 0, op, ": first must be at least 0, got ", first);
+  return {nullptr, nullptr, dots.size(0), dots.size(1), first, scale, absolute, acc == ScalarType::Double};
+}
+
+void check_rows(const char* op, const char* arg, const Tensor& t, const Tensor& dots, ScalarType dtype) {
+  check_tensor(op, arg, t, {dots.size(0)}, "[B]", dtype, dots);
+}
+
+int64_t num_targets(const char* op, const Tensor& target, const Tensor& dots) {
+  check_tensor(op, "target", target, {dots.size(0), -1}, "[B, P]", ScalarType::Long, dots);
+  return target.size(1);
+}
+
+void check_class_weight(const char* op, const MaybeTensor& class_weight, const Tensor& dots) {
+  if (class_weight) check_tensor(op, "class_weight", *class_weight, {dots.size(1)}, "[n]", dots.scalar_type(), dots);
+}
+
+void fill(PredictChunk& chunk, const void* dots, const MaybeTensor& bias) {
+  chunk.dots = const_cast<void*>(dots);
+  chunk.bias = bias ? in_any(*bias) : nullptr;
+}
+
+bool nothing(const PredictChunk& chunk) { return chunk.batch == 0 || chunk.count == 0; }
+
+void predict_lse(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor class_weight, int64_t first, double scale,
+                 bool absolute, Tensor lse, Tensor positive, MaybeTensor total) {
+  constexpr const char* op = "predict_lse";
+  begin_op();
+  PredictLseParams p{};
+  p.chunk = chunk_of(op, dots, bias, first, scale, absolute);
+  p.num_targets = num_targets(op, target, dots);
+  check_class_weight(op, class_weight, dots);
+  check_rows(op, "lse", lse, dots, ScalarType::Double);
+  check_tensor(op, "positive", positive, {dots.size(0), p.num_targets}, "[B, P]", dots.scalar_type(), dots);
+  if (total) check_rows(op, "total", *total, dots, ScalarType::Double);
+  if (nothing(p.chunk)) return;
+  fill(p.chunk, in_any(dots), bias);
+  p.target = in<int64_t>(target);
+  p.class_weight = class_weight ? in_any(*class_weight) : nullptr;
+  p.lse = out<double>(lse);
+  p.positive = out_any(positive);
+  p.total = total ? out<double>(*total) : nullptr;
+  SX_RUN(op, dots, launch_predict_lse, p);
+}
+
+void predict_grad(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor class_weight, int64_t first, double scale,
+                  bool absolute, Tensor lse, Tensor coef, Tensor target_coef, MaybeTensor smooth) {
+  constexpr const char* op = "predict_grad";
+  begin_op();
+  PredictGradParams p{};
+  const ScalarType acc = dots.scalar_type();
+  p.chunk = chunk_of(op, dots, bias, first, scale, absolute);
+  p.num_targets = num_targets(op, target, dots);
+  check_class_weight(op, class_weight, dots);
+  check_rows(op, "lse", lse, dots, ScalarType::Double);
+  check_rows(op, "coef", coef, dots, acc);
+  check_tensor(op, "target_coef", target_coef, {dots.size(0), p.num_targets}, "[B, P]", acc, dots);
+  if (smooth) check_rows(op, "smooth", *smooth, dots, acc);
+  if (nothing(p.chunk)) return;
+  fill(p.chunk, out_any(dots), bias);
+  p.target = in<int64_t>(target);
+  p.class_weight = class_weight ? in_any(*class_weight) : nullptr;
+  p.lse = in<double>(lse);
+  p.coef = in_any(coef);
+  p.target_coef = in_any(target_coef);
+  p.smooth = smooth ? in_any(*smooth) : nullptr;
+  SX_RUN(op, dots, launch_predict_grad, p);
+}
+
+void predict_topk(Tensor dots, MaybeTensor bias, int64_t first, double scale, bool absolute, Tensor values,
+                  Tensor ids) {
+  constexpr const char* op = "predict_topk";
+  begin_op();
+  PredictTopkParams p{};
+  p.chunk = chunk_of(op, dots, bias, first, scale, absolute);
+  check_tensor(op, "values", values, {dots.size(0), -1}, "[B, k]", dots.scalar_type(), dots);
+  p.k = values.size(1);
+  check_value(p.k >= 1 && p.k <= kPredictMostK, op, ": values must be [B, k] with k in [1, ", kPredictMostK, "], got ",
+              describe(values));
+  check_tensor(op, "ids", ids, {dots.size(0), p.k}, "[B, k]", ScalarType::Long, dots);
+  if (nothing(p.chunk)) return;
+  fill(p.chunk, in_any(dots), bias);
+  p.values = out_any(values);
+  p.ids = out<int64_t>(ids);
+  SX_RUN(op, dots, launch_predict_topk, p);
+}
+
+Tensor predict_dots(Tensor hidden, Tensor weight, Tensor ids) {
+  constexpr const char* op = "predict_dots";
+  begin_op();
+  PredictDotsParams p{};
+  p.dtype = dtype_tag(op, "weight", weight);
+  check_tensor(op, "weight", weight, {-1, -1}, "[C, d]", weight.scalar_type(), weight);
+  check_tensor(op, "hidden", hidden, {-1, weight.size(1)}, "[B, d]", weight.scalar_type(), weight);
+  check_tensor(op, "ids", ids, {hidden.size(0), -1}, "[B, n]", ScalarType::Long, weight);
+  p.batch = ids.size(0);
+  p.num_ids = ids.size(1);
+  p.dim = weight.size(1);
+  p.num_classes = weight.size(0);
+  Tensor dots = empty(weight, {p.batch, p.num_ids}, acc_type(weight.scalar_type()));
+  if (p.batch == 0 || p.num_ids == 0) return dots;
+  p.hidden = in_any(hidden);
+  p.weight = in_any(weight);
+  p.ids = in<int64_t>(ids);
+  p.dots = out_any(dots);
+  SX_RUN(op, weight, launch_predict_dots, p);
+  return dots;
+}
+
+}  // namespace
+}  // namespace samplex::glue
+
+STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
+  m.def("predict_dots(Tensor hidden, Tensor weight, Tensor ids) -> Tensor",
+        {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+  m.def(
+      "predict_lse(Tensor dots, Tensor? bias, Tensor target, Tensor? class_weight, int first, float scale, "
+      "bool absolute, Tensor(a!) lse, Tensor(b!) positive, Tensor(c!)? total) -> ()",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+  m.def(
+      "predict_grad(Tensor(a!) dots, Tensor? bias, Tensor target, Tensor? class_weight, int first, float scale, "
+      "bool absolute, Tensor lse, Tensor coef, Tensor target_coef, Tensor? smooth) -> ()",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+  m.def(
+      "predict_topk(Tensor dots, Tensor? bias, int first, float scale, bool absolute, Tensor(a!) values, "
+      "Tensor(b!) ids) -> ()",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+}
+STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {
+  m.impl("predict_dots", TORCH_BOX(&samplex::glue::predict_dots));
+  m.impl("predict_lse", TORCH_BOX(&samplex::glue::predict_lse));
+  m.impl("predict_grad", TORCH_BOX(&samplex::glue::predict_grad));
+  m.impl("predict_topk", TORCH_BOX(&samplex::glue::predict_topk));
+}
+STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) {
+  m.impl("predict_dots", TORCH_BOX(&samplex::glue::predict_dots));
+  m.impl("predict_lse", TORCH_BOX(&samplex::glue::predict_lse));
+  m.impl("predict_grad", TORCH_BOX(&samplex::glue::predict_grad));
+  m.impl("predict_topk", TORCH_BOX(&samplex::glue::predict_topk));
+}

@@ -1,0 +1,23 @@
+#include "sampler/static_sample/static_sample_kernel.cuh"
+
+namespace samplex::SX_BACKEND_NS {
+
+namespace {
+
+// Enough blocks to fill any device; the kernels stride over the rest.
+unsigned static_grid(int64_t count) {
+  const int64_t blocks = (count + kStaticBlock - 1) / kStaticBlock;
+  return unsigned(blocks < 65535 ? blocks : 65535);
+}
+
+}  // namespace
+
+void launch_static_sample(const StaticSampleParams& p, void* stream) {
+  if (p.batch == 0 || p.num_samples == 0) return;
+  if (p.exclude != nullptr) {
+    SX_LAUNCH("static_sample", static_rows_kernel, static_grid(p.batch), kStaticBlock, 0, stream, p);
+  }
+  SX_LAUNCH("static_sample", static_sample_kernel, static_grid(p.batch * p.num_samples), kStaticBlock, 0, stream, p);
+}
+
+}  // namespace samplex::SX_BACKEND_NS

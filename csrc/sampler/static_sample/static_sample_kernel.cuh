@@ -1,0 +1,43 @@
+// static_sample on the device: one thread a draw, no shared memory, no collectives. The laws, and with them every bit
+// of the result, are those of static_sample_math.h.
+#pragma once
+
+#include "common/macros.h"
+#include "sampler/static_sample/static_sample_math.h"
+
+namespace samplex::SX_BACKEND_NS {
+
+constexpr int kStaticBlock = 256;
+
+// rows [B]: what the excluded ids leave of the law. One thread a row.
+__global__ void __launch_bounds__(kStaticBlock) static_rows_kernel(StaticSampleParams p) {
+  const int64_t stride = int64_t(gridDim.x) * kStaticBlock;
+  for (int64_t b = int64_t(blockIdx.x) * kStaticBlock + threadIdx.x; b < p.batch; b += stride) {
+    p.rows[b] = excluded_row(p, b);
+  }
+}
+
+// ids, log_q [B, m], or log_q alone for given ids.
+__global__ void __launch_bounds__(kStaticBlock, 2) static_sample_kernel(StaticSampleParams p) {
+  PhiloxKey key = {0, 0};
+  if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
+  const StaticRow whole = whole_row_in_kernel(p);
+  const int64_t count = p.batch * p.num_samples, stride = int64_t(gridDim.x) * kStaticBlock;
+  for (int64_t i = int64_t(blockIdx.x) * kStaticBlock + threadIdx.x; i < count; i += stride) {
+    const int64_t b = i / p.num_samples, draw = i - b * p.num_samples;
+    const StaticRow row = p.exclude != nullptr ? p.rows[b] : whole;
+    if (p.given != nullptr) {
+      p.log_q[i] = log_q_of(p, row, p.given[i]);
+    } else if (row.left == 0) {
+      p.ids[i] = stand_in(p, row);
+      p.log_q[i] = 0.0f;
+    } else {
+      const StaticDraw drawn =
+          p.exclude != nullptr ? draw_excluding(p, row, key, b, draw, 0) : draw_at(p, row, key, b, draw, 0);
+      p.ids[i] = drawn.id;
+      p.log_q[i] = float(drawn.log_weight - row.log_mass);
+    }
+  }
+}
+
+}  // namespace samplex::SX_BACKEND_NS

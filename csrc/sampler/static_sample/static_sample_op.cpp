@@ -1,0 +1,195 @@
+// Schemas, checks and allocation of the static samplers:
+//   uniform_sample, log_uniform_sample, alias_sample             -> ids [B, m] int64, log_q [B, m] float32
+//   uniform_log_prob, log_uniform_log_prob, alias_log_prob       ids [B, n] -> [B, n] float32, the same law
+#include "sampler/static_sample/static_sample_op.h"
+
+#include "common/glue.h"
+#include "common/philox.h"
+#include "sampler/static_sample/static_sample_math.h"
+#include "sampler/static_sample/static_sample_params.h"
+
+namespace samplex {
+namespace {
+
+using glue::ScalarType;
+using glue::Tensor;
+
+// Beyond this a double no longer holds every class number, and log-uniform would skip classes.
+constexpr int64_t kMaxClasses = int64_t(1) << 52;
+
+const char* op_name(StaticLaw law, bool given) {
+  switch (law) {
+    case StaticLaw::kUniform:
+      return given ? "uniform_log_prob" : "uniform_sample";
+    case StaticLaw::kLogUniform:
+      return given ? "log_uniform_log_prob" : "log_uniform_sample";
+    case StaticLaw::kAlias:
+      break;
+  }
+  return given ? "alias_log_prob" : "alias_sample";
+}
+
+// `ref` is the tensor whose device the others must share.
+StaticSampleParams checked_params(StaticLaw law, bool given, const Tensor& ref, int64_t batch, int64_t num_samples,
+                                  int64_t num_classes, const Tensor* table, const Tensor* prefix,
+                                  const MaybeTensor& exclude, const MaybeTensor& exclude_offsets) {
+  const char* op = op_name(law, given);
+  glue::check_value(batch >= 0 && batch <= kPhiloxMaxRows, op, ": batch must be in [0, 2^32], got ", batch);
+  if (!given) {
+    glue::check_value(num_samples >= 0 && num_samples <= kPhiloxMaxDraws, op,
+                      ": num_samples must be in [0, 2^24], got ", num_samples);
+  }
+  glue::check_value(num_classes >= 1 && num_classes <= kMaxClasses, op, ": num_classes must be in [1, 2^52], got ",
+                    num_classes);
+  StaticSampleParams p = {};
+  p.law = law;
+  p.batch = batch;
+  p.num_samples = num_samples;
+  p.num_classes = num_classes;
+  p.whole = whole_row(law, num_classes);
+  if (law == StaticLaw::kAlias) {
+    glue::check_tensor(op, "table", *table, {num_classes, 4}, "[C, 4]", ScalarType::Long, ref);
+    glue::check_tensor(op, "prefix", *prefix, {num_classes + 1}, "[C + 1]", ScalarType::Long, ref);
+  }
+  check_exclude(op, p, exclude, exclude_offsets, ref);
+  return p;
+}
+
+// Data pointers; after the checks, before the outputs.
+void take_pointers(StaticSampleParams& p, const Tensor* table, const Tensor* prefix, const MaybeTensor& exclude,
+                   const MaybeTensor& exclude_offsets) {
+  if (p.law == StaticLaw::kAlias) {
+    p.table = reinterpret_cast<const AliasEntry*>(glue::in<int64_t>(*table));
+    p.prefix = glue::in<int64_t>(*prefix);
+    glue::check_value(reinterpret_cast<uintptr_t>(p.table) % alignof(AliasEntry) == 0, op_name(p.law, p.key == nullptr),
+                      ": table must be aligned to ", alignof(AliasEntry), " bytes, got a view that is not");
+  }
+  take_exclude(p, exclude, exclude_offsets);
+}
+
+void run(StaticSampleParams& p, const Tensor& ref, const char* op) {
+  if (p.batch == 0 || p.num_samples == 0) return;
+  MaybeTensor rows;
+  if (p.exclude != nullptr) {
+    if (ref.is_cpu()) check_exclude_values(op, p);
+    rows = glue::empty(ref, {p.batch, 5}, ScalarType::Long);
+    p.rows = reinterpret_cast<StaticRow*>(glue::out<int64_t>(*rows));
+  }
+  SX_RUN(op, ref, launch_static_sample, p);
+}
+
+std::tuple<Tensor, Tensor> sample(StaticLaw law, const Tensor& key, int64_t batch, int64_t num_samples,
+                                  int64_t num_classes, const Tensor* table, const Tensor* prefix,
+                                  const MaybeTensor& exclude, const MaybeTensor& exclude_offsets) {
+  const char* op = op_name(law, false);
+  glue::begin_op();
+  glue::check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, key);
+  StaticSampleParams p =
+      checked_params(law, false, key, batch, num_samples, num_classes, table, prefix, exclude, exclude_offsets);
+  p.key = glue::in<int64_t>(key);
+  take_pointers(p, table, prefix, exclude, exclude_offsets);
+  Tensor ids = glue::empty(key, {batch, num_samples}, ScalarType::Long);
+  Tensor log_q = glue::empty(key, {batch, num_samples}, ScalarType::Float);
+  p.ids = glue::out<int64_t>(ids);
+  p.log_q = glue::out<float>(log_q);
+  run(p, key, op);
+  return {ids, log_q};
+}
+
+Tensor log_prob(StaticLaw law, const Tensor& ids, int64_t num_classes, const Tensor* table, const Tensor* prefix,
+                const MaybeTensor& exclude, const MaybeTensor& exclude_offsets) {
+  const char* op = op_name(law, true);
+  glue::begin_op();
+  glue::check_tensor(op, "ids", ids, {-1, -1}, "[B, n]", ScalarType::Long, ids);
+  StaticSampleParams p =
+      checked_params(law, true, ids, ids.size(0), ids.size(1), num_classes, table, prefix, exclude, exclude_offsets);
+  p.given = glue::in<int64_t>(ids);
+  if (ids.is_cpu()) {
+    for (int64_t i = 0; i < p.batch * p.num_samples; ++i) {
+      glue::check_index(p.given[i] >= 0 && p.given[i] < num_classes, op, ": ids must be in [0, ", num_classes,
+                        "), got ", p.given[i], " in row ", i / p.num_samples);
+    }
+  }
+  take_pointers(p, table, prefix, exclude, exclude_offsets);
+  Tensor log_q = glue::empty(ids, {p.batch, p.num_samples}, ScalarType::Float);
+  p.log_q = glue::out<float>(log_q);
+  run(p, ids, op);
+  return log_q;
+}
+
+int64_t table_classes(const char* op, const Tensor& table) {
+  glue::check_tensor(op, "table", table, {-1, 4}, "[C, 4]", ScalarType::Long, table);
+  return table.size(0);
+}
+
+// ------------------------------------------------------------------------------------------------ ops
+std::tuple<Tensor, Tensor> uniform_sample(Tensor key, int64_t batch, int64_t num_samples, int64_t num_classes,
+                                          MaybeTensor exclude, MaybeTensor exclude_offsets) {
+  return sample(StaticLaw::kUniform, key, batch, num_samples, num_classes, nullptr, nullptr, exclude, exclude_offsets);
+}
+
+std::tuple<Tensor, Tensor> log_uniform_sample(Tensor key, int64_t batch, int64_t num_samples, int64_t num_classes,
+                                              MaybeTensor exclude, MaybeTensor exclude_offsets) {
+  return sample(StaticLaw::kLogUniform, key, batch, num_samples, num_classes, nullptr, nullptr, exclude,
+                exclude_offsets);
+}
+
+std::tuple<Tensor, Tensor> alias_sample(Tensor key, int64_t batch, int64_t num_samples, Tensor table, Tensor prefix,
+                                        MaybeTensor exclude, MaybeTensor exclude_offsets) {
+  return sample(StaticLaw::kAlias, key, batch, num_samples, table_classes("alias_sample", table), &table, &prefix,
+                exclude, exclude_offsets);
+}
+
+Tensor uniform_log_prob(Tensor ids, int64_t num_classes, MaybeTensor exclude, MaybeTensor exclude_offsets) {
+  return log_prob(StaticLaw::kUniform, ids, num_classes, nullptr, nullptr, exclude, exclude_offsets);
+}
+
+Tensor log_uniform_log_prob(Tensor ids, int64_t num_classes, MaybeTensor exclude, MaybeTensor exclude_offsets) {
+  return log_prob(StaticLaw::kLogUniform, ids, num_classes, nullptr, nullptr, exclude, exclude_offsets);
+}
+
+Tensor alias_log_prob(Tensor ids, Tensor table, Tensor prefix, MaybeTensor exclude, MaybeTensor exclude_offsets) {
+  return log_prob(StaticLaw::kAlias, ids, table_classes("alias_log_prob", table), &table, &prefix, exclude,
+                  exclude_offsets);
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def(
+      "uniform_sample(Tensor key, SymInt batch, SymInt num_samples, SymInt num_classes, Tensor? exclude=None, "
+      "Tensor? exclude_offsets=None) -> (Tensor ids, Tensor log_q)",
+      tags);
+  m.def(
+      "log_uniform_sample(Tensor key, SymInt batch, SymInt num_samples, SymInt num_classes, Tensor? exclude=None, "
+      "Tensor? exclude_offsets=None) -> (Tensor ids, Tensor log_q)",
+      tags);
+  m.def(
+      "alias_sample(Tensor key, SymInt batch, SymInt num_samples, Tensor table, Tensor prefix, Tensor? exclude=None, "
+      "Tensor? exclude_offsets=None) -> (Tensor ids, Tensor log_q)",
+      tags);
+  m.def(
+      "uniform_log_prob(Tensor ids, SymInt num_classes, Tensor? exclude=None, Tensor? exclude_offsets=None) -> Tensor",
+      tags);
+  m.def(
+      "log_uniform_log_prob(Tensor ids, SymInt num_classes, Tensor? exclude=None, Tensor? exclude_offsets=None) "
+      "-> Tensor",
+      tags);
+  m.def(
+      "alias_log_prob(Tensor ids, Tensor table, Tensor prefix, Tensor? exclude=None, Tensor? exclude_offsets=None) "
+      "-> Tensor",
+      tags);
+}
+
+#define SX_STATIC_IMPLS(m)                                          \
+  m.impl("uniform_sample", TORCH_BOX(&uniform_sample));             \
+  m.impl("log_uniform_sample", TORCH_BOX(&log_uniform_sample));     \
+  m.impl("alias_sample", TORCH_BOX(&alias_sample));                 \
+  m.impl("uniform_log_prob", TORCH_BOX(&uniform_log_prob));         \
+  m.impl("log_uniform_log_prob", TORCH_BOX(&log_uniform_log_prob)); \
+  m.impl("alias_log_prob", TORCH_BOX(&alias_log_prob))
+
+STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) { SX_STATIC_IMPLS(m); }
+STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) { SX_STATIC_IMPLS(m); }
+
+}  // namespace
+}  // namespace samplex

@@ -1,1 +1,0 @@
-#include "sampler/static_sample_cpu_impl.h"

@@ -1,1 +1,0 @@
-#include "sampler/subset_sample_cpu_impl.h"

@@ -1,0 +1,540 @@
+// CPU bodies of the tree, compiled once per instruction set. Many draws, of one row or of several, go down together,
+// level by level: their nodes are independent loads, and the choice of a child is a plain loop over the draws that the
+// compiler vectorises. The top levels, which hold no more nodes than a row has draws, are scored once for the row.
+#pragma once
+
+#include "common/philox_many.h"
+#include "common/vec.h"
+#include "sampler/tree/tree_math.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace samplex {
+inline namespace SX_ISA_NS {
+
+constexpr int kTreeBlock = 64;                                    // draws that go down together
+constexpr int kTreeTopLevels = 6;                                 // at most: 2^6 - 1 nodes
+constexpr int kTreeTopDraws = 8;                                  // of a row: with fewer, nothing is shared
+constexpr int kTreeTopRows = 2 * kTreeBlock / kTreeTopDraws + 2;  // whose draws may be under way at a time
+constexpr int kLevelsAhead = 2;                                   // of a known path that are under way
+
+// Always inlined: GCC takes a function that only prefetches for one without effect, and drops the call.
+template <typename T>
+SX_ALWAYS_INLINE void prefetch_node(const TreeTable& tree, int64_t node) {
+  const char* bytes = reinterpret_cast<const char*>(tree_node<T>(tree, node));
+  for (int64_t at = 0; at <= tree.dim * int64_t(sizeof(T)); at += 64) __builtin_prefetch(bytes + at);
+}
+
+// Nodes that are scored next, by somebody else: asked for while others are scored, a few at a time. All at once would
+// fill the miss buffers of the core, and it would wait.
+template <typename T>
+struct NodesAhead {
+  const int64_t* nodes = nullptr;
+  int count = 0;
+
+  SX_ALWAYS_INLINE void prefetch(const TreeTable& tree, int from, int to) const {
+    for (int g = from; g < to && g < count; ++g) prefetch_node<T>(tree, nodes[g]);
+  }
+};
+
+// ------------------------------------------------------------------------------------------------ w . x + b
+#if defined(__AVX2__)
+
+// The first two halvings of tree_sum, which leave four partial sums. Zeros behind `dim`, as tree_logit has them.
+#if defined(__AVX512F__)
+inline __m512 tree_load(const float* p, __mmask16 some) { return _mm512_maskz_loadu_ps(some, p); }
+inline __m512 tree_load(const BFloat16* p, __mmask16 some) {
+  const __m256i bits = _mm256_maskz_loadu_epi16(some, p);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+template <typename T>
+inline __m128 tree_fours(const TreeTable& tree, int64_t node, const float* x) {
+  const T* w = tree_node<T>(tree, node);
+  __m512 lanes = _mm512_setzero_ps();
+  for (int64_t c = 0; c < tree.dim; c += kTreeLanes) {
+    const int64_t rest = tree.dim - c;
+    const __mmask16 some = rest >= kTreeLanes ? __mmask16(0xFFFF) : __mmask16((1u << rest) - 1);
+    lanes = _mm512_add_ps(lanes, _mm512_mul_ps(tree_load(w + c, some), _mm512_maskz_loadu_ps(some, x + c)));
+  }
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+}
+#else
+inline __m256 tree_load(const float* p) { return _mm256_loadu_ps(p); }
+inline __m256 tree_load(const BFloat16* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+// dim a multiple of 16
+template <typename T>
+inline __m128 tree_fours(const TreeTable& tree, int64_t node, const float* x) {
+  const T* w = tree_node<T>(tree, node);
+  __m256 low = _mm256_setzero_ps(), high = _mm256_setzero_ps();
+  for (int64_t c = 0; c < tree.dim; c += kTreeLanes) {
+    low = _mm256_add_ps(low, _mm256_mul_ps(tree_load(w + c), _mm256_loadu_ps(x + c)));
+    high = _mm256_add_ps(high, _mm256_mul_ps(tree_load(w + c + 8), _mm256_loadu_ps(x + c + 8)));
+  }
+  const __m256 eight = _mm256_add_ps(low, high);
+  return _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+}
+#endif
+
+inline bool has_fours(const TreeTable& tree) {
+#if defined(__AVX512F__)
+  (void)tree;
+  return true;
+#else
+  return tree.dim % kTreeLanes == 0;
+#endif
+}
+
+template <typename T>
+inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x) {
+  if (!has_fours(tree)) return tree_logit<T>(tree, node, x);
+  const __m128 four = tree_fours<T>(tree, node, x);
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1))) + to_acc(tree_node<T>(tree, node)[tree.dim]);
+}
+
+// out[g] = logit of nodes[g] for x[g]. Four at a time: the last halvings of four sums are three additions of columns.
+template <typename T>
+inline void tree_logits(const TreeTable& tree, const int64_t* nodes, const float* const* x, int count, float* out,
+                        const NodesAhead<T>& ahead) {
+  int g = 0;
+  for (; has_fours(tree) && g + 4 <= count; g += 4) {
+    ahead.prefetch(tree, g, g + 4);
+    __m128 s0 = tree_fours<T>(tree, nodes[g], x[g]), s1 = tree_fours<T>(tree, nodes[g + 1], x[g + 1]);
+    __m128 s2 = tree_fours<T>(tree, nodes[g + 2], x[g + 2]), s3 = tree_fours<T>(tree, nodes[g + 3], x[g + 3]);
+    _MM_TRANSPOSE4_PS(s0, s1, s2, s3);
+    float bias[4];
+    for (int j = 0; j < 4; ++j) bias[j] = to_acc(tree_node<T>(tree, nodes[g + j])[tree.dim]);
+    _mm_storeu_ps(out + g, _mm_add_ps(_mm_add_ps(_mm_add_ps(s0, s2), _mm_add_ps(s1, s3)), _mm_loadu_ps(bias)));
+  }
+  ahead.prefetch(tree, g, kTreeBlock);
+  for (; g < count; ++g) out[g] = tree_logit_fast<T>(tree, nodes[g], x[g]);
+}
+
+#else
+
+template <typename T>
+inline float tree_logit_fast(const TreeTable& tree, int64_t node, const float* x) {
+  return tree_logit<T>(tree, node, x);
+}
+
+template <typename T>
+inline void tree_logits(const TreeTable& tree, const int64_t* nodes, const float* const* x, int count, float* out,
+                        const NodesAhead<T>& ahead) {
+  ahead.prefetch(tree, 0, kTreeBlock);
+  for (int g = 0; g < count; ++g) out[g] = tree_logit<T>(tree, nodes[g], x[g]);
+}
+
+#endif
+
+// ------------------------------------------------------------------------------------------------ projection
+constexpr int kProjectRows = 4;  // that share the loads of the projection
+constexpr int kProjectWide = 16;
+
+// sum[r][j] = sum over i of centred[r][i] * weights[i][j]
+inline void project_chunk(const float (*centred)[kTreeProjectChunk], const float* weights, int64_t stride, int length,
+                          float (*sum)[kProjectWide]) {
+#if defined(__AVX2__)
+  constexpr int kVecs = kProjectWide / Vec::kSize;
+  Vec total[kProjectRows][kVecs];
+  for (auto& row : total) {
+    for (Vec& v : row) v = Vec::zero();
+  }
+  for (int i = 0; i < length; ++i) {
+    Vec w[kVecs];
+    for (int v = 0; v < kVecs; ++v) w[v] = Vec::load(weights + i * stride + v * Vec::kSize);
+    for (int r = 0; r < kProjectRows; ++r) {
+      const Vec x = Vec::all(centred[r][i]);
+      for (int v = 0; v < kVecs; ++v) total[r][v] = total[r][v] + x * w[v];
+    }
+  }
+  for (int r = 0; r < kProjectRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) total[r][v].store(sum[r] + v * Vec::kSize);
+  }
+#else
+  for (int r = 0; r < kProjectRows; ++r) {
+    for (int j = 0; j < kProjectWide; ++j) sum[r][j] = 0;
+    for (int i = 0; i < length; ++i) {
+      for (int j = 0; j < kProjectWide; ++j) sum[r][j] = sum[r][j] + centred[r][i] * weights[i * stride + j];
+    }
+  }
+#endif
+}
+
+inline void tree_project_rows(const TreeProjectParams& p, int64_t begin, int64_t end) {
+  float centred[kProjectRows][kTreeProjectChunk], sum[kProjectRows][kProjectWide], total[kProjectRows][kProjectWide];
+  float padded[kTreeProjectChunk * kProjectWide];
+  for (int64_t b = begin; b < end; b += kProjectRows) {
+    for (int64_t first = 0; first < p.dim; first += kProjectWide) {
+      const int width = int(p.dim - first < kProjectWide ? p.dim - first : kProjectWide);
+      for (auto& row : total) {
+        for (float& x : row) x = 0;
+      }
+      for (int64_t c = 0; c < p.features; c += kTreeProjectChunk) {
+        const int length = int(p.features - c < kTreeProjectChunk ? p.features - c : kTreeProjectChunk);
+        for (int r = 0; r < kProjectRows; ++r) {  // the last row is repeated
+          const float* x = p.x + (b + r < end ? b + r : end - 1) * p.features + c;
+          for (int i = 0; i < length; ++i) centred[r][i] = x[i] - p.mean[c + i];
+        }
+        const float* weights = p.projection + c * p.dim + first;
+        int64_t stride = p.dim;
+        if (width < kProjectWide) {
+          for (int i = 0; i < length; ++i) {
+            for (int j = 0; j < kProjectWide; ++j) {
+              padded[i * kProjectWide + j] = j < width ? weights[i * stride + j] : 0.0f;
+            }
+          }
+          weights = padded;
+          stride = kProjectWide;
+        }
+        project_chunk(centred, weights, stride, length, sum);
+        for (int r = 0; r < kProjectRows; ++r) {
+          for (int j = 0; j < kProjectWide; ++j) total[r][j] = total[r][j] + sum[r][j];
+        }
+      }
+      for (int64_t r = 0; r < kProjectRows && b + r < end; ++r) {
+        for (int j = 0; j < width; ++j) p.z[(b + r) * p.dim + first + j] = total[r][j];
+      }
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ draws
+// Draws that go down together, of one row or of several. A row has at most one excluded class here, the usual case: a
+// draw is on the way to it or it is not.
+struct TreeBlock {
+  int64_t node[kTreeBlock];
+  int64_t excluded[kTreeBlock];  // heap index of the excluded leaf, 0 for none
+  const double* left[kTreeBlock];
+  const float* x[kTreeBlock];
+  const float* top[kTreeBlock];                              // logits of the row's first levels, by node
+  int64_t at[kTreeBlock];                                    // place in the output
+  uint32_t row[kTreeBlock] = {}, position[kTreeBlock] = {};  // read up to the next multiple of 8
+  uint64_t bits[2][kTreeBlock];
+  float z[kTreeBlock];
+  double zd[kTreeBlock], ad[kTreeBlock], ed[kTreeBlock];  // z, |z| and exp(-|z|) of the level
+  double minor[kTreeBlock], product[kTreeBlock], kept[kTreeBlock];
+  int count = 0;
+  bool excludes = false;  // some draw has an excluded class
+
+  void add(const TreeSampleParams& p, const TreeExcluded& out, const float* row_top, int64_t b, int64_t draw) {
+    const int g = count++;
+    top[g] = row_top;
+    node[g] = 1;
+    minor[g] = 0;
+    product[g] = 1;
+    excluded[g] = out.count > 0 ? (int64_t(1) << p.tree.depth) + out.leaves[0] : 0;
+    excludes |= excluded[g] > 0;
+    left[g] = out.left;
+    x[g] = p.x + b * p.tree.dim;
+    at[g] = b * p.num_samples + draw;
+    row[g] = uint32_t(b);
+    position[g] = uint32_t(draw) << 8;
+  }
+};
+
+inline void measure_logits(TreeBlock& s, int count) {
+  for (int g = 0; g < count; ++g) {
+    const float z = s.z[g], a = z < 0 ? -z : z;
+    s.zd[g] = double(z);
+    s.ad[g] = double(a);
+    s.ed[g] = double(tree_exp(a));
+  }
+}
+
+// Every draw of the block takes a child. All numbers have 64 bits, so that the loop is one of whole vectors.
+template <bool kExcludes>
+inline void choose_children(TreeBlock& s, const uint64_t* bits, int depth, int level) {
+  const int count = s.count;
+  measure_logits(s, count);
+  if constexpr (kExcludes) {
+    // What is left of the child towards the excluded class; 1 for a draw that is not on the way to it.
+    for (int g = 0; g < count; ++g) {
+      s.kept[g] = s.excluded[g] >> (depth - level) == s.node[g] ? s.left[g][level + 1] : 1.0;
+    }
+  }
+  for (int g = 0; g < count; ++g) {
+    const double z = s.zd[g], e = s.ed[g];
+    double right_mass = z >= 0 ? 1.0 : e, left_mass = z >= 0 ? e : 1.0;
+    if constexpr (kExcludes) {
+      const bool to_right = (uint64_t(s.excluded[g]) >> (depth - 1 - level)) & 1;
+      right_mass *= to_right ? s.kept[g] : 1.0;
+      left_mass *= to_right ? 1.0 : s.kept[g];
+    }
+    const bool right = uniform53_by_parts(bits[g]) * (right_mass + left_mass) < right_mass;
+    s.minor[g] += right != (z >= 0) ? s.ad[g] : 0.0;
+    s.product[g] *= 1.0 + e;
+    s.node[g] = 2 * s.node[g] + int64_t(right);
+  }
+}
+
+// All draws of the block down one level, while the nodes that `next` looks at afterwards are asked for.
+template <typename T>
+inline void draw_level(const TreeSampleParams& p, PhiloxKey key, int top_levels, int level, TreeBlock& s,
+                       const TreeBlock& next, int next_level) {
+  const TreeTable& tree = p.tree;
+  const int count = s.count;
+  if (level % 2 == 0) {
+    philox_many(key, s.row, s.position, count, s.bits[0], s.bits[1]);
+    for (int g = 0; g < kTreeBlock; ++g) ++s.position[g];  // the next Philox block
+  }
+  NodesAhead<T> ahead;
+  if (next_level < tree.depth && next_level >= top_levels) ahead = {next.node, next.count};
+  if (level < top_levels) {
+    ahead.prefetch(tree, 0, kTreeBlock);
+    for (int g = 0; g < count; ++g) s.z[g] = s.top[g][s.node[g]];
+  } else {
+    tree_logits<T>(tree, s.node, s.x, count, s.z, ahead);
+  }
+  if (s.excludes)
+    choose_children<true>(s, s.bits[level % 2], tree.depth, level);
+  else
+    choose_children<false>(s, s.bits[level % 2], tree.depth, level);
+}
+
+inline void write_block(const TreeSampleParams& p, TreeBlock& s) {
+  const int count = s.count;
+  const int64_t leaves = int64_t(1) << p.tree.depth;
+  for (int g = 0; g < count; ++g) {
+    const int64_t id = p.tree.leaf_class[s.node[g] - leaves];
+    p.ids[s.at[g]] = id < 0 ? 0 : id;
+  }
+  for (int g = 0; g < count; ++g) s.product[g] = tree_log_p(s.minor[g], s.product[g]);
+  for (int g = 0; g < count; ++g) {
+    const double log_left = s.excluded[g] > 0 ? exact_log(s.left[g][0]) : 0.0;
+    p.log_q[s.at[g]] = float(s.product[g] - log_left);
+  }
+  s.count = 0;
+  s.excludes = false;
+}
+
+// Two blocks to their leaves, in turn: what one looks at next is on the way from memory while the other computes.
+template <typename T>
+inline void draw_blocks(const TreeSampleParams& p, PhiloxKey key, int top_levels, TreeBlock& a, TreeBlock& b) {
+  for (int level = 0; level < p.tree.depth; ++level) {
+    draw_level<T>(p, key, top_levels, level, a, b, level);
+    draw_level<T>(p, key, top_levels, level, b, a, level + 1);
+  }
+  for (TreeBlock* s : {&a, &b}) {
+    for (int g = 0; g < s->count; ++g)
+      __builtin_prefetch(p.tree.leaf_class + s->node[g] - (int64_t(1) << p.tree.depth));
+  }
+  write_block(p, a);
+  write_block(p, b);
+}
+
+// log_q of given ids [first, last) without excluded classes: the same walk, with the way known.
+template <typename T>
+inline void follow_block(const TreeSampleParams& p, int64_t first, int64_t last, TreeBlock& s) {
+  const TreeTable& tree = p.tree;
+  const int count = int(last - first);
+  int64_t leaf[kTreeBlock];  // heap index
+  for (int g = 0; g < count; ++g) {
+    leaf[g] = (int64_t(1) << tree.depth) + tree.class_leaf[p.given[first + g]];
+    s.x[g] = p.x + (first + g) / p.num_samples * tree.dim;
+    s.minor[g] = 0;
+    s.product[g] = 1;
+  }
+  for (int level = 0; level < tree.depth; ++level) {
+    for (int g = 0; g < count; ++g) s.node[g] = leaf[g] >> (tree.depth - level);
+    if (level + kLevelsAhead < tree.depth) {
+      const int shift = tree.depth - level - kLevelsAhead;
+      for (int g = 0; g < count; ++g) prefetch_node<T>(tree, leaf[g] >> shift);
+    }
+    tree_logits<T>(tree, s.node, s.x, count, s.z, {});
+    measure_logits(s, count);
+    const int shift = tree.depth - 1 - level;
+    for (int g = 0; g < count; ++g) {
+      const bool right = (uint64_t(leaf[g]) >> shift) & 1;
+      s.minor[g] += right != (s.zd[g] >= 0) ? s.ad[g] : 0.0;
+      s.product[g] *= 1.0 + s.ed[g];
+    }
+  }
+  for (int g = 0; g < count; ++g) p.log_q[first + g] = float(tree_log_p(s.minor[g], s.product[g]));
+}
+
+template <typename T>
+inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t end) {
+  const TreeTable& tree = p.tree;
+  TreeBlock blocks[2];
+  if (p.given != nullptr && p.exclude == nullptr) {
+    for (int64_t at = begin * p.num_samples, last = end * p.num_samples; at < last; at += kTreeBlock) {
+      follow_block<T>(p, at, at + kTreeBlock < last ? at + kTreeBlock : last, blocks[0]);
+    }
+    return;
+  }
+  int top_levels = 0;
+  while (p.num_samples >= kTreeTopDraws && top_levels < kTreeTopLevels && top_levels < tree.depth &&
+         (int64_t(1) << top_levels) <= p.num_samples) {
+    ++top_levels;
+  }
+  float tops[kTreeTopRows][1 << kTreeTopLevels];
+  int64_t top_nodes[1 << kTreeTopLevels];
+  const float* top_x[1 << kTreeTopLevels];
+  for (int node = 0; node < 1 << kTreeTopLevels; ++node) top_nodes[node] = node;
+  PhiloxKey key = {0, 0};
+  if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
+  int full = 0, next_top = 0;  // blocks that wait for the other one; the place of the row's top
+  for (int64_t b = begin; b < end; ++b) {
+    const float* x = p.x + b * tree.dim;
+    float* const top = tops[next_top];
+    if (top_levels > 0) {
+      for (const float*& each : top_x) each = x;
+      tree_logits<T>(tree, top_nodes + 1, top_x, (1 << top_levels) - 1, top + 1, {});
+    }
+    const auto logit = [&](int64_t node, int level) {
+      return level < top_levels ? top[node] : tree_logit_fast<T>(tree, node, x);
+    };
+    const TreeExcluded out = excluded_of(p, b);
+    for (int64_t i = 0; i < out.count; ++i) {
+      for (int level = top_levels; level < tree.depth; ++level) {
+        prefetch_node<T>(tree, ancestor(tree, out.leaves[i], level));
+      }
+      for (int level = 0; level < tree.depth; ++level) {
+        out.left[i * (tree.depth + 1) + level] = double(logit(ancestor(tree, out.leaves[i], level), level));
+      }
+    }
+    if (out.count > 0) tree_left(tree, out);
+    const int64_t first = b * p.num_samples;
+    if (p.given != nullptr) {
+      for (int64_t k = 0; k < p.num_samples; ++k) {
+        p.log_q[first + k] = given_log_q(p, out, p.given[first + k], logit);
+      }
+    } else if (out.count > 1 || (out.count == 1 && out.left[0] == 0.0)) {
+      for (int64_t k = 0; k < p.num_samples; ++k) {
+        const TreeDraw drawn = tree_draw(p, out, key, b, k, logit);
+        p.ids[first + k] = drawn.id;
+        p.log_q[first + k] = drawn.log_q;
+      }
+    } else {
+      for (int64_t k = 0; k < p.num_samples; ++k) {
+        TreeBlock& block = blocks[full];
+        block.add(p, out, top, b, k);
+        if (block.count < kTreeBlock) continue;
+        if (++full == 2) {
+          draw_blocks<T>(p, key, top_levels, blocks[0], blocks[1]);
+          full = 0;
+        }
+      }
+      next_top = (next_top + 1) % kTreeTopRows;
+    }
+  }
+  if (blocks[0].count > 0) draw_blocks<T>(p, key, top_levels, blocks[0], blocks[1]);
+}
+
+// ------------------------------------------------------------------------------------------------ every class
+// Top down over the heap: a node's exp serves both children. `minor` and `product` are scratch [2^(depth + 1)].
+template <typename T>
+inline void tree_log_prob_all_rows(const TreeAllParams& p, int64_t begin, int64_t end, double* minor, double* product) {
+  const TreeTable& tree = p.tree;
+  const int64_t leaves = int64_t(1) << tree.depth;
+  for (int64_t b = begin; b < end; ++b) {
+    const float* x = p.x + b * tree.dim;
+    minor[1] = 0;
+    product[1] = 1;
+    for (int64_t node = 1; node < leaves; ++node) {
+      const float z = tree_logit_fast<T>(tree, node, x), a = z < 0 ? -z : z;
+      const double total = product[node] * (1.0 + double(tree_exp(a)));
+      product[2 * node] = product[2 * node + 1] = total;
+      minor[2 * node] = minor[node] + (z >= 0 ? double(a) : 0.0);
+      minor[2 * node + 1] = minor[node] + (z >= 0 ? 0.0 : double(a));
+    }
+    for (int64_t leaf = leaves; leaf < 2 * leaves; ++leaf) product[leaf] = tree_log_p(minor[leaf], product[leaf]);
+    for (int64_t id = 0; id < tree.num_classes; ++id) {
+      p.log_p[b * tree.num_classes + id] = float(product[leaves + tree.class_leaf[id]]);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ beam search
+constexpr int64_t kBeamNone = 0x7FF0000000000000;  // key of -inf; a nan has a larger one
+
+// Largest key that is kept so that `wanted` of `count` are, or more where keys tie at it. log p <= 0, so the bits of
+// |log p| order candidates, the likeliest first; halving their range needs no branch on a candidate.
+inline int64_t beam_border(const int64_t* key, int64_t count, int64_t wanted) {
+  int64_t low = kBeamNone, high = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    low = key[i] < low ? key[i] : low;
+    high = key[i] < kBeamNone && key[i] > high ? key[i] : high;
+  }
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; ++i) kept += key[i] <= middle;
+    if (kept == wanted) return middle;
+    if (kept > wanted)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return low;
+}
+
+// A level stays ascending by node, as children follow their parents. So of candidates that tie at the border the first
+// ones are the lower nodes, and the set kept is the one that the total order of the other backends gives.
+template <typename T>
+inline const cpu::TreeBeamLevel& tree_beam(const TreeTopkParams& p, int64_t b, cpu::TreeBeamScratch& s) {
+  const TreeTable& tree = p.tree;
+  const float* x = p.x + b * tree.dim;
+  cpu::TreeBeamLevel *from = &s.levels[0], *to = &s.levels[1];
+  from->count = 1;
+  from->node[0] = 1;
+  from->minor[0] = 0;
+  from->product[0] = 1;
+  from->log_p[0] = 0;
+  for (int level = 0; level < tree.depth; ++level) {
+    const int64_t count = from->count;
+    int64_t* key[2] = {s.key, s.key + count};
+    for (int64_t i = 0; i < count; ++i) s.z[i] = tree_logit_fast<T>(tree, from->node[i], x);
+    for (int64_t i = 0; i < count; ++i) {
+      const float z = s.z[i], a = z < 0 ? -z : z;
+      from->product[i] *= 1.0 + double(tree_exp(a));  // of either child
+      s.minor[0][i] = from->minor[i] + (z >= 0 ? double(a) : 0.0);
+      s.minor[1][i] = from->minor[i] + (z >= 0 ? 0.0 : double(a));
+    }
+    // tree_log_p, one logarithm for both children.
+    for (int64_t i = 0; i < count; ++i) s.log_product[i] = exact_log(from->product[i]);
+    for (int side = 0; side < 2; ++side) {
+      for (int64_t i = 0; i < count; ++i) {
+        const double log_p = (-s.minor[side][i] - s.log_product[i]) + 0.0 * from->product[i];
+        key[side][i] = bit_copy<int64_t>(log_p) & 0x7FFFFFFFFFFFFFFF;
+      }
+    }
+    int64_t border = kBeamNone - 1, ties = 2 * count;
+    if (2 * count > p.beam) {
+      border = beam_border(s.key, 2 * count, p.beam);
+      ties = p.beam;
+      for (int64_t i = 0; i < 2 * count; ++i) ties -= s.key[i] < border;
+    }
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      for (int side = 0; side < 2; ++side) {
+        const int64_t at = key[side][i];
+        const bool tie = at == border;
+        if (at > border || (tie && ties == 0)) continue;
+        ties -= tie;
+        to->node[kept] = 2 * from->node[i] + side;
+        to->minor[kept] = s.minor[side][i];
+        to->product[kept] = from->product[i];
+        to->log_p[kept] = -bit_copy<double>(at);
+        if (level + 1 < tree.depth) prefetch_node<T>(tree, to->node[kept]);
+        ++kept;
+      }
+    }
+    to->count = kept;
+    cpu::TreeBeamLevel* const done = from;
+    from = to;
+    to = done;
+  }
+  return *from;
+}
+
+}  // namespace SX_ISA_NS
+}  // namespace samplex

@@ -1,0 +1,34 @@
+#include "sampler/tree_shared/tree_shared_kernel.cuh"
+
+namespace samplex::SX_BACKEND_NS {
+namespace {
+
+template <typename T, bool kStrata>
+void shared(const TreeSharedParams& p, void* stream) {
+  const unsigned grid = unsigned(p.num_samples < kTreeSharedBlocks ? p.num_samples : kTreeSharedBlocks);
+  const size_t memory = p.masses != nullptr ? 0 : size_t(p.batch) * 2 * sizeof(double);
+  const bool wide = p.tree.dim % kTreeLanes == 0 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
+  if (wide)
+    SX_LAUNCH("tree_shared", (tree_shared_kernel<T, true, kStrata>), grid, kTreeSharedThreads, memory, stream, p);
+  else
+    SX_LAUNCH("tree_shared", (tree_shared_kernel<T, false, kStrata>), grid, kTreeSharedThreads, memory, stream, p);
+}
+
+template <typename T>
+void shared(const TreeSharedParams& p, void* stream) {
+  if (p.stratified)
+    shared<T, true>(p, stream);
+  else
+    shared<T, false>(p, stream);
+}
+
+}  // namespace
+
+void launch_tree_shared(const TreeSharedParams& p, void* stream) {
+  if (p.tree.dtype == DType::kBFloat16)
+    shared<BFloat16>(p, stream);
+  else
+    shared<float>(p, stream);
+}
+
+}  // namespace samplex::SX_BACKEND_NS

@@ -1,8 +1,0 @@
-// A node of the shared law compiled for AVX2.
-#include "sampler/tree_shared_cpu_impl.h"
-
-namespace samplex::cpu {
-
-void tree_shared_node_avx2(const TreeTable& tree, int64_t node, TreeSharedNode& at) { tree_shared_any(tree, node, at); }
-
-}  // namespace samplex::cpu

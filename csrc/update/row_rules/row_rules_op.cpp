@@ -1,0 +1,246 @@
+// Row optimizers: row_sgd_, row_adagrad_, row_adam_ on given gradient rows; row_update_, which takes the entries of a
+// loss backward (loss_entries) and updates at once. See row_rules_params.h.
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+#include "update/row_reduce/row_reduce_op.h"
+#include "update/row_rules/row_rules_params.h"
+
+namespace samplex::glue {
+namespace {
+
+constexpr int64_t kMaxNoiseRows = int64_t(1) << 32, kMaxNoiseColumns = int64_t(8) << 24;
+
+bool is_row_type(const Tensor& t, const Tensor& weight) {
+  return t.scalar_type() == weight.scalar_type() || t.scalar_type() == acc_type(weight.scalar_type());
+}
+
+// A state of the weight's shape, or of one number a row.
+void* state_of(const char* op, const char* arg, const Tensor& state, const Tensor& weight, bool by_row) {
+  const int64_t C = weight.size(0);
+  const bool flat = by_row || weight.dim() == 1;
+  check_tensor(op, arg, state, flat ? Shape{C} : Shape{C, weight.size(1)}, flat ? "[C]" : "[C, d]",
+               acc_type(weight.scalar_type()), weight);
+  return out_any(state);
+}
+
+RowTable table_of_rows(const char* op, const char* arg, const Tensor& weight, const RowRule& rule) {
+  check_value(weight.dim() == 1 || weight.dim() == 2, op, ": ", arg, " must be [C] or [C, d], got ", describe(weight));
+  check_value(weight.is_contiguous(), op, ": ", arg, " must be contiguous, got ", describe(weight));
+  RowTable table{};
+  table.dtype = dtype_tag(op, arg, weight);
+  table.rule = rule;
+  table.values = out_any(weight);
+  return table;
+}
+
+void take_key(const char* op, RowRulesParams& params, const std::optional<Tensor>& key, const Tensor& weight) {
+  if (!key) return;
+  check_tensor(op, "key", *key, {2}, "[2]", ScalarType::Long, weight);
+  check_value(params.num_rows <= kMaxNoiseRows && params.dim <= kMaxNoiseColumns, op, ": weight must be at most [",
+              kMaxNoiseRows, ", ", kMaxNoiseColumns, "] with a key, got ", describe(weight));
+  params.key = in<int64_t>(*key);
+}
+
+struct Given {
+  const std::optional<Tensor>& row_ids;
+  const Tensor& rows;
+  const std::optional<Tensor>& count;
+  const std::optional<Tensor>& key;
+};
+
+// Checks what all rules share and runs the update. `table` has the states.
+void run_given(const char* op, const Tensor& weight, const RowTable& table, const Given& x) {
+  RowRulesParams params{};
+  params.weight = table;
+  params.num_rows = weight.size(0);
+  params.dim = weight.dim() == 2 ? weight.size(1) : 1;
+  const int64_t n = x.row_ids ? x.row_ids->numel() : params.num_rows;
+  if (x.row_ids) check_tensor(op, "row_ids", *x.row_ids, {-1}, "[n]", ScalarType::Long, weight);
+  check_type(is_row_type(x.rows, weight), op, ": rows must be ", dtype_name(weight.scalar_type()),
+             " as the weight, or ", dtype_name(acc_type(weight.scalar_type())), ", got ", describe(x.rows));
+  check_tensor(op, "rows", x.rows, weight.dim() == 2 ? Shape{n, params.dim} : Shape{n},
+               weight.dim() == 2 ? "[n, d]" : "[n]", x.rows.scalar_type(), weight);
+  if (x.count) check_tensor(op, "count", *x.count, {1}, "[1]", ScalarType::Long, weight);
+  take_key(op, params, x.key, weight);
+  if (n == 0 || params.dim == 0) return;
+  params.row_ids = x.row_ids ? in<int64_t>(*x.row_ids) : nullptr;
+  params.rows = in_any(x.rows);
+  params.rows_dtype = dtype_tag(op, "rows", x.rows);
+  params.count = x.count ? in<int64_t>(*x.count) : nullptr;
+  params.n = n;
+  if (x.row_ids && weight.is_cpu()) {
+    const int64_t present = x.count ? std::min(n, params.count[0]) : n;
+    for (int64_t i = 0; i < present; ++i) {
+      check_index(params.row_ids[i] >= 0 && params.row_ids[i] < params.num_rows, op,
+                  ": row_ids must be in [0, C) with C = ", params.num_rows, ", got ", params.row_ids[i]);
+    }
+  }
+  SX_RUN(op, weight, launch_row_rules_rows, params);
+}
+
+void row_sgd_(Tensor weight, std::optional<Tensor> momentum_buffer, std::optional<Tensor> row_ids, Tensor rows,
+              std::optional<Tensor> count, std::optional<Tensor> key, double lr, double momentum, double weight_decay,
+              bool nesterov) {
+  constexpr const char* op = "row_sgd_";
+  begin_op();
+  RowRule rule{};
+  rule.kind = momentum_buffer ? RowRuleKind::kMomentum : RowRuleKind::kSgd;
+  rule.nesterov = nesterov;
+  rule.lr = lr;
+  rule.weight_decay = weight_decay;
+  rule.keep = 1.0;
+  rule.beta1 = momentum;
+  check_value(momentum == 0.0 || momentum_buffer, op, ": momentum_buffer must be given with momentum = ", momentum);
+  RowTable table = table_of_rows(op, "weight", weight, rule);
+  if (momentum_buffer) table.state0 = state_of(op, "momentum_buffer", *momentum_buffer, weight, false);
+  run_given(op, weight, table, {row_ids, rows, count, key});
+}
+
+void row_adagrad_(Tensor weight, Tensor sum, std::optional<Tensor> row_ids, Tensor rows, std::optional<Tensor> count,
+                  std::optional<Tensor> key, double lr, double eps, double weight_decay) {
+  constexpr const char* op = "row_adagrad_";
+  begin_op();
+  RowRule rule{};
+  const bool by_row = weight.dim() == 2 && sum.dim() == 1;
+  rule.kind = by_row ? RowRuleKind::kRowAdagrad : RowRuleKind::kAdagrad;
+  rule.lr = lr;
+  rule.weight_decay = weight_decay;
+  rule.keep = 1.0;
+  rule.eps = eps;
+  RowTable table = table_of_rows(op, "weight", weight, rule);
+  table.state0 = state_of(op, "sum", sum, weight, by_row);
+  run_given(op, weight, table, {row_ids, rows, count, key});
+}
+
+void row_adam_(Tensor weight, Tensor exp_avg, Tensor exp_avg_sq, std::optional<Tensor> row_ids, Tensor rows,
+               std::optional<Tensor> count, std::optional<Tensor> key, double lr, double beta1, double beta2,
+               double eps, double weight_decay, bool decoupled_weight_decay, int64_t step) {
+  constexpr const char* op = "row_adam_";
+  begin_op();
+  check_value(step >= 1, op, ": step must be at least 1, got ", step);
+  RowRule rule{};
+  rule.kind = RowRuleKind::kAdam;
+  rule.lr = lr / (1.0 - std::pow(beta1, double(step)));
+  rule.second = 1.0 / std::sqrt(1.0 - std::pow(beta2, double(step)));
+  rule.weight_decay = decoupled_weight_decay ? 0.0 : weight_decay;
+  rule.keep = decoupled_weight_decay ? 1.0 - lr * weight_decay : 1.0;
+  rule.eps = eps;
+  rule.beta1 = beta1;
+  rule.beta2 = beta2;
+  RowTable table = table_of_rows(op, "weight", weight, rule);
+  table.state0 = state_of(op, "exp_avg", exp_avg, weight, false);
+  table.state1 = state_of(op, "exp_avg_sq", exp_avg_sq, weight, false);
+  run_given(op, weight, table, {row_ids, rows, count, key});
+}
+
+// ------------------------------------------------------------------------------------------------ inside a backward
+RowRule rule_of(const char* op, const char* arg, const std::vector<double>& x) {
+  check_value(x.size() == 9, op, ": ", arg, " must have 9 numbers, got ", x.size());
+  check_value(x[0] >= 0 && x[0] <= 4 && x[0] == std::floor(x[0]), op, ": ", arg, "[0] must be a kind of 0 to 4, got ",
+              x[0]);
+  return {RowRuleKind(int(x[0])), x[1] != 0.0, x[2], x[3], x[4], x[5], x[6], x[7], x[8]};
+}
+
+void take_states(const char* op, const char* arg0, const char* arg1, RowTable& table, const Tensor& weight,
+                 const std::optional<Tensor>& state0, const std::optional<Tensor>& state1) {
+  const RowRuleKind kind = table.rule.kind;
+  const int wanted = kind == RowRuleKind::kSgd ? 0 : kind == RowRuleKind::kAdam ? 2 : 1;
+  check_value(int(state0.has_value()) + int(state1.has_value()) == wanted && (state0 || !state1), op, ": ", arg0,
+              " and ", arg1, " must be the ", wanted, " states of the rule, got ",
+              int(state0.has_value()) + int(state1.has_value()));
+  if (state0) table.state0 = state_of(op, arg0, *state0, weight, kind == RowRuleKind::kRowAdagrad);
+  if (state1) table.state1 = state_of(op, arg1, *state1, weight, false);
+}
+
+RowReduceSource entries_from(const char* op, const char* arg_ids, const char* arg_coef, const char* arg_rows,
+                             const Tensor& ids, const std::optional<Tensor>& coef, const Tensor& rows,
+                             const Tensor& weight) {
+  const int64_t d = weight.size(1);
+  check_value(ids.dim() == 2, op, ": ", arg_ids, " must be [S, k], got ", describe(ids));
+  const int64_t S = ids.size(0), k = ids.size(1);
+  check_tensor(op, arg_ids, ids, {S, k}, "[S, k]", ScalarType::Long, weight);
+  check_type(is_row_type(rows, weight), op, ": ", arg_rows, " must be ", dtype_name(weight.scalar_type()),
+             " as the weight, or ", dtype_name(acc_type(weight.scalar_type())), ", got ", describe(rows));
+  check_tensor(op, arg_rows, rows, {S, d}, "[S, d]", rows.scalar_type(), weight);
+  if (coef) check_tensor(op, arg_coef, *coef, {S, k}, "[S, k]", acc_type(weight.scalar_type()), weight);
+  return {in<int64_t>(ids),        coef ? in_any(*coef) : nullptr, in_any(rows), S * k,
+          std::max<int64_t>(k, 1), dtype_tag(op, arg_rows, rows)};
+}
+
+void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::optional<Tensor> weight_state1,
+                 std::optional<Tensor> bias, std::optional<Tensor> bias_state0, std::optional<Tensor> bias_state1,
+                 Tensor ids_a, std::optional<Tensor> coef_a, Tensor rows_a, Tensor ids_b, std::optional<Tensor> coef_b,
+                 Tensor rows_b, std::optional<Tensor> bias_b, std::optional<Tensor> key,
+                 std::vector<double> weight_rule, std::vector<double> bias_rule) {
+  constexpr const char* op = "row_update_";
+  begin_op();
+  check_value(weight.dim() == 2, op, ": weight must be [C, d], got ", describe(weight));
+  RowRulesParams params{};
+  params.weight = table_of_rows(op, "weight", weight, rule_of(op, "weight_rule", weight_rule));
+  take_states(op, "weight_state0", "weight_state1", params.weight, weight, weight_state0, weight_state1);
+  params.num_rows = weight.size(0);
+  params.dim = weight.size(1);
+  const ScalarType acc = acc_type(weight.scalar_type());
+  if (bias) {
+    check_type(is_row_type(*bias, weight), op, ": bias must be ", dtype_name(weight.scalar_type()),
+               " as the weight, or ", dtype_name(acc), ", got ", describe(*bias));
+    check_tensor(op, "bias", *bias, {params.num_rows}, "[C]", bias->scalar_type(), weight);
+    params.bias = table_of_rows(op, "bias", *bias, rule_of(op, "bias_rule", bias_rule));
+    take_states(op, "bias_state0", "bias_state1", params.bias, *bias, bias_state0, bias_state1);
+  }
+  take_key(op, params, key, weight);
+  RowReduceParams& e = params.entries;
+  e.source[0] = entries_from(op, "ids_a", "coef_a", "rows_a", ids_a, coef_a, rows_a, weight);
+  e.source[1] = entries_from(op, "ids_b", "coef_b", "rows_b", ids_b, coef_b, rows_b, weight);
+  if (bias_b) {
+    check_tensor(op, "bias_b", *bias_b, {e.source[1].entries}, "[S * k]", acc, weight);
+    e.source[1].bias = in_any(*bias_b);
+  }
+  e.dim = params.dim;
+  e.num_rows = params.num_rows;
+  e.double_acc = acc == ScalarType::Double;
+  if (e.source[0].entries + e.source[1].entries == 0 || weight.numel() == 0) return;
+  std::optional<SortedEntries> kept;
+  if (backend_of(op, weight) != Backend::kCpu) kept = run_row_sort(op, e, weight);
+  SX_RUN(op, weight, launch_row_rules_entries, params);
+}
+
+}  // namespace
+}  // namespace samplex::glue
+
+STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
+  m.def(
+      "row_sgd_(Tensor(a!) weight, Tensor(b!)? momentum_buffer, Tensor? row_ids, Tensor rows, Tensor? count, "
+      "Tensor? key, float lr, float momentum, float weight_decay, bool nesterov) -> ()",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+  m.def(
+      "row_adagrad_(Tensor(a!) weight, Tensor(b!) sum, Tensor? row_ids, Tensor rows, Tensor? count, Tensor? key, "
+      "float lr, float eps, float weight_decay) -> ()",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+  m.def(
+      "row_adam_(Tensor(a!) weight, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor? row_ids, Tensor rows, "
+      "Tensor? count, Tensor? key, float lr, float beta1, float beta2, float eps, float weight_decay, "
+      "bool decoupled_weight_decay, int step) -> ()",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+  m.def(
+      "row_update_(Tensor(a!) weight, Tensor(b!)? weight_state0, Tensor(c!)? weight_state1, Tensor(d!)? bias, "
+      "Tensor(e!)? bias_state0, Tensor(f!)? bias_state1, Tensor ids_a, Tensor? coef_a, Tensor rows_a, Tensor ids_b, "
+      "Tensor? coef_b, Tensor rows_b, Tensor? bias_b, Tensor? key, float[] weight_rule, "
+      "float[] bias_rule) -> ()",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+}
+STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {
+  m.impl("row_sgd_", TORCH_BOX(&samplex::glue::row_sgd_));
+  m.impl("row_adagrad_", TORCH_BOX(&samplex::glue::row_adagrad_));
+  m.impl("row_adam_", TORCH_BOX(&samplex::glue::row_adam_));
+  m.impl("row_update_", TORCH_BOX(&samplex::glue::row_update_));
+}
+STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) {
+  m.impl("row_sgd_", TORCH_BOX(&samplex::glue::row_sgd_));
+  m.impl("row_adagrad_", TORCH_BOX(&samplex::glue::row_adagrad_));
+  m.impl("row_adam_", TORCH_BOX(&samplex::glue::row_adam_));
+  m.impl("row_update_", TORCH_BOX(&samplex::glue::row_update_));
+}

@@ -1,0 +1,540 @@
+"""The row updates: `row_sgd_`, `row_adagrad_`, `row_adam_` on given rows, `row_update_` on the entries of a loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from samplex_cuda._checks import op_error
+from samplex_cuda._library import _native
+from samplex_cuda.ops.row_reduce import row_reduce
+from samplex_cuda.ops.row_rules import RULE_KINDS
+from samplex_cuda.reference import row_rules as plain
+from samplex_cuda.testing import assert_close
+
+OPS = torch.ops.samplex
+RULES = ["sgd", "momentum", "nesterov", "adagrad", "row_adagrad", "adam", "adamw"]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+LR, DECAY, EPS, BETA1, BETA2, STEP = 0.05, 0.01, 1e-6, 0.8, 0.95, 3
+
+
+def acc(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def states_of(rule: str, weight: torch.Tensor) -> list[torch.Tensor]:
+    """States of a run that has been going for a while."""
+    g = torch.Generator().manual_seed(5)
+    count = {"sgd": 0, "adam": 2, "adamw": 2}.get(rule, 1)
+    shape = weight.shape[:1] if rule == "row_adagrad" else weight.shape
+    made = [torch.rand(shape, generator=g, dtype=torch.float64) + 0.1 for _ in range(count)]
+    return [s.to(acc(weight.dtype)).to(weight.device) for s in made]
+
+
+def ours(rule, weight, states, row_ids, rows, count=None, key=None) -> None:
+    rest = (row_ids, rows, count, key)
+    if rule in ("sgd", "momentum", "nesterov"):
+        momentum = 0.0 if rule == "sgd" else BETA1
+        OPS.row_sgd_(weight, states[0] if states else None, *rest, LR, momentum, DECAY, rule == "nesterov")
+    elif rule in ("adagrad", "row_adagrad"):
+        OPS.row_adagrad_(weight, states[0], *rest, LR, EPS, DECAY)
+    else:
+        OPS.row_adam_(weight, *states, *rest, LR, BETA1, BETA2, EPS, DECAY, rule == "adamw", STEP)
+
+
+def expected(rule, weight, states, row_ids, rows) -> None:
+    if rule in ("sgd", "momentum", "nesterov"):
+        buffer, momentum = (states[0], BETA1) if states else (None, 0.0)
+        plain.row_sgd(
+            weight, buffer, row_ids, rows, lr=LR, momentum=momentum, weight_decay=DECAY, nesterov=rule == "nesterov"
+        )
+    elif rule in ("adagrad", "row_adagrad"):
+        plain.row_adagrad(weight, states[0], row_ids, rows, lr=LR, eps=EPS, weight_decay=DECAY)
+    else:
+        plain.row_adam(
+            weight,
+            *states,
+            row_ids,
+            rows,
+            lr=LR,
+            step=STEP,
+            betas=(BETA1, BETA2),
+            eps=EPS,
+            weight_decay=DECAY,
+            decoupled_weight_decay=rule == "adamw",
+        )
+
+
+def rule_numbers(rule: str, decay: float = DECAY) -> list[float]:
+    """The numbers `row_update_` takes."""
+    kind = {"nesterov": "momentum", "adamw": "adam"}.get(rule, rule)
+    adam = kind == "adam"
+    return [
+        float(RULE_KINDS[kind]),
+        float(rule == "nesterov"),
+        LR / (1 - BETA1**STEP) if adam else LR,
+        0.0 if rule == "adamw" else decay,
+        1 - LR * decay if rule == "adamw" else 1.0,
+        EPS,
+        BETA1,
+        BETA2,
+        1 / math.sqrt(1 - BETA2**STEP) if adam else 0.0,
+    ]
+
+
+def check_tables(name: str, got, want, same) -> None:
+    for i, (x, y, z) in enumerate(zip(got, want, same, strict=True)):
+        assert_close(f"{name} {i}", x.cpu(), y.cpu(), z.cpu(), magnitude=2.0)
+
+
+def run_given(rule, dtype, shape, backend, *, count=None, dense=False, rows_dtype=None) -> None:
+    g = torch.Generator().manual_seed(1)
+    classes = shape[0]
+    n = classes if dense else min(classes, 9)
+    weight = torch.randn(shape, generator=g).to(dtype)
+    rows = torch.randn(n, *shape[1:], generator=g).to(rows_dtype or dtype)
+    row_ids = torch.arange(classes) if dense else torch.randperm(classes, generator=g)[:n]
+    used = n if count is None else count
+    results = []
+    for kind in (torch.float64, acc(dtype)):
+        w, states = weight.to(kind, copy=True), [s.to(kind) for s in states_of(rule, weight)]
+        expected(rule, w, states, row_ids[:used], rows[:used].to(kind))
+        results.append([w, *states])
+    device = backend.device
+    w, states = weight.to(device, copy=True), states_of(rule, weight.to(device))
+    ours(
+        rule,
+        w,
+        states,
+        None if dense else row_ids.to(device),
+        rows.to(device),
+        None if count is None else torch.tensor([count], device=device),
+    )
+    truth, same = results
+    check_tables(f"{rule} weight", [w], [truth[0]], [same[0].to(dtype)])
+    check_tables(f"{rule} state", states, truth[1:], same[1:])
+    if not dense:  # nothing else moved
+        others = torch.ones(classes, dtype=torch.bool)
+        others[row_ids[:used]] = False
+        assert torch.equal(w.cpu()[others], weight[others])
+
+
+# ------------------------------------------------------------------------------------------------ given rows
+@pytest.mark.parametrize("rule", RULES)
+def test_rules(backend, rule):
+    run_given(rule, torch.float32, (23, 24), backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", ["momentum", "row_adagrad", "adam"])
+def test_dtypes(backend, rule, dtype):
+    run_given(rule, dtype, (14, 16), backend)
+    run_given(rule, dtype, (14, 7), backend, rows_dtype=acc(dtype))
+
+
+@pytest.mark.parametrize("shape", [(12,), (12, 1), (12, 3), (12, 33), (12, 300), (1, 5), (5, 132)], ids=str)
+@pytest.mark.parametrize("rule", ["adagrad", "row_adagrad"])
+def test_shapes(backend, rule, shape):
+    if len(shape) == 2 or rule == "adagrad":
+        run_given(rule, torch.float32, shape, backend)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
+def test_dense_gradient(backend, rule):
+    run_given(rule, torch.float32, (11, 6), backend, dense=True)
+
+
+def test_count_says_how_many_rows_there_are(backend):
+    for count in (0, 4, 9):
+        run_given("adagrad", torch.float32, (20, 8), backend, count=count)
+
+
+def test_no_rows(backend):
+    weight, total = torch.ones(3, 2, device=backend.device), torch.ones(3, 2, device=backend.device)
+    none = torch.empty(0, dtype=torch.int64, device=backend.device)
+    ours("adagrad", weight, [total], none, weight[:0])
+    assert weight.eq(1).all()
+    assert total.eq(1).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_simd_levels(simd_level, rule):
+    class Cpu:
+        device = torch.device("cpu")
+
+    for dtype in (torch.float32, torch.bfloat16):
+        run_given(rule, dtype, (40, 37), Cpu)
+
+
+def test_a_nan_stays_in_its_row(backend):
+    weight, total = torch.zeros(4, 8, device=backend.device), torch.ones(4, 8, device=backend.device)
+    rows = torch.ones(2, 8, device=backend.device)
+    rows[0, 3] = math.nan
+    ours("adagrad", weight, [total], torch.tensor([1, 2], device=backend.device), rows)
+    assert weight.isnan().sum() == 1
+    assert weight[1, 3].isnan()
+
+
+# ------------------------------------------------------------------------------------------------ entries of a loss
+def entries(classes, batch, k, d, dtype, device, *, shared=False):
+    g = torch.Generator().manual_seed(2)
+    ids_a = torch.randint(classes, (batch, 1), generator=g)
+    ids_b = torch.randint(classes, (k, 1) if shared else (batch, k), generator=g)
+    coef_a = torch.randn(batch, 1, generator=g).to(acc(dtype))
+    h = torch.randn(batch, d, generator=g).to(dtype)
+    ids_a[0, 0] = -100  # an ignored target
+    if shared:
+        coef_b, rows_b = None, torch.randn(k, d, generator=g).to(acc(dtype))
+        bias_b = torch.randn(k, generator=g).to(acc(dtype))
+    else:
+        coef_b, rows_b, bias_b = torch.randn(batch, k, generator=g).to(acc(dtype)), h, None
+        coef_b[-1, 0] = 0.0  # a masked draw
+    made = (ids_a, coef_a, h, ids_b, coef_b, rows_b, bias_b)
+    return [None if t is None else t.to(device) for t in made]
+
+
+def summed(e, classes):
+    """Row ids, row gradients and bias gradients in fp64."""
+    ids_a, coef_a, h, ids_b, coef_b, rows_b, bias_b = [None if t is None else t.cpu() for t in e]
+    wide = [t.double() for t in (coef_a, h, rows_b)]
+    coefs = torch.ones(ids_b.shape, dtype=torch.float64) if coef_b is None else coef_b.double()
+    dense = torch.zeros(classes, h.shape[1], dtype=torch.float64)
+    bias, hit = torch.zeros(classes, dtype=torch.float64), torch.zeros(classes, dtype=torch.bool)
+    own = coefs if bias_b is None else bias_b.double().view(-1, 1)
+    for ids, coef, rows, terms in ((ids_a, wide[0], wide[1], wide[0]), (ids_b, coefs, wide[2], own)):
+        keep = (ids >= 0) & (coef != 0)
+        dense.index_add_(0, ids[keep], (coef.unsqueeze(2) * rows.unsqueeze(1))[keep])
+        bias.index_add_(0, ids[keep], terms[keep])
+        hit[ids[keep]] = True
+    row_ids = hit.nonzero().flatten()
+    return row_ids, dense[row_ids], bias[row_ids]
+
+
+def run_entries(rule, dtype, classes, batch, k, d, backend, *, shared=False, bias_dtype=None):
+    device = backend.device
+    e = entries(classes, batch, k, d, dtype, device, shared=shared)
+    g = torch.Generator().manual_seed(3)
+    weight = torch.randn(classes, d, generator=g).to(dtype)
+    bias = None if bias_dtype is None else torch.randn(classes, generator=g).to(bias_dtype)
+    row_ids, row_grads, bias_grads = summed(e, classes)
+    w, states = weight.to(device, copy=True), states_of(rule, weight.to(device))
+    bias_rule = "adagrad" if rule == "row_adagrad" else rule
+    b, bias_states = None, []
+    if bias is not None:
+        b, bias_states = bias.to(device, copy=True), states_of(bias_rule, bias.to(device))
+        bias_states = [s.to(acc(dtype)) for s in bias_states]
+    numbers = rule_numbers(rule)
+    OPS.row_update_(
+        w, *[*states, None, None][:2], b, *[*bias_states, None, None][:2], *e, None, numbers, numbers
+    )  # fmt: skip
+    for name, table, got, got_states, grads, kind in (
+        ("weight", weight, w, states, row_grads, rule),
+        ("bias", bias, b, bias_states, bias_grads, bias_rule),
+    ):
+        if table is None:
+            continue
+        results = []
+        for wide in (torch.float64, acc(dtype)):
+            x, s = table.to(wide, copy=True), [t.to(wide) for t in states_of(kind, table)]
+            expected(kind, x, s, row_ids, grads.to(wide))
+            results.append([x, *s])
+        check_tables(f"{rule} {name}", [got], [results[0][0]], [results[1][0].to(table.dtype)])
+        check_tables(f"{rule} {name} state", got_states, results[0][1:], results[1][1:])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_entries(backend, rule):
+    run_entries(rule, torch.float32, 30, 6, 5, 12, backend, bias_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", [False, True])
+def test_entries_dtypes(backend, dtype, shared):
+    run_entries("row_adagrad", dtype, 20, 4, 3, 9, backend, shared=shared, bias_dtype=dtype)
+    run_entries("adam", dtype, 20, 4, 3, 8, backend, shared=shared, bias_dtype=acc(dtype))
+
+
+@pytest.mark.parametrize(("classes", "batch", "k", "d"), [(1, 3, 2, 4), (7, 1, 1, 1), (9, 40, 6, 3), (50, 3, 4, 260)])
+def test_entries_shapes(backend, classes, batch, k, d):
+    run_entries("adagrad", torch.float32, classes, batch, k, d, backend)
+
+
+@pytest.mark.parametrize("rule", ["adagrad", "row_adagrad"])
+def test_entries_simd_levels(simd_level, rule):
+    class Cpu:
+        device = torch.device("cpu")
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for d in (37, 64):
+            run_entries(rule, dtype, 60, 20, 7, d, Cpu, bias_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_many_entries_share_have_the_same_bits_for_any_number_of_threads(simd_level, dtype):
+    """Draws of a Zipf law: half of the entries belong to a few rows. Without weight decay, where rates come first."""
+    classes, batch, k, d = 4000, 300, 60, 37
+    e = entries(classes, batch, k, d, dtype, "cpu")
+    e[3] = (classes ** torch.rand(batch, k)).long() - 1
+    row_ids, row_grads, _ = summed(e, classes)
+    assert row_ids.numel() * 8 < 7 * (batch * k + batch)
+    weight = torch.randn(classes, d).to(dtype)
+    numbers = rule_numbers("row_adagrad", 0.0)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append([weight.clone(), *states_of("row_adagrad", weight)])
+            OPS.row_update_(*found[-1], None, None, None, None, *e, None, numbers, numbers)
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+    results = []
+    for wide in (torch.float64, torch.float32):
+        w, (total,) = weight.to(wide, copy=True), [s.to(wide) for s in states_of("row_adagrad", weight)]
+        plain.row_adagrad(w, total, row_ids, row_grads.to(wide), lr=LR, eps=EPS, weight_decay=0.0)
+        results.append([w, total])
+    check_tables("weight", found[0][:1], results[0][:1], [results[1][0].to(dtype)])
+    check_tables("sum", found[0][1:], results[0][1:], results[1][1:])
+
+
+def test_no_entries(backend):
+    e = entries(5, 2, 3, 4, torch.float32, backend.device)
+    empty = [None if t is None else t[:0] for t in e]
+    weight, total = torch.ones(5, 4, device=backend.device), torch.ones(5, 4, device=backend.device)
+    OPS.row_update_(weight, total, None, None, None, None, *empty, None, *[rule_numbers("adagrad")] * 2)
+    assert weight.eq(1).all()
+
+
+def test_summing_on_the_way_gives_the_bits_of_reducing_first():
+    e = entries(3000, 300, 40, 24, torch.float32, "cpu")
+    row_ids, rows, _, count = row_reduce(e[3], e[4], e[2], 3000)
+    first = [torch.ones(3000, 24), torch.zeros(3000, 24)]
+    ours("adagrad", first[0], first[1:], row_ids, rows, count)
+    none = [e[0][:0], e[1][:0], e[2][:0]]
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            then = [torch.ones(3000, 24), torch.zeros(3000, 24)]
+            OPS.row_update_(*then, None, None, None, None, *none, *e[3:], None, *[rule_numbers("adagrad")] * 2)
+            assert all(torch.equal(x, y) for x, y in zip(first, then, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    [(rule, torch.float32) for rule in RULES]
+    + [(rule, dtype) for rule in ("adagrad", "row_adagrad") for dtype in (torch.bfloat16, torch.float16)],
+)
+def test_a_table_beyond_the_cache_gets_the_bits_of_a_small_one(simd_level, rule, dtype):
+    """Rows of a weight of 32 MiB and more are written past the cache."""
+    classes, d = 40_000 * 4 // dtype.itemsize, 256
+    e = entries(classes, 50, 30, d, dtype, "cpu")
+    e[3][1] = e[3][0]  # some rows with two entries
+    touched, at = torch.unique(torch.cat([e[0].flatten(), e[3].flatten()]), return_inverse=True)
+    at[: e[0].numel()][e[0].flatten() < 0] = -100
+    of_small = [at[: e[0].numel()].view(-1, 1), e[1], e[2], at[e[0].numel() :].view(e[3].shape), *e[4:]]
+    before = torch.randn(classes, d).to(dtype)
+    big, small = before.clone(), before[touched.clamp_min(0)]
+    of_big = states_of(rule, big)
+    states = [of_big, [s[touched.clamp_min(0)] for s in of_big]]
+    for table, kept, found in ((big, states[0], e), (small, states[1], of_small)):
+        OPS.row_update_(table, *[*kept, None, None][:2], None, None, None, *found, None, *[rule_numbers(rule)] * 2)
+    real = touched >= 0
+    assert big.nbytes >= 32 << 20 > small.nbytes
+    assert torch.equal(big[touched[real]], small[real])
+    assert not torch.equal(big[touched[real]], before[touched[real]])
+    rest = torch.ones(classes, dtype=torch.bool)
+    rest[touched[real]] = False
+    assert torch.equal(big[rest], before[rest])
+    for state, of_one in zip(*states, strict=True):
+        assert torch.equal(state[touched[real]], of_one[real])
+
+
+# ------------------------------------------------------------------------------------------------ stochastic rounding
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("start", [1.0, -1.0, 2e-6])
+def test_stochastic_rounding_is_right_on_average(backend, dtype, start):
+    """Every result is a neighbour, and the mean moves by the step that rounding to nearest would drop."""
+    if start == 2e-6 and dtype == torch.bfloat16:
+        start = 1e-30
+    classes, d = (64, 40) if backend.emulated else (512, 100)
+    below = torch.tensor(start, dtype=dtype)
+    gap = float((torch.nextafter(below, torch.tensor(9.0, dtype=dtype)) - below).abs())
+    weight = torch.full((classes, d), float(below), dtype=dtype, device=backend.device)
+    rows = torch.full((classes, d), -0.3 * gap / LR, dtype=torch.float32, device=backend.device)
+    key = torch.tensor([7, 1], device=backend.device)
+    OPS.row_sgd_(weight, None, None, rows, None, key, LR, 0.0, 0.0, False)
+    up = (weight.cpu().double() - float(below)) / gap
+    assert up.unique().numel() == 2
+    assert sorted(round(float(x), 3) for x in up.unique()) == [0.0, 1.0]
+    n = classes * d
+    assert abs(float(up.mean()) - 0.3) < 4 * math.sqrt(0.3 * 0.7 / n) + 2**-12
+    again = torch.full_like(weight, float(below))
+    OPS.row_sgd_(again, None, None, rows, None, key, LR, 0.0, 0.0, False)
+    assert torch.equal(weight, again)
+    OPS.row_sgd_(again.fill_(float(below)), None, None, rows, None, key + 1, LR, 0.0, 0.0, False)
+    assert not torch.equal(weight, again)
+    nearest = torch.full_like(weight, float(below))
+    OPS.row_sgd_(nearest, None, None, rows, None, None, LR, 0.0, 0.0, False)
+    assert nearest.eq(float(below)).all()  # the step vanishes
+
+
+def test_stochastic_rounding_has_the_same_bits_everywhere(backend):
+    """In both forms of the update: the noise belongs to the place, not to the thread."""
+    weight = torch.randn(20, 13).bfloat16()
+    e = entries(20, 6, 4, 13, torch.bfloat16, backend.device)
+    row_ids, rows, _ = summed(e, 20)
+    key = torch.tensor([3, 9])
+    given, moved = weight.to(backend.device, copy=True), weight.to(backend.device, copy=True)
+    device = backend.device
+    OPS.row_sgd_(
+        given, None, row_ids.to(device), rows.float().to(device), None, key.to(device), LR, 0.0, DECAY, False
+    )  # fmt: skip
+    OPS.row_update_(moved, None, None, None, None, None, *e, key.to(device), *[rule_numbers("sgd")] * 2)
+    assert torch.equal(given, moved)
+
+
+def awkward(d: int) -> torch.Tensor:
+    """fp32 numbers [200, d] of every size: ties between numbers of 16 bits, subnormals, inf, nan, both zeros."""
+    bits = torch.randint(-(2**31), 2**31, (200, d), dtype=torch.int64).to(torch.int32)
+    bits[::3] &= ~0xFFFF  # numbers of bf16, and ties half way between two
+    bits[1::6] |= 0x8000
+    bits[::4] &= ~0x1FFF  # of fp16
+    x = bits.view(torch.float32).clone()
+    x[50:100] = torch.randn(50, d) * 2.0 ** -torch.randint(0, 30, (50, d))
+    x[0, :6] = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-41])[: min(d, 6)]
+    return x
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 5, 8, 13, 32, 64, 130])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_has_the_same_bits_at_every_simd_level(simd_level, dtype, d):
+    """To nearest as torch rounds; by chance as the scalar code does. The update is w - lr * g with w = 0, lr = -1."""
+    x = awkward(d)
+    as_bits = torch.int16
+    nearest = torch.zeros(x.shape, dtype=dtype)
+    OPS.row_sgd_(nearest, None, None, x, None, None, -1.0, 0.0, 0.0, False)
+    want = x.to(dtype)
+    nan = want.isnan()
+    assert torch.equal(nearest.isnan(), nan)
+    # 0 - -0 is 0: the sign of a zero is not the subject
+    assert torch.equal((nearest + 0).view(as_bits)[~nan], (want + 0).view(as_bits)[~nan])
+    chance, key = torch.zeros(x.shape, dtype=dtype), torch.tensor([5, 6])
+    OPS.row_sgd_(chance, None, None, x, None, key, -1.0, 0.0, 0.0, False)
+    _native.set_simd_level("scalar")
+    scalar = torch.zeros(x.shape, dtype=dtype)
+    OPS.row_sgd_(scalar, None, None, x, None, key, -1.0, 0.0, 0.0, False)
+    assert torch.equal(chance.isnan(), nan)
+    assert torch.equal(scalar.isnan(), nan)
+    assert torch.equal(chance.view(as_bits)[~nan], scalar.view(as_bits)[~nan])
+    assert d < 8 or not torch.equal(chance[~nan], nearest[~nan])
+
+
+def test_stochastic_rounding_leaves_inf_and_nan(backend):
+    for dtype in (torch.bfloat16, torch.float16):
+        weight = torch.tensor([[math.inf, -math.inf, math.nan, 1.0]], dtype=dtype, device=backend.device)
+        key = torch.tensor([3, 9], device=backend.device)
+        OPS.row_sgd_(weight, None, None, torch.zeros_like(weight), None, key, LR, 0.0, 0.0, False)
+        assert weight[0, :2].tolist() == [math.inf, -math.inf]
+        assert weight[0, 2].isnan()
+        assert weight[0, 3] == 1
+
+
+# ------------------------------------------------------------------------------------------------ torch's own checks
+def test_opcheck(backend):
+    device = backend.device
+    weight, total = torch.randn(6, 4, device=device), torch.rand(6, 4, device=device)
+    ids, rows = torch.tensor([4, 1], device=device), torch.randn(2, 4, device=device)
+    key = torch.tensor([1, 2], device=device)
+    check = torch.library.opcheck
+    check(OPS.row_sgd_.default, (weight, total, ids, rows, None, key, 0.1, 0.9, 0.0, True))
+    check(OPS.row_adagrad_.default, (weight, total, None, weight.clone(), None, None, 0.1, 1e-10, 0.0))
+    check(
+        OPS.row_adam_.default,
+        (weight, total, total.clone(), ids, rows, None, None, 0.1, 0.9, 0.99, 1e-8, 0.0, False, 1),
+    )
+    e = entries(6, 3, 2, 4, torch.float32, device)
+    numbers = rule_numbers("adagrad")
+    check(OPS.row_update_.default, (weight, total, None, None, None, None, *e, None, numbers, numbers))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_opcheck_loss_entries(backend, shared):
+    from samplex_cuda.ops.sampled_softmax import _op
+
+    device = backend.device
+    h, weight = torch.randn(3, 4, device=device), torch.randn(9, 4, device=device)
+    ids = torch.tensor([1, 5, 7], device=device) if shared else torch.tensor([[1, 5], [2, 6], [7, 8]], device=device)
+    log_q, target = torch.full(ids.shape, -2.0, device=device), torch.tensor([0, 3, 4], device=device)
+    _, _, saved = _op(
+        h, weight, target, ids, log_q, None, None, None, None, 1.0, 0.0, -100, 1, False, True, False, True
+    )  # fmt: skip
+    grad = torch.ones((), device=device)
+    torch.library.opcheck(OPS.loss_entries.default, (grad, None, h, target, ids, saved, 1, False, True))
+    # With a ratio of each row behind it, which has to be said.
+    longer = torch.cat([saved, saved.new_zeros(3)])
+    with pytest.raises(RuntimeError, match=r"ValueError: loss_entries: saved must be what the forward kept"):
+        OPS.loss_entries(grad, None, h, target, ids, longer, 1, False, True)
+    plain = OPS.loss_entries(grad, None, h, target, ids, saved, 1, False, True)
+    got = OPS.loss_entries(grad, None, h, target, ids, longer, 1, False, True, True)
+    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ errors
+def adagrad_args():
+    return [torch.zeros(6, 4), torch.zeros(6, 4), torch.tensor([1, 2]), torch.zeros(2, 4), None, None, 0.1, 1e-10, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "text"),
+    [
+        (0, torch.zeros(6, 4, 1), "weight must be [C] or [C, d], got [6, 4, 1] float32 on cpu"),
+        (0, torch.zeros(4, 6).T, "weight must be contiguous, got [6, 4] float32 on cpu (not contiguous)"),
+        (0, torch.zeros(6, 4).long(), "weight must be float32, float64, float16 or bfloat16, got [6, 4] int64 on cpu"),
+        (1, torch.zeros(5, 4), "sum must be [C, d] = [6, 4] float32 contiguous on cpu, got [5, 4] float32 on cpu"),
+        (1, torch.zeros(5), "sum must be [C] = [6] float32 contiguous on cpu, got [5] float32 on cpu"),
+        (1, torch.zeros(6, 4).double(), "sum must be [C, d] = [6, 4] float32 contiguous on cpu, got [6, 4] float64"),
+        (2, torch.tensor([1, 6]), "row_ids must be in [0, C) with C = 6, got 6"),
+        (2, torch.tensor([-1, 3]), "row_ids must be in [0, C) with C = 6, got -1"),
+        (2, torch.tensor([[1, 2]]), "row_ids must be [n] = [*] int64 contiguous on cpu, got [1, 2] int64 on cpu"),
+        (3, torch.zeros(3, 4), "rows must be [n, d] = [2, 4] float32 contiguous on cpu, got [3, 4] float32 on cpu"),
+        (3, torch.zeros(2, 4).half(), "rows must be float32 as the weight, or float32, got [2, 4] float16 on cpu"),
+        (4, torch.tensor(2), "count must be [1] = [1] int64 contiguous on cpu, got [] int64 on cpu"),
+        (5, torch.tensor([1]), "key must be [2] = [2] int64 contiguous on cpu, got [1] int64 on cpu"),
+    ],
+)  # fmt: skip
+def test_bad_input(position, value, text):
+    args = adagrad_args()
+    OPS.row_adagrad_(*args)
+    args[position] = value
+    with pytest.raises(RuntimeError) as caught:
+        OPS.row_adagrad_(*args)
+    assert str(op_error(caught.value)).startswith(f"row_adagrad_: {text}")
+
+
+def test_bad_input_of_the_others():
+    args = adagrad_args()
+    with pytest.raises(RuntimeError, match=r"row_sgd_: momentum_buffer must be given with momentum = 0\.9"):
+        OPS.row_sgd_(args[0], None, *args[2:6], 0.1, 0.9, 0.0, False)
+    with pytest.raises(RuntimeError, match="row_adam_: step must be at least 1, got 0"):
+        OPS.row_adam_(args[0], args[1], args[1].clone(), *args[2:6], 0.1, 0.9, 0.99, 1e-8, 0.0, False, 0)
+    e = entries(6, 3, 2, 4, torch.float32, "cpu")
+    numbers = rule_numbers("adagrad")
+    fail = [
+        ({"weight": torch.zeros(6)}, "weight must be [C, d], got [6] float32 on cpu"),
+        ({"state": None}, "weight_state0 and weight_state1 must be the 1 states of the rule, got 0"),
+        ({"bias": torch.zeros(5)}, "bias must be [C] = [6] float32 contiguous on cpu, got [5] float32 on cpu"),
+        ({"rule": numbers[:4]}, "weight_rule must have 9 numbers, got 4"),
+        ({"rule": [7.0, *numbers[1:]]}, "weight_rule[0] must be a kind of 0 to 4, got 7"),
+        ({"e": [e[0][:2], *e[1:]]}, "rows_a must be [S, d] = [2, 4] float32 contiguous on cpu, got [3, 4] float32"),
+    ]
+    for change, text in fail:
+        c = {"weight": torch.zeros(6, 4), "state": torch.zeros(6, 4), "bias": None, "rule": numbers, "e": e} | change
+        with pytest.raises(RuntimeError) as caught:
+            OPS.row_update_(c["weight"], c["state"], None, c["bias"], None, None, *c["e"], None, c["rule"], numbers)
+        assert str(op_error(caught.value)).startswith(f"row_update_: {text}")
