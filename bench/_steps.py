@@ -393,8 +393,8 @@ _TOLERANCES = {torch.float32: (1e-5, 1e-4, 1e-4, 1e-2), torch.bfloat16: (1e-4, 2
 
 def refcheck(sides: Sequence[Ours | Eager], of_draw: Ours, h: Tensor, y: Tensor, context: Tensor | None = None) -> str:
     """One step of each side with the draws of one key: loss, d_hidden, updated rows and sums against fp64."""
-    key = sx.Key(11)
-    draws = of_draw.draw(h, y, key, context)
+    # A key moves on with each use, so every draw gets a new one.
+    draws = of_draw.draw(h, y, sx.Key(11), context)
     batch = y.shape[0]
     touched, at = torch.unique(torch.cat([y, draws.ids.reshape(-1)]), return_inverse=True)
     target, ids = at[:batch], at[batch:].reshape(draws.ids.shape)
@@ -408,7 +408,7 @@ def refcheck(sides: Sequence[Ours | Eager], of_draw: Ours, h: Tensor, y: Tensor,
         bias = exact[1][where] if len(exact) > 1 else None
         want = loss_of_rows(exact_h, exact[0][where], bias, target, ids, draws.log_q)
         want.backward()
-        got = side.step(h, y, key, context) if isinstance(side, Ours) else side.step(h, y, draws)
+        got = side.step(h, y, sx.Key(11), context) if isinstance(side, Ours) else side.step(h, y, draws)
         assert h.grad is not None
         assert exact_h.grad is not None
         name = side.name

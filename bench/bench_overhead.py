@@ -9,6 +9,10 @@ Rows (--only takes any part of a name), C = 1,000, d = 16, B = 8, m = 8, uniform
   context_text                      context_unigram in the shape of text: h [2, 4, 16], y [2, 4], one context per token
   import                            seconds that `import samplex_cuda` takes after `import torch`, in a fresh process
 
+One thread by default: a step this small has nothing to share, but some of torch's operators enter a parallel region all
+the same. Beside other busy processes its barrier then takes up to 100 ms, and the ratio says nothing about overhead.
+A row whose times scatter says "disturbed" and gets no verdict.
+
 Every row is measured in a process of its own. A step is checked before it is timed: loss, d_hidden, updated rows and
 Adagrad sums of each side against fp64.
 
@@ -27,6 +31,7 @@ from collections.abc import Callable
 
 import torch
 from _harness import (
+    Comparison,
     Report,
     Row,
     Side,
@@ -47,11 +52,17 @@ TOOLKIT = ("training", "data", "metrics", "diagnostics", "cli", "integrations", 
 # What the child prints: seconds, and the modules above the core that the import has loaded.
 IMPORT = f"""
 import json, sys, time, torch
-begin = time.perf_counter()
+begin, cpu = time.perf_counter(), time.process_time()
 import samplex_cuda
-seconds = time.perf_counter() - begin
-print(json.dumps([seconds, [name for name in {TOOLKIT} if "samplex_cuda." + name in sys.modules]]))
+seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+print(json.dumps([seconds, cpu, [name for name in {TOOLKIT} if "samplex_cuda." + name in sys.modules]]))
 """
+
+
+def disturbed(got: Comparison) -> str:
+    """A note where a side's p80 is above three times its p20: other processes decided the times. Empty otherwise."""
+    parts = [f"{name} p20 {t.p20:.2f} ms, p80 {t.p80:.2f} ms" for name, t in got.times.items() if t.p80 > 3 * t.p20]
+    return f"disturbed, no verdict: {'; '.join(parts)}" if parts else ""
 
 
 class Bench:
@@ -91,6 +102,7 @@ class Bench:
         checked = refcheck([mine, other], mine, inputs.h[0], inputs.y[0])
         got = self.time([timed(mine, inputs), timed(other, inputs)])
         value, low, high = got.ratio(other.name, mine.name)
+        note = disturbed(got)
         draws = "shared draws [8]" if shared else "draws [8, 8]"
         update = "fused update" if fused else "unfused update"
         return Row(
@@ -99,7 +111,8 @@ class Bench:
             value,
             "x",
             checked,
-            target=target,
+            target=None if note else target,
+            note=note,
             ours=got.times[mine.name],
             other=got.times[other.name],
             other_name=other.name,
@@ -124,6 +137,7 @@ class Bench:
 
         got = self.time([Side("context", step), timed(plain, inputs, "plain")])
         value, low, high = got.ratio("context", "plain")
+        note = disturbed(got)
         shape = ", h [2, 4, 16]" if text else ""
         return Row(
             row_id,
@@ -132,7 +146,8 @@ class Bench:
             "ratio",
             checked,
             sense="<=",
-            target=target,
+            target=None if note else target,
+            note=note,
             ours=got.times["context"],
             other=got.times["plain"],
             other_name="ours, without context",
@@ -142,11 +157,13 @@ class Bench:
 
     def imports(self) -> Row:
         seconds: list[float] = []
+        of_cpu: list[float] = []
         loaded: list[str] = []
         for _ in range(8):  # the first finds cold files and is dropped
             done = subprocess.run([sys.executable, "-c", IMPORT], stdout=subprocess.PIPE, text=True, check=True)
-            took, loaded = json.loads(done.stdout.splitlines()[-1])
-            seconds.append(took)
+            wall, cpu, loaded = json.loads(done.stdout.splitlines()[-1])
+            seconds.append(wall)
+            of_cpu.append(cpu)
         took = Timing.of([1e3 * s for s in seconds[1:]])
         return Row(
             "import",
@@ -158,12 +175,14 @@ class Bench:
             target=0.1,
             ours=took,
             spread=(took.p20 / 1e3, took.p80 / 1e3),
+            note=f"CPU time {Timing.of(of_cpu[1:]).median:.3f} s; above the core: {', '.join(loaded) or 'nothing'}",
         )
 
 
 def main() -> int:
     parser = common_options(__doc__)
     parser.add_argument("--row", help="measure this row in this process and print it as JSON")
+    parser.set_defaults(threads=1)
     options = parser.parse_args()
     # torch.optim.Adagrad builds its sparse updates so that torch warns once.
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
