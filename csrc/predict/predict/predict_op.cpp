@@ -127,7 +127,7 @@ Tensor predict_dots(Tensor hidden, Tensor weight, Tensor ids) {
 // Memory of the loop over chunks, used again by the next step: fresh pages would cost more than the passes.
 Tensor predict_buffer(Tensor like, int64_t rows, int64_t columns) {
   constexpr const char* op = "predict_buffer";
-  check(rows >= 0 && columns >= 0, op, ": rows and columns must be at least 0, got ", rows, " and ", columns);
+  check_value(rows >= 0 && columns >= 0, op, ": rows and columns must be at least 0, got ", rows, " and ", columns);
   return empty_pooled(like, {rows, columns}, like.scalar_type());
 }
 
