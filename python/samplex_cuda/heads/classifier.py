@@ -20,7 +20,7 @@ from samplex_cuda.heads.checks import check_sampler, like_weight, refuse_moved, 
 from samplex_cuda.heads.exact import ExactAnswers
 from samplex_cuda.heads.follow import Staleness, TableFollower
 from samplex_cuda.losses import Loss, Needs
-from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, run_loss
+from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, RowSink, run_loss
 from samplex_cuda.optim.fusion import Fusion
 from samplex_cuda.prediction import mean_weight, valid_targets
 from samplex_cuda.tables import empty_table
@@ -37,7 +37,14 @@ _SETTINGS = frozenset({"loss", "num_samples", "shared", "stratified", "scale", "
 
 
 class LossSpec(NamedTuple):
-    """What a head resolves once, when it is made or changed: how its training step draws and what its loss needs."""
+    """What a head resolves once, when it is made or changed: how its training step draws and what its loss needs.
+
+    Example:
+        >>> import samplex_cuda as sx
+        >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10, shared=True)
+        >>> head.spec().excludes, head.spec().sampling
+        (False, {'shared': True})
+    """
 
     loss: Loss
     needs: Needs
@@ -171,6 +178,7 @@ class SampledClassifier(ExactAnswers):
         self.sampler = sampler
         self.follower = TableFollower(policy)
         self._fusion: Fusion | None = None
+        self._sink: RowSink | None = None
         if class_weight is not None:
             class_weight = class_weight.detach().to(device=self.weight.device, dtype=self._wide())
         # Not persistent: a checkpoint holds what nn.Linear's does.
@@ -198,6 +206,17 @@ class SampledClassifier(ExactAnswers):
         super().__setattr__(name, value)
         if name in _SETTINGS:
             self.__dict__["_spec"] = None
+
+    def spec(self) -> LossSpec:
+        """How the training step of this configuration draws and what its loss needs.
+
+        Example:
+            >>> import samplex_cuda as sx
+            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10, loss="nce")
+            >>> head.spec().needs.target_log_q
+            True
+        """
+        return self._spec or self._resolve()
 
     def _resolve(self) -> LossSpec:
         """The step of this configuration: the one place where it is decided."""
@@ -366,7 +385,7 @@ class SampledClassifier(ExactAnswers):
             target_log_q,
             used,
         )
-        loss, extra = run_loss(spec.loss, x, form, self._fusion)
+        loss, extra = run_loss(spec.loss, x, form, self._fusion or self._rows_of(weight, bias))
         if state is not None and index is not None and used is not None and extra is not None:
             spec.loss.update_state(state, index, used, extra.detach())
         return loss
@@ -374,7 +393,7 @@ class SampledClassifier(ExactAnswers):
     def _draw(
         self, spec: LossSpec, h: Tensor, target: Tensor, features: Tensor | None, context: Any, key: Key | Tensor | None
     ) -> tuple[Draw, Tensor | None]:
-        """Negatives of a batch, and log q of its targets where the loss reads it."""
+        """Negatives of a batch, and log q of its targets if the loss reads it."""
         sampler: Any = self.sampler
         seen = h.detach() if features is None else self._seen(h, features)
         if spec.needs.target_log_q:
@@ -401,6 +420,13 @@ class SampledClassifier(ExactAnswers):
         if chance is None:
             return draw.repeats()
         return draw.ids.is_cpu and chance * draw.ids.shape[0] > COPIES
+
+    def _rows_of(self, weight: Tensor, bias: Tensor | None) -> RowSink:
+        """The sink of unfused gradients; made anew when a parameter was replaced."""
+        sink = self._sink
+        if sink is None or sink.sparse is not self.sparse or not sink.serves(weight, bias):
+            sink = self._sink = RowSink(self.sparse, weight, bias)
+        return sink
 
     def _valid(self, target: Tensor) -> Tensor:
         return valid_targets(target, self.ignore_index)
