@@ -174,21 +174,23 @@ def huge_share(tensor: torch.Tensor) -> float:
         if "-" in head and not head.endswith(":"):
             low, high = (int(x, 16) for x in head.split("-"))
             inside = low < begin + nbytes and high > begin
-        elif inside and line.startswith("AnonHugePages:"):
+        elif inside and line.startswith(("AnonHugePages:", "ShmemPmdMapped:")):
             found += int(line.split()[1]) * 1024
     return min(1.0, found / nbytes)
 
 
-def make_table(rows: int, dim: int, *, device: torch.device, huge: bool = True) -> torch.Tensor:
-    """A [rows, dim] fp32 table with entries of size dim**-0.5: the head's own kind, or one on plain 4 KB pages.
+def make_table(
+    rows: int, dim: int, *, device: torch.device, huge: bool = True, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """A [rows, dim] table with entries of size dim**-0.5: the head's own kind, or one on plain 4 KB pages.
 
     Filled by copies of one random block: the values do not matter to the time, and ten million rows of fresh normal
     numbers would take longer than the bench.
     """
     if huge:
-        table = empty_table(rows, dim, device=device)
+        table = empty_table(rows, dim, device=device, dtype=dtype)
     else:
-        table = torch.empty(rows, dim, device=device)
+        table = torch.empty(rows, dim, device=device, dtype=dtype)
         forbid_huge_pages(table)
     block = torch.randn(min(rows, 8191), dim, device=device) * dim**-0.5
     for begin in range(0, rows, block.shape[0]):

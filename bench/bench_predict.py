@@ -1,7 +1,5 @@
-"""Exact softmax in chunks, exact top-k and top-k among candidates.
+"""Exact top-k and top-k among candidates.
 
-full_softmax         forward and backward, C = 100,000, d = 128, B = 256: time / F.linear + F.cross_entropy
-full_softmax_memory  peak memory of its intermediates (above the start, without the gradients) / that of the other
 topk                 top-10 of C = 1,000,000, d = 128, B = 64: time / (h @ W.T).topk(10)
 topk_memory          peak memory above the start / that of the other
 tree                 top-10 among tree candidates on the built-in data, C = 200,000: exact time / time
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from _harness import (
     Report,
     Row,
@@ -44,37 +41,6 @@ WIDTH = 512
 NOISE = 0.6
 BEAM = 64
 TREE_DIM = 32
-
-
-# ----------------------------------------------------------------------------------------------------- full softmax
-class Softmax:
-    """Forward and backward of the full softmax; gradients are made anew each time, as a training step does."""
-
-    def __init__(self, classes: int, batch: int, device: torch.device) -> None:
-        self.weight = make_table(classes, DIM, device=device).requires_grad_(True)
-        self.bias = torch.zeros(classes, device=device, requires_grad=True)
-        self.h = torch.randn(batch, DIM, device=device, requires_grad=True)
-        self.y = torch.randint(classes, (batch,), device=device)
-        self.leaves = (self.h, self.weight, self.bias)
-
-    def ours(self, _: int = 0) -> tuple[torch.Tensor, ...]:
-        loss = sx.functional.full_softmax(self.h, self.weight, self.y, self.bias)
-        return loss, *torch.autograd.grad(loss, self.leaves)
-
-    def other(self, _: int = 0) -> tuple[torch.Tensor, ...]:
-        loss = F.cross_entropy(F.linear(*self.leaves), self.y)
-        return loss, *torch.autograd.grad(loss, self.leaves)
-
-    def refcheck(self) -> str:
-        """Loss and gradients of both against fp64."""
-        exact = [leaf.detach().double().requires_grad_() for leaf in self.leaves]
-        loss = F.cross_entropy(F.linear(*exact), self.y)
-        want = (loss, *torch.autograd.grad(loss, exact))
-        worst = 0.0
-        for side in (self.ours, self.other):
-            for name, got, expected in zip(("loss", "h", "weight", "bias"), side(), want, strict=True):
-                worst = max(worst, check_close(name, got.detach(), expected.detach(), 1e-4))
-        return f"loss and gradients of both vs fp64: {worst:.1e}"
 
 
 # ----------------------------------------------------------------------------------------------------- top-k
@@ -159,7 +125,7 @@ def _status(name: str) -> int:
     return 0
 
 
-PROBLEMS: dict[str, Callable[[int, int, torch.device], Any]] = {"full_softmax": Softmax, "topk": Topk}
+PROBLEMS: dict[str, Callable[[int, int, torch.device], Any]] = {"topk": Topk}
 
 
 def memory_child(name: str, side: str, classes: int, batch: int, threads: int) -> None:
@@ -198,10 +164,7 @@ def main() -> int:
     def compare(sides: list[Side]) -> Any:
         return interleave(sides, device=device, seconds=options.seconds, min_rounds=rounds)
 
-    cases = (
-        ("full_softmax", 100_000, 256, "F.linear + F.cross_entropy", "full softmax, forward and backward", 1.1, 1 / 8),
-        ("topk", 1_000_000, 64, "(h @ W.T).topk(10)", "exact top-10", 1.0, 1 / 20),
-    )
+    cases = (("topk", 1_000_000, 64, "(h @ W.T).topk(10)", "exact top-10", 1.0, 1 / 20),)
     for row_id, classes, batch, peer, what, time_target, memory_target in cases:
         if options.quick:
             classes //= 10

@@ -1,21 +1,30 @@
 """The whole training step of a class table: draw, loss, gradient of h, Adagrad update.
 
-  ours     SampledClassifier with a RowAdagrad fused into backward
-  unfused  the same head with its sparse gradient and RowAdagrad.step()
-  eager    torch.randint, a sparse embedding of targets and draws, bmm (or matmul), cross_entropy, torch.optim.Adagrad
-  full     F.linear + cross_entropy over all classes, a dense gradient, torch.optim.Adagrad
+  ours      SampledClassifier with a RowAdagrad fused into backward
+  unfused   the same head with its sparse gradient and RowAdagrad.step()
+  eager     torch.randint, a sparse embedding of targets and draws, bmm (or matmul), cross_entropy, torch.optim.Adagrad
+  compiled  eager with its loss under torch.compile
+  FBGEMM    eager with FBGEMM's CPU table, which makes the Adagrad update in backward; with either loss
+  full      F.linear + cross_entropy over all classes, a dense gradient, torch.optim.Adagrad
 
 Rows (--only takes any part of a name), d = 128, B = 256, m = 64, no bias:
   per_row_1m, per_row_100k   draws [256, 64] vs eager, C = 1,000,000 and 100,000
   log_uniform_1m             the same of log-uniform draws, vs the eager step with its cheap uniform ones
   shared_1m                  draws [64] for the whole batch vs the eager shared form
+  shared_64 ... shared_2048  draws [m] for the whole batch, C = 1,000,000, vs the fastest of eager, compiled and FBGEMM;
+                             the note says how long the three GEMMs alone take
   full_softmax_100k          vs full softmax with a dense update
   fused_1m                   fused vs unfused, both ours
+  fused_log_uniform_1m       the same with log-uniform draws
+  bf16, bf16_rowwise         time with a bf16 table / with an fp32 table, C = 1,000,000; Adagrad and row-wise Adagrad
+  bf16_stochastic            bf16 with stochastic rounding
   scale                      ours at C = 10,000,000 over ours at C = 100,000
   sweep                      step time against C for the plot docs/images/bench_step.png
 
 Every row is measured in a process of its own. It is checked before it is timed: one step of each side with the same
 draws, loss, d_hidden, weight rows and Adagrad sums against fp64.
+
+FBGEMM takes part where it is installed: pip install --no-deps fbgemm-gpu-cpu==1.8.0
 
 Run it on an idle machine: python bench/bench_step.py
 """
@@ -26,7 +35,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -34,16 +42,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as nnf
 from _harness import (
     IMAGES,
     Report,
     Row,
-    Side,
-    check_close,
     common_options,
     interleave,
-    make_table,
     progress,
     row_from,
     row_in_child,
@@ -51,135 +55,9 @@ from _harness import (
     wanted,
     write_readme,
 )
-from bench_sampled_softmax import Batch, eager_per_row_loss, eager_shared_loss
+from _steps import SETS, Eager, Full, Gemms, Ours, Sizes, Stepper, make_inputs, refcheck, rivals, timed
 
-import samplex_cuda as sx
-
-SETS, DIM, BATCH, M, RATE = 8, 128, 256, 64, 0.05
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """Rotating batches: hidden [B, d] and targets [B]."""
-
-    h: list[torch.Tensor]
-    y: list[torch.Tensor]
-
-
-def make_inputs(classes: int, device: torch.device) -> Inputs:
-    h = [torch.randn(BATCH, DIM, device=device).requires_grad_(True) for _ in range(SETS)]
-    return Inputs(h, [torch.randint(classes, (BATCH,), device=device) for _ in range(SETS)])
-
-
-# ----------------------------------------------------------------------------------------------------- the sides
-class Ours:
-    """A head and its optimizer; `table` becomes the weight."""
-
-    def __init__(self, table: torch.Tensor, sampler: torch.nn.Module, *, shared: bool, fused: bool) -> None:
-        classes = table.shape[0]
-        with torch.device("meta"):
-            self.head = sx.SampledClassifier(DIM, classes, sampler, M, bias=False, shared=shared)
-        self.head.weight = torch.nn.Parameter(table)
-        self.optimizer = sx.optim.RowAdagrad([self.head.weight], lr=RATE)
-        self.fused = fused
-        if fused:
-            self.head.fuse_optimizer(self.optimizer)
-
-    def step(self, h: torch.Tensor, y: torch.Tensor, key: sx.Key | None = None) -> torch.Tensor:
-        h.grad = None
-        loss = self.head(h, y, key=key)
-        loss.backward()
-        if not self.fused:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return loss.detach()
-
-    def draw(self, h: torch.Tensor, y: torch.Tensor, key: sx.Key) -> Batch:
-        """What `step` draws with this key."""
-        draw = self.head.sampler.sample(
-            h.detach(), M, shared=self.head.shared, key=key, exclude=None if self.head.shared else y
-        )
-        return Batch(h, y, draw.ids, draw.log_q)
-
-    def sums(self) -> torch.Tensor:
-        return self.optimizer.state[self.head.weight]["sum"]
-
-
-class Eager:
-    """What a person writes with torch alone."""
-
-    def __init__(self, table: torch.Tensor, *, shared: bool) -> None:
-        self.weight = torch.nn.Parameter(table)
-        self.optimizer = torch.optim.Adagrad([self.weight], lr=RATE)
-        self.shared = shared
-        self.log_q = torch.full((M,) if shared else (BATCH, M), -math.log(table.shape[0]), device=table.device)
-
-    def step(self, h: torch.Tensor, y: torch.Tensor, batch: Batch | None = None) -> torch.Tensor:
-        h.grad = None
-        if batch is None:
-            shape = (M,) if self.shared else (BATCH, M)
-            ids = torch.randint(self.weight.shape[0], shape, device=y.device)
-            batch = Batch(h, y, ids, self.log_q)
-        form = eager_shared_loss if self.shared else eager_per_row_loss
-        loss = form(h, self.weight, batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def sums(self) -> torch.Tensor:
-        return self.optimizer.state[self.weight]["sum"]
-
-
-class Full:
-    """All classes, dense."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        self.weight = torch.nn.Parameter(table)
-        self.optimizer = torch.optim.Adagrad([self.weight], lr=RATE)
-
-    def step(self, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        h.grad = None
-        loss = nnf.cross_entropy(nnf.linear(h, self.weight), y)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-
-# ----------------------------------------------------------------------------------------------------- checks
-def refcheck(sides: list[Ours | Eager], of_draw: Ours, h: torch.Tensor, y: torch.Tensor) -> str:
-    """One step of each side with the draws of one key: loss, d_hidden, weight rows and sums against fp64."""
-    batch = of_draw.draw(h, y, sx.Key(11))
-    touched, at = torch.unique(torch.cat([y, batch.ids.reshape(-1)]), return_inverse=True)
-    small = dataclasses.replace(batch, target=at[:BATCH], ids=at[BATCH:].reshape(batch.ids.shape))
-    form = eager_shared_loss if batch.ids.dim() == 1 else eager_per_row_loss
-    worst = 0.0
-    for side in sides:
-        weight = side.head.weight if isinstance(side, Ours) else side.weight
-        exact_h = h.detach().double().requires_grad_(True)
-        rows = weight.detach()[touched].double().requires_grad_(True)
-        before = rows.detach().clone()
-        want = form(exact_h, rows, small, sparse=False)
-        want.backward()
-        assert rows.grad is not None
-        assert exact_h.grad is not None
-        total = side.sums()[touched].double() + rows.grad**2
-        moved = -RATE * rows.grad / (total.sqrt() + 1e-10)
-        got = side.step(h, y, sx.Key(11)) if isinstance(side, Ours) else side.step(h, y, batch)
-        name = type(side).__name__
-        assert h.grad is not None
-        worst = max(
-            worst,
-            check_close(f"{name} loss", got, want.detach(), 1e-5),
-            check_close(f"{name} d_hidden", h.grad, exact_h.grad, 1e-4),
-            check_close(f"{name} sums", side.sums()[touched], total, 1e-4),
-        )
-        # Adagrad's first step is the sign of the gradient: near 0 it hangs on the last bit. Those are left out.
-        clear = rows.grad.abs() > 1e-5 * rows.grad.abs().max()
-        change = (weight.detach()[touched].double() - before)[clear]
-        worst = max(worst, check_close(f"{name} change of the rows", change, moved[clear], 1e-2))
-    return f"loss, d_hidden, weight rows and sums of each side vs fp64: {worst:.1e}"
+DIM, BATCH, M = 128, 256, 64
 
 
 # ----------------------------------------------------------------------------------------------------- rows
@@ -194,84 +72,154 @@ class Bench:
         )
 
     def rows(self) -> dict[str, Callable[[], Row | None]]:
+        best = {64: 3.0, 512: 2.5, 2048: 2.2}
         return {
             "per_row_1m": functools.partial(self.versus, "per_row_1m", 1_000_000, target=7.0, aim=12.0),
             "per_row_100k": functools.partial(self.versus, "per_row_100k", 100_000, target=10.0),
             "log_uniform_1m": functools.partial(
-                self.versus, "log_uniform_1m", 1_000_000, law="log-uniform", target=7.0
+                self.versus, "log_uniform_1m", 1_000_000, sampler="log-uniform", target=7.0
             ),
             "shared_1m": functools.partial(self.versus, "shared_1m", 1_000_000, shared=True, target=1.5),
+            **{f"shared_{m}": functools.partial(self.shared, m, target) for m, target in best.items()},
             "full_softmax_100k": self.full_softmax,
-            "fused_1m": self.fused,
+            "fused_1m": functools.partial(self.fused, "fused_1m", "uniform"),
+            "fused_log_uniform_1m": functools.partial(self.fused, "fused_log_uniform_1m", "log-uniform"),
+            "bf16": functools.partial(self.bf16, "bf16", target=0.85),
+            "bf16_rowwise": functools.partial(self.bf16, "bf16_rowwise", rowwise=True, target=0.75),
+            "bf16_stochastic": functools.partial(self.bf16, "bf16_stochastic", stochastic=True),
             "scale": self.scale,
         }
 
-    def table(self, classes: int) -> torch.Tensor:
-        progress(f"making a table of {classes:,} rows")
-        table = make_table(classes, DIM, device=self.device)
+    def make(self, kind: Callable[..., Any], sizes: Sizes, *args: Any, **options: Any) -> Any:
+        """A side; its table takes a moment."""
+        progress(f"making a table of {sizes.classes:,} rows")
+        side = kind(sizes, self.device, *args, **options)
         progress("")
-        return table
+        return side
 
-    def ours(self, classes: int, *, shared: bool = False, fused: bool = True, law: str = "uniform") -> Ours:
-        kind = sx.samplers.Uniform if law == "uniform" else sx.samplers.LogUniform
-        return Ours(self.table(classes), kind(classes).to(self.device), shared=shared, fused=fused)
-
-    @staticmethod
-    def side(name: str, what: Any, inputs: Inputs) -> Side:
-        return Side(name, lambda i: what.step(inputs.h[i % SETS], inputs.y[i % SETS]))
-
-    def row(self, row_id: str, what: str, sides: dict[str, Any], inputs: Inputs, checked: str, **more: Any) -> Row:
-        """Ratio of the second side to the first."""
-        (first, a), (second, b) = sides.items()
-        got = self.time([self.side(first, a, inputs), self.side(second, b, inputs)])
-        value, low, high = got.ratio(second, first)
-        more = {"unit": "x", "spread": (low, high), "config": {"d": DIM, "B": BATCH, "m": M}, **more}
+    def row(self, row_id: str, what: str, a: Stepper, b: Stepper, sizes: Sizes, checked: str, **more: Any) -> Row:
+        """Time of `b` / time of `a`."""
+        inputs = make_inputs(sizes, self.device)
+        got = self.time([timed(a, inputs), timed(b, inputs)])
+        value, low, high = got.ratio(b.name, a.name)
         return Row(
             row_id,
             what,
             value,
-            refcheck=checked,
-            ours=got.times[first],
-            other=got.times[second],
-            other_name=second,
+            "x",
+            checked,
+            ours=got.times[a.name],
+            other=got.times[b.name],
+            other_name=b.name,
+            spread=(low, high),
+            config=sizes.config,
             **more,
         )
 
-    def versus(self, row_id: str, classes: int, *, shared: bool = False, law: str = "uniform", **target: float) -> Row:
-        inputs = make_inputs(classes, self.device)
-        mine, other = self.ours(classes, shared=shared, law=law), Eager(self.table(classes), shared=shared)
-        checked = refcheck([mine, other], mine, inputs.h[0], inputs.y[0])
+    def check(self, sides: list[Ours | Eager]) -> str:
+        """The sides against fp64, with the draws of the first."""
+        first = sides[0]
+        assert isinstance(first, Ours)
+        inputs = make_inputs(first.sizes, self.device)
+        return refcheck(sides, first, inputs.h[0], inputs.y[0])
+
+    def versus(
+        self, row_id: str, classes: int, *, shared: bool = False, sampler: str = "uniform", **target: float
+    ) -> Row:
+        sizes = Sizes(classes, DIM, BATCH, M, shared)
+        mine, other = self.make(Ours, sizes, sampler), self.make(Eager, sizes)
         kind = "shared draws [64]" if shared else "draws [256, 64]"
-        what = f"step, {law} {kind}, C = {classes:,}, vs eager torch"
-        return self.row(row_id, what, {"ours": mine, "eager torch": other}, inputs, checked, **target)
+        what = f"step, {sampler} {kind}, C = {classes:,}, vs eager torch"
+        return self.row(row_id, what, mine, other, sizes, self.check([mine, other]), **target)
+
+    def shared(self, m: int, target: float) -> Row:
+        """Against the fastest of several."""
+        sizes = Sizes(1_000_000, DIM, BATCH, m, shared=True)
+        mine = self.make(Ours, sizes)
+        others, missing = rivals(sizes, self.device)
+        checked = self.check([mine, *others])
+        inputs = make_inputs(sizes, self.device)
+        floor = Gemms(sizes, self.device)
+        got = self.time([timed(side, inputs) for side in (mine, *others, floor)])
+        best = min((side.name for side in others), key=lambda name: got.times[name].median)
+        value, low, high = got.ratio(best, mine.name)
+        at_most = got.ratio(best, floor.name)[0]
+        note = [
+            f"fastest other: {best}",
+            f"three GEMMs alone {got.times[floor.name].median:.2f} ms, which allow {at_most:.1f}x",
+        ]
+        return Row(
+            f"shared_{m}",
+            f"step, shared draws [{m}], C = 1,000,000, vs the best of eager, compiled loss, FBGEMM",
+            value,
+            "x",
+            checked,
+            target=target,
+            ours=got.times[mine.name],
+            other=got.times[best],
+            other_name=best,
+            spread=(low, high),
+            config={**sizes.config, "median_ms": {name: timing.median for name, timing in got.times.items()}},
+            note="; ".join([*note, missing] if missing else note),
+        )
 
     def full_softmax(self) -> Row:
-        inputs = make_inputs(100_000, self.device)
-        mine, other = self.ours(100_000), Full(self.table(100_000))
-        checked = refcheck([mine], mine, inputs.h[0], inputs.y[0])
-        w, h = other.weight.detach().double(), inputs.h[0].detach().double()
-        want = (torch.logsumexp(h @ w.T, 1) - (h * w[inputs.y[0]]).sum(1)).mean()
-        error = check_close("full softmax loss", other.step(inputs.h[0], inputs.y[0]), want, 1e-5)
-        checked += f"; full softmax loss: {error:.1e}"
+        sizes = Sizes(100_000, DIM, BATCH, M)
+        mine, other = self.make(Ours, sizes), self.make(Full, sizes)
+        inputs = make_inputs(sizes, self.device)
+        checked = f"{self.check([mine])}; {other.refcheck(inputs.h[0], inputs.y[0])}"
         what = "step, draws [256, 64], C = 100,000, vs full softmax and dense Adagrad"
-        sides = {"ours": mine, "full softmax": other}
-        return self.row("full_softmax_100k", what, sides, inputs, checked, target=150.0, aim=300.0)
+        return self.row("full_softmax_100k", what, mine, other, sizes, checked, target=150.0, aim=300.0)
 
-    def fused(self) -> Row:
-        inputs = make_inputs(1_000_000, self.device)
-        mine, other = self.ours(1_000_000), self.ours(1_000_000, fused=False)
-        checked = refcheck([mine, other], mine, inputs.h[0], inputs.y[0])
-        what = "step, draws [256, 64], C = 1,000,000, fused update vs unfused (both ours)"
-        return self.row("fused_1m", what, {"ours": mine, "unfused": other}, inputs, checked, target=1.3)
+    def fused(self, row_id: str, sampler: str) -> Row:
+        sizes = Sizes(1_000_000, DIM, BATCH, M)
+        mine, other = self.make(Ours, sizes, sampler), self.make(Ours, sizes, sampler, fused=False)
+        kind = "" if sampler == "uniform" else f"{sampler} "
+        what = f"step, {kind}draws [256, 64], C = 1,000,000, fused update vs unfused (both ours)"
+        return self.row(row_id, what, mine, other, sizes, self.check([mine, other]), target=1.3)
+
+    def bf16(self, row_id: str, *, rowwise: bool = False, stochastic: bool = False, target: float | None = None) -> Row:
+        """Ours over ours."""
+        wide = Sizes(1_000_000, DIM, BATCH, M)
+        narrow = dataclasses.replace(wide, dtype=torch.bfloat16)
+        small = self.make(Ours, narrow, rowwise=rowwise, stochastic_rounding=stochastic)
+        large = self.make(Ours, wide, rowwise=rowwise)
+        # Randomly rounded rows have no one right value: the same step, rounded to nearest, is what is checked.
+        checked = self.check([self.make(Ours, narrow, rowwise=rowwise) if stochastic else small])
+        checked += f"; fp32: {self.check([large])}"
+        sides = [
+            timed(small, make_inputs(narrow, self.device), "bf16"),
+            timed(large, make_inputs(wide, self.device), "fp32"),
+        ]
+        got = self.time(sides)
+        value, low, high = got.ratio("bf16", "fp32")
+        kind = ("row-wise " if rowwise else "") + "Adagrad" + (", stochastic rounding" if stochastic else "")
+        return Row(
+            row_id,
+            f"step with a bf16 table / with an fp32 table, draws [256, 64], C = 1,000,000, {kind}",
+            value,
+            "ratio",
+            checked,
+            sense="<=",
+            target=target,
+            ours=got.times["bf16"],
+            other=got.times["fp32"],
+            other_name="ours, fp32 table",
+            spread=(low, high),
+            config={**narrow.config, "rowwise": rowwise, "stochastic_rounding": stochastic},
+        )
 
     def scale(self) -> Row | None:
         if self.options.quick:
             return None
-        large, small = self.ours(10_000_000), self.ours(100_000)
-        far, near = make_inputs(10_000_000, self.device), make_inputs(100_000, self.device)
-        checked = refcheck([large], large, far.h[0], far.y[0]) + "; at C = 10^5: "
-        checked += refcheck([small], small, near.h[0], near.y[0])
-        got = self.time([self.side("large", large, far), self.side("small", small, near)])
+        far, near = Sizes(10_000_000, DIM, BATCH, M), Sizes(100_000, DIM, BATCH, M)
+        large, small = self.make(Ours, far), self.make(Ours, near)
+        checked = f"{self.check([large])}; at C = 10^5: {self.check([small])}"
+        sides = [
+            timed(large, make_inputs(far, self.device), "large"),
+            timed(small, make_inputs(near, self.device), "small"),
+        ]
+        got = self.time(sides)
         value, low, high = got.ratio("large", "small")
         return Row(
             "scale",
@@ -295,22 +243,20 @@ class Bench:
             if self.options.quick and classes > 1_000_000:
                 continue
             point: dict[str, Any] = {"C": classes}
-            inputs = make_inputs(classes, self.device)
+            sizes = Sizes(classes, DIM, BATCH, M)
+            inputs = make_inputs(sizes, self.device)
             # One side at a time: table and sums of two would be 20 GB at 10^7 classes.
-            makers: dict[str, Callable[[], Any]] = {
-                "ours": functools.partial(self.ours, classes),
-                "eager": lambda classes=classes: Eager(self.table(classes), shared=False),
-            }
+            kinds: dict[str, Callable[..., Any]] = {"ours": Ours, "eager": Eager}
             # At 10^7 classes the logits of the full softmax alone are 3 x 10 GB.
             if classes <= (100_000 if self.options.quick else 1_000_000):
-                makers["full"] = lambda classes=classes: Full(self.table(classes))
-            for name, make in makers.items():
-                what = make()
-                if isinstance(what, Ours):
-                    refcheck([what], what, inputs.h[0], inputs.y[0])
-                got = self.time([self.side(name, what, inputs)], min_rounds=2)
+                kinds["full"] = Full
+            for name, kind in kinds.items():
+                side = self.make(kind, sizes)
+                if isinstance(side, Ours):
+                    self.check([side])
+                got = self.time([timed(side, inputs, name)], min_rounds=2)
                 point[name] = dataclasses.asdict(got.times[name])
-                del what
+                del side
             points.append(point)
         return {"d": DIM, "B": BATCH, "m": M, "points": points}
 

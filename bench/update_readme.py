@@ -108,8 +108,10 @@ def block() -> str:
     parts += [*_speed(main_result), "", *_limits(main_result), ""]
     tables: list[tuple[str, Callable[[dict[str, Any]], list[str]]]] = [
         ("step", _targets("whole step: draw, loss, Adagrad update")),
+        ("overhead", _targets("tiny step and import")),
         ("contrastive", _targets("contrastive loss")),
         ("attention_pool", _targets("attention pooling")),
+        ("full_softmax", _targets("exact loss over all classes")),
         ("predict", _targets("prediction")),
         ("static_sample", _samplers),
         ("tree", _targets("adversarial tree")),

@@ -7,6 +7,7 @@ import torch
 
 import samplex_cuda as sx
 from samplex_cuda._checks import call, op_error
+from samplex_cuda.optim import rules
 
 OPS = torch.ops.samplex
 
@@ -66,10 +67,11 @@ def _loss(target: int = 1, ids: int = 2, **changes: object) -> object:
             "IndexError: row_reduce: ids must be below",
         ),
         (
-            lambda: OPS.row_adagrad_(
-                torch.ones(3, 2), torch.ones(3, 2), torch.tensor([3]), torch.ones(1, 2), None, None, 0.1, 1e-8, 0.0
-            ),
-            "IndexError: row_adagrad_: row_ids must be in",
+            lambda: OPS.row_apply_(
+                torch.ones(3, 2), torch.ones(3, 2), None, torch.tensor([3]), torch.ones(1, 2), None, None,
+                rules.adagrad(0.1, 1e-8, 0.0, False),
+            ),  # fmt: skip
+            "IndexError: row_apply_: row_ids must be in",
         ),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 DOCS = Path(__file__).parent.parent / "docs"
-NAMES = ["attention.md", "contrastive.md", "samplers.md", "migration.md", "faq.md", "diagnostics.md"]
+NAMES = ["attention.md", "busy.md", "contrastive.md", "samplers.md", "migration.md", "faq.md", "diagnostics.md"]
 PAGES = [*(DOCS / name for name in NAMES), *sorted((DOCS / "samplers").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

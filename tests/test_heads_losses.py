@@ -73,9 +73,9 @@ def test_every_loss_learns_the_class_frequencies(loss):
     torch.manual_seed(0)
     law = torch.tensor([0.5, 0.25, 0.15, 0.1])
     sampler = sx.samplers.Unigram(torch.tensor([0.1, 0.2, 0.3, 0.4]))
-    more = {"num_examples": 1000} if loss == "augment_reduce" else {}
+    of_head = sx.losses.AugmentReduce(1000) if loss == "augment_reduce" else loss
     # Six draws of the four classes: sampled_softmax has a bias of its own with fewer.
-    head = sx.SampledClassifier(1, 4, sampler, 64 if loss == "sampled_softmax" else 6, loss=loss, **more)
+    head = sx.SampledClassifier(1, 4, sampler, 64 if loss == "sampled_softmax" else 6, loss=of_head)
     optimizer = torch.optim.SGD(head.parameters(), lr=0.5 if loss == "one_vs_each" else 1.0)
     y = torch.repeat_interleave(torch.arange(4), (1000 * law).long())
     for number in range(80):
@@ -105,7 +105,7 @@ def test_one_vs_each_and_augment_reduce_mask_known_positives():
     for loss, wanted in (("one_vs_each", 0.0), ("augment_reduce", math.log(C) - 1 + 1 / C)):
         torch.testing.assert_close(step(head_of(loss), h, y, positives=known).item(), wanted)
     for loss in NOISE:
-        with pytest.raises(ValueError, match=f"positives must be None with loss='{loss}'"):
+        with pytest.raises(ValueError, match=f"positives must be None with {sx.losses.by_name(loss).__name__}"):
             head_of(loss)(h, y, positives=known)
 
 
@@ -224,7 +224,7 @@ def test_a_compiled_step_moves_eta_as_an_eager_one():
 @pytest.mark.parametrize(
     ("loss", "options", "text"),
     [
-        ("hinge", {}, f"loss must be one of {', '.join(LOSSES)}"),
+        ("hinge", {}, f"name must be one of {', '.join(LOSSES)}"),
         ("nce", {"absolute": True}, "NCE: absolute is not an option of this loss, got True"),
         ("one_vs_each", {"label_smoothing": 0.1}, "OneVsEach: label_smoothing is not an option of this loss, got 0.1"),
         ("nce", {"reg": 0.1}, "NCE: reg is not an option of this loss, got 0.1"),
@@ -245,9 +245,9 @@ def test_calls_are_checked_and_leave_the_state_alone():
     h, y = batch()
     before = head.log_eta.clone()
     for index, kind, text in (
-        (None, ValueError, "index must be [7] int64 with AugmentReduce(num_examples=50, rate=0.5), got None"),
-        (torch.zeros(B), ValueError, "index must be [7] int64 with AugmentReduce(num_examples=50, rate=0.5), got [7] float32"),
-        (torch.zeros(B - 1, dtype=torch.int64), ValueError, "index must be [7] int64 with AugmentReduce(num_examples=50, rate=0.5), got"),
+        (None, ValueError, "index must be [7] int64 with AugmentReduce(num_examples=50), got None"),
+        (torch.zeros(B), ValueError, "index must be [7] int64 with AugmentReduce(num_examples=50), got [7] float32"),
+        (torch.zeros(B - 1, dtype=torch.int64), ValueError, "index must be [7] int64 with AugmentReduce(num_examples=50), got"),
         (torch.full((B,), N), IndexError, "index must be in [0, 50), got 50"),
         (torch.full((B,), -1), IndexError, "index must be in [0, 50), got -1"),
     ):  # fmt: skip

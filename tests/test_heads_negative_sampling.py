@@ -141,22 +141,22 @@ def test_a_class_the_noise_never_draws_is_never_predicted():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"absolute": True}, "absolute must be off with loss='negative_sampling', got True"),
+        ({"absolute": True}, "NegativeSampling: absolute is not an option of this loss, got True"),
         ({"label_smoothing": 0.1}, "NegativeSampling: label_smoothing is not an option of this loss, got 0.1"),
-        ({"reg": -1.0}, "reg must be finite and at least 0, got -1.0"),
-        ({"reg": math.inf}, "reg must be finite and at least 0, got inf"),
+        ({"reg": -1.0}, "NegativeSampling: reg must be finite and at least 0, got -1.0"),
+        ({"reg": math.inf}, "NegativeSampling: reg must be finite and at least 0, got inf"),
         ({"reg": 0.1, "loss": "sampled_softmax"}, "SampledSoftmax: reg is not an option of this loss, got 0.1"),
     ],
 )
 def test_negative_sampling_options_are_checked(options, text):
-    with pytest.raises(ValueError, match=re.escape(f"SampledClassifier: {text}")):
+    with pytest.raises(ValueError, match=re.escape(text)):
         negative_head(**options)
 
 
 def test_negative_sampling_calls_are_checked():
     head = negative_head()
     h, y = batch()
-    with pytest.raises(ValueError, match="positives must be None with loss='negative_sampling'"):
+    with pytest.raises(ValueError, match=r"positives must be None with NegativeSampling\(\)"):
         head(h, y, positives=(torch.zeros(B + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)))
     for method in (head.scores, head.log_prob, head.predict):
         with pytest.raises(
@@ -166,7 +166,7 @@ def test_negative_sampling_calls_are_checked():
 
 
 def test_negative_sampling_shows_its_options():
-    assert "loss=negative_sampling" in repr(negative_head())
+    assert "loss=NegativeSampling()" in repr(negative_head())
     assert "reg=0.1" in repr(negative_head(reg=0.1))
 
 

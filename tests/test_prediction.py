@@ -124,7 +124,7 @@ def test_rerank_ties_and_types(dtype):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"candidates": "tree"}, TypeError, "SampledClassifier.topk: tree must be a samplers.Tree, as the sampler is"),
+        ({"candidates": "tree"}, TypeError, "SampledClassifier.topk: tree must be a samplers.Tree, because the sampler is not"),
         ({"candidates": "lsh"}, ValueError, "candidates must be None, 'tree' or int64 ids, got 'lsh'"),
         ({"beam": 5}, ValueError, "candidates must be 'tree' where beam or tree is given, got None"),
         (
@@ -145,7 +145,7 @@ def test_errors_of_the_tree():
     h, _ = batch()
     head = make(sampler=tree_of())
     for beam in (2, 513):
-        with pytest.raises(ValueError, match=re.escape(f"beam must be an int in [k, 512] = [3, 512], got {beam}")):
+        with pytest.raises(ValueError, match=re.escape(f"beam must be an int in [3, 512], got {beam}")):
             head.topk(h, 3, candidates="tree", beam=beam)
     with pytest.raises(ValueError, match=f"tree must have num_classes = {C}, got 50"):
         head.topk(h, 3, candidates="tree", tree=tree_of(50))

@@ -91,7 +91,7 @@ def flip_a_bit(path):
 
 def change_meta(path):
     text = (path / "meta.json").read_text()
-    (path / "meta.json").write_text(text.replace("0.1", "0.2"))
+    (path / "meta.json").write_text(text.replace("0.", "1."))
 
 
 def lose_meta(path):

@@ -13,6 +13,7 @@
 #include "common/backend.h"
 #include "common/build_info.h"
 #include "common/pages.h"
+#include "common/parallel.h"
 #include "common/pool.h"
 #include "common/selftest.h"
 #include "common/simd.h"
@@ -39,6 +40,21 @@ py::dict build_info() {
   info["cpu_backend"] = samplex::backend_name(samplex::cpu_backend());
   return info;
 }
+
+// The memory of a table as a Python buffer, for torch.frombuffer: the tensor's storage keeps it alive.
+class TableMemory {
+ public:
+  TableMemory(size_t bytes, bool shared) : data_(samplex::table_take(bytes, shared)), bytes_(bytes) {}
+  ~TableMemory() { samplex::table_give(data_); }
+  TableMemory(const TableMemory&) = delete;
+  TableMemory& operator=(const TableMemory&) = delete;
+
+  py::buffer_info buffer() { return py::buffer_info(static_cast<uint8_t*>(data_), py::ssize_t(bytes_)); }
+
+ private:
+  void* data_;
+  size_t bytes_;
+};
 
 using DoubleArray = py::array_t<double, py::array::c_style | py::array::forcecast>;
 
@@ -173,6 +189,23 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
       "cpu_backend", [] { return samplex::backend_name(samplex::cpu_backend()); },
       "What serves CPU tensors: 'cpu', or in a test build 'simt' or 'cuda'.");
   m.def("set_cpu_backend", &samplex::set_cpu_backend, py::arg("name"), "Test builds: choose what serves CPU tensors.");
+  m.def(
+      "thread_mode", [] { return samplex::thread_mode_name(samplex::thread_mode()); },
+      "How the CPU kernels run their loops: 'auto', 'openmp' (torch's team) or 'pool' (workers of their own).");
+  m.def(
+      "set_thread_mode", [](const char* name) { samplex::set_thread_mode(samplex::parse_thread_mode(name)); },
+      py::arg("name"), "Choose how the CPU kernels run their loops from now on.");
+  m.def(
+      "thread_counts",
+      [] {
+        const samplex::ThreadCounts counts = samplex::thread_counts();
+        py::dict found;
+        found["openmp"] = counts.openmp;
+        found["pool"] = counts.pool;
+        found["late"] = counts.late;
+        return found;
+      },
+      "Loops so far by where they ran, and how many of the OpenMP team's had a thread that was descheduled.");
   m.def("release_memory", &samplex::pool_release,
         "Give cached gradient buffers of the CPU kernels back to the system; returns their bytes.");
   m.def("cached_memory", &samplex::pool_unused_bytes, "Bytes of gradient buffers kept for the next step.");
@@ -183,6 +216,24 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
       },
       py::arg("data_ptr"), py::arg("nbytes"),
       "Ask for huge pages behind a buffer that was not touched yet; returns whether the system took the hint.");
+  py::class_<TableMemory>(
+      m, "TableMemory", py::buffer_protocol(),
+      "Zeroed memory for a table, on huge pages; shared: if there are such pages, a fork does not copy it.")
+      .def(py::init<size_t, bool>(), py::arg("nbytes"), py::arg("shared"))
+      .def_buffer(&TableMemory::buffer);
+  m.def(
+      "share_table",
+      [](std::uintptr_t data) {
+        const py::gil_scoped_release release;
+        return samplex::table_share(reinterpret_cast<void*>(data));
+      },
+      py::arg("data_ptr"),
+      "Move a table of TableMemory to memory that a fork does not copy; returns how many of its bytes are there, -1 "
+      "for memory of another kind.");
+  m.def(
+      "table_shared_bytes",
+      [](std::uintptr_t data) { return samplex::table_shared_bytes(reinterpret_cast<void*>(data)); },
+      py::arg("data_ptr"), "How many bytes of a table a fork does not copy; 0 for any other memory.");
   m.def("build_alias", &build_alias, py::arg("weights"), py::arg("table").noconvert(), py::arg("prefix").noconvert(),
         "Fills table [C, 4] int64 and prefix [C + 1] int64 for alias_sample from weights [C] float64.");
   m.def("build_alias_rows", &build_alias_rows, py::arg("weights"), py::arg("offsets").noconvert(),
@@ -199,4 +250,18 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
   m.def("philox", &philox, py::arg("counter"), py::arg("key"), "Philox4x32-10: 4 and 2 words of 32 bits -> 4 words.");
   m.def("exact_math", &exact_math, py::arg("name"), py::arg("x"),
         "exp, log or log1p of common/numeric.h, elementwise.");
+  m.def(
+      "run_loop",
+      [](int64_t n, int64_t grain, bool shared, bool nested, int64_t throw_at, int64_t sleep_at, int64_t spin_at,
+         int64_t microseconds) {
+        std::vector<int64_t> visits(static_cast<size_t>(n), 0);
+        {
+          const py::gil_scoped_release release;
+          samplex::selftest_loop({n, grain, shared, nested, throw_at, sleep_at, spin_at, microseconds}, visits.data());
+        }
+        return visits;
+      },
+      py::arg("n"), py::arg("grain") = 1, py::kw_only(), py::arg("shared") = false, py::arg("nested") = false,
+      py::arg("throw_at") = -1, py::arg("sleep_at") = -1, py::arg("spin_at") = -1, py::arg("microseconds") = 0,
+      "A parallel loop of the CPU kernels for tests: how often each item was visited.");
 }

@@ -1,15 +1,40 @@
-// Loops over torch's own thread pool. Kernels see only this header, so they stay free of torch.
+// Parallel loops. Kernels see only this header, so they stay free of torch.
+//
+// A loop runs on torch's own OpenMP team while the machine is quiet: the team spins between two regions, and a second
+// set of threads would compete with it. Each region ends in a barrier of the whole team, which costs a scheduler slice
+// if one thread was descheduled. If that happens, loops run for a while on workers that are waited for only if they
+// have work (common/workers.h).
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 
+#include "common/export.h"
+
 namespace samplex {
 
 int num_threads();
 
-// Calls body(begin, end, context) on disjoint ranges that cover [0, n); at least `grain` items a range.
+enum class ThreadMode { kAuto, kOpenMP, kPool };
+
+// How loops run: SAMPLEX_THREADS=auto|openmp|pool when the library is loaded, or what was set since then.
+SX_EXPORT ThreadMode thread_mode();
+SX_EXPORT void set_thread_mode(ThreadMode mode);
+// Throws std::invalid_argument.
+SX_EXPORT ThreadMode parse_thread_mode(const char* name);
+SX_EXPORT const char* thread_mode_name(ThreadMode mode);
+
+struct ThreadCounts {
+  int64_t openmp;  // loops that ran on the OpenMP team
+  int64_t pool;    // loops that ran on the workers
+  int64_t late;    // loops of the OpenMP team in which a thread was descheduled
+};
+SX_EXPORT ThreadCounts thread_counts();
+
+// Calls body(begin, end, context) on disjoint ranges that cover [0, n); at least `grain` items a range (but the last).
+// How many ranges there are and who runs them is open, so results must not depend on it. A loop inside a body is
+// serial.
 void parallel_ranges(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context);
 
 // body(int64_t begin, int64_t end)

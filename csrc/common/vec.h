@@ -25,7 +25,26 @@ struct Vec {
   }
   static Vec load(const Half* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
-  void stream(float* p) const { _mm512_stream_ps(p, v); }  // p 64-byte aligned
+  void store(BFloat16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bfloat16_bits()); }
+  void store(Half* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half_bits()); }
+  // Past the cache; p is aligned to the bytes that are stored.
+  void stream(float* p) const { _mm512_stream_ps(p, v); }
+  void stream(BFloat16* p) const { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), bfloat16_bits()); }
+  void stream(Half* p) const { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), half_bits()); }
+  // As 16-bit numbers, to nearest, ties to even, with the one nan of `from_acc`. Not by vcvtneps2bf16, which takes
+  // subnormals for 0.
+  __m256i bfloat16_bits() const {
+    const __m512i bits = _mm512_castps_si512(v);
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+    const __mmask16 number = _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q);
+    const __m512i half = _mm512_mask_blend_epi32(odd, _mm512_set1_epi32(0x7FFF), _mm512_set1_epi32(0x8000));
+    const __m512i near = _mm512_mask_add_epi32(_mm512_set1_epi32(0x7FC00000), number, bits, half);
+    // The high halves, by one shuffle.
+    const __m512i high = _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 31, 29, 27, 25, 23, 21, 19,
+                                          17, 15, 13, 11, 9, 7, 5, 3, 1);
+    return _mm512_castsi512_si256(_mm512_permutexvar_epi16(high, near));
+  }
+  __m256i half_bits() const { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   float sum() const { return _mm512_reduce_add_ps(v); }
   friend Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
   friend Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -75,7 +94,24 @@ struct Vec {
   }
   static Vec load(const Half* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
   void store(float* p) const { _mm256_storeu_ps(p, v); }
-  void stream(float* p) const { _mm256_stream_ps(p, v); }  // p 32-byte aligned
+  void store(BFloat16* p) const { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bfloat16_bits()); }
+  void store(Half* p) const { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), half_bits()); }
+  void stream(float* p) const { _mm256_stream_ps(p, v); }
+  void stream(BFloat16* p) const { _mm_stream_si128(reinterpret_cast<__m128i*>(p), bfloat16_bits()); }
+  void stream(Half* p) const { _mm_stream_si128(reinterpret_cast<__m128i*>(p), half_bits()); }
+  __m128i bfloat16_bits() const {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i near = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i words = _mm256_blendv_epi8(_mm256_srli_epi32(near, 16), _mm256_set1_epi32(0x7FC0), nan);
+    return narrowed(words);
+  }
+  __m128i half_bits() const { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  // Eight words, each below 2^16, as 16-bit ones.
+  static __m128i narrowed(__m256i words) {
+    return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  }
   float sum() const {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -173,6 +209,88 @@ inline Vec vlog1p_unit(Vec x) {
   p = fma(p, z, Vec::all(2.0f / 5.0f));
   p = fma(p, z, Vec::all(2.0f / 3.0f));
   return fma(s * z, p, s + s);
+}
+
+// 2 * kSize numbers, those at even places and those at odd places: one load and an operation each, where numbers in
+// their order take two loads and two operations each.
+inline void load_pairs(const BFloat16* p, Vec& even, Vec& odd) {
+#if defined(__AVX512F__)
+  const __m512i bits = _mm512_loadu_si512(p);
+  even.v = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+  odd.v = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int(0xFFFF0000u))));
+#else
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  even.v = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+  odd.v = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(int(0xFFFF0000u))));
+#endif
+}
+inline void store_pairs(Vec even, Vec odd, float* p) {
+#if defined(__AVX512F__)
+  const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  _mm512_storeu_ps(p, _mm512_permutex2var_ps(even.v, low, odd.v));
+  _mm512_storeu_ps(p + 16, _mm512_permutex2var_ps(even.v, high, odd.v));
+#else
+  const __m256 a = _mm256_unpacklo_ps(even.v, odd.v), b = _mm256_unpackhi_ps(even.v, odd.v);
+  _mm256_storeu_ps(p, _mm256_permute2f128_ps(a, b, 0x20));
+  _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(a, b, 0x31));
+#endif
+}
+
+// kSize 16-bit words, each in a lane of 32 bits.
+#if defined(__AVX512F__)
+using Words = __m512i;
+inline Words load_words(const uint16_t* p) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+#else
+using Words = __m256i;
+inline Words load_words(const uint16_t* p) {
+  return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+#endif
+
+// x rounded up or down to a number of the type of `p` by 16 random bits a lane, as `round_with` does it: storing it
+// there is exact. What is not finite stays as it is.
+inline Vec rounded_by_chance(Vec x, Words noise, const BFloat16* p) {
+  (void)p;
+#if defined(__AVX512F__)
+  const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(x.v), _mm512_set1_ps(3.40282347e38f), _CMP_LE_OQ);
+  const __m512i bits = _mm512_castps_si512(x.v);
+  const __m512i moved = _mm512_and_si512(_mm512_add_epi32(bits, noise), _mm512_set1_epi32(int(0xFFFF0000u)));
+  return {_mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, finite, moved))};
+#else
+  const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v);
+  const __m256 finite = _mm256_cmp_ps(size, _mm256_set1_ps(3.40282347e38f), _CMP_LE_OQ);
+  const __m256i moved =
+      _mm256_and_si256(_mm256_add_epi32(_mm256_castps_si256(x.v), noise), _mm256_set1_epi32(int(0xFFFF0000u)));
+  return {_mm256_blendv_ps(x.v, _mm256_castsi256_ps(moved), finite)};
+#endif
+}
+inline Vec rounded_by_chance(Vec x, Words noise, const Half* p) {
+  (void)p;
+#if defined(__AVX512F__)
+  const __m512 size = _mm512_abs_ps(x.v);
+  const __mmask16 finite = _mm512_cmp_ps_mask(size, _mm512_set1_ps(3.40282347e38f), _CMP_LE_OQ);
+  const __mmask16 small = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0x1.0p-14f), _CMP_LT_OQ);
+  const __m512i bits = _mm512_castps_si512(x.v);
+  const __m512i sum = _mm512_add_epi32(bits, _mm512_srli_epi32(noise, 3));
+  const __m512i moved = _mm512_mask_and_epi32(bits, finite, sum, _mm512_set1_epi32(int(0xFFFFE000u)));
+  const __m512 steps = _mm512_add_ps(_mm512_mul_ps(x.v, _mm512_set1_ps(0x1.0p24f)),
+                                     _mm512_mul_ps(_mm512_cvtepi32_ps(noise), _mm512_set1_ps(0x1.0p-16f)));
+  const __m512 below = _mm512_roundscale_ps(steps, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  return {_mm512_mask_mul_ps(_mm512_castsi512_ps(moved), small, below, _mm512_set1_ps(0x1.0p-24f))};
+#else
+  const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v);
+  const __m256 finite = _mm256_cmp_ps(size, _mm256_set1_ps(3.40282347e38f), _CMP_LE_OQ);
+  const __m256 small = _mm256_cmp_ps(size, _mm256_set1_ps(0x1.0p-14f), _CMP_LT_OQ);
+  const __m256i sum = _mm256_add_epi32(_mm256_castps_si256(x.v), _mm256_srli_epi32(noise, 3));
+  const __m256i moved = _mm256_and_si256(sum, _mm256_set1_epi32(int(0xFFFFE000u)));
+  const __m256 steps = _mm256_add_ps(_mm256_mul_ps(x.v, _mm256_set1_ps(0x1.0p24f)),
+                                     _mm256_mul_ps(_mm256_cvtepi32_ps(noise), _mm256_set1_ps(0x1.0p-16f)));
+  const __m256 below = _mm256_mul_ps(_mm256_floor_ps(steps), _mm256_set1_ps(0x1.0p-24f));
+  return {_mm256_blendv_ps(_mm256_blendv_ps(x.v, _mm256_castsi256_ps(moved), finite), below, small)};
+#endif
 }
 
 // The first `n` < kSize elements, zeros behind: for the tail of a row.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from samplex_cuda import functional, losses, optim, rff, samplers
+from samplex_cuda import functional, losses, optim, rff, samplers, tables
 from samplex_cuda._library import _native
 from samplex_cuda.draw import Draw
 from samplex_cuda.heads import SampledClassifier
@@ -34,6 +34,7 @@ __all__ = [
     "release_memory",
     "rff",
     "samplers",
+    "tables",
     "training",
 ]
 

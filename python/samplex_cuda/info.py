@@ -53,7 +53,7 @@ def gather_info() -> dict[str, Any]:
         >>> from samplex_cuda.info import gather_info
         >>> info = gather_info()
         >>> info["build"]["version"], info["runtime"]["simd_level"] in ("scalar", "avx2", "avx512")
-        ('0.1.0', True)
+        ('0.2.0', True)
     """
     native = dict(_native.build_info())
     build_keys = ("version", "commit", "compiler", "build_type", "cuda", "sanitizers", "test_backends")
@@ -103,7 +103,7 @@ def format_info(info: dict[str, Any]) -> str:
     Example:
         >>> from samplex_cuda.info import format_info, gather_info
         >>> print(format_info(gather_info()).splitlines()[0])
-        samplex-cuda 0.1.0
+        samplex-cuda 0.2.0
     """
     build, runtime, machine = info["build"], info["runtime"], info["machine"]
     cuda = f"CUDA {build['cuda_version']} for {', '.join(build['cuda_archs'])}" if build["cuda"] else "without CUDA"

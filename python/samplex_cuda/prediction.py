@@ -18,21 +18,82 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from samplex_cuda.ops.predict import MOST_K, predict_dots, predict_lse, predict_topk
+from samplex_cuda.ops.predict import MOST_K, predict_buffer, predict_dots, predict_lse, predict_topk
 
 __all__ = ["Prior", "exact_log_prob", "exact_lse", "exact_nll", "exact_scores", "exact_topk", "rerank"]
 
 Prior: TypeAlias = Callable[[slice], Tensor]
 
-# A chunk of logits holds at most this many elements (2 MB in fp32): it stays in the cache between the product and the
-# pass over it.
-_BLOCK_ELEMENTS = 1 << 19
-# An up-cast chunk of weight rows holds at most this many.
-_ROW_ELEMENTS = 1 << 20
+# An up-cast chunk of weight rows takes at most this many times the memory of a chunk of logits.
+_CAST_CHUNKS = 2
+# A chunk has at least this many classes, however many rows there are.
+_LEAST_CLASSES = 256
 # Beyond this many rows a GEMM gains nothing from more of them.
 _BLOCK_ROWS = 1024
 # A block of rows of a prior holds at most this many elements: it is [rows, C] at once.
 _PRIOR_ELEMENTS = 1 << 25
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Bytes of a chunk of logits; every chunk size of this package that the caller does not give comes from here.
+
+    On the CPU a chunk stays in the cache between the product and the pass over it. On a GPU it is large enough that
+    the launches of a chunk take no time beside its product.
+    """
+    return 2 << 20 if device.type == "cpu" else 128 << 20
+
+
+def kept_bytes(device: torch.device) -> int:
+    """Bytes of logits that the forward pass of a loss may keep, so that its backward pass need not compute them again.
+
+    On the CPU a fraction of what a table of 100,000 classes takes: it saves a fourth product where classes are few and
+    changes nothing about the memory where they are many.
+    """
+    return 16 << 20 if device.type == "cpu" else 128 << 20
+
+
+def _classes_per_chunk(h: Tensor, num_classes: int, dim: int, cast: bool) -> int:
+    """Classes per chunk of the logits of `h`; `cast`: the class rows are up-cast, a chunk of them at a time."""
+    elements = chunk_bytes(h.device) // h.element_size()
+    size = max(_LEAST_CLASSES, elements // max(h.shape[0], 1))
+    if cast:
+        size = min(size, max(_LEAST_CLASSES, _CAST_CHUNKS * elements // max(dim, 1)))
+    if size >= num_classes:
+        return num_classes
+    # Equal chunks of whole cache lines. Rows of logits a power of two apart would fall into the same few sets of the
+    # cache, and the product with the transposed logits would take an eighth longer.
+    line, far = 64 // h.element_size(), 1024 // h.element_size()
+    size -= size % line
+    size -= line if size % far == 0 else 0
+    size = -(-num_classes // -(-num_classes // size) // line) * line
+    return size + line if size % far == 0 else size
+
+
+class KeptLogits:
+    """Products that a forward pass keeps for its backward pass, as many chunks as fit `kept_bytes`.
+
+    A chunk is taken once: the backward pass overwrites it with its gradient. A second backward pass through the same
+    graph computes the products again.
+    """
+
+    __slots__ = ("_chunks", "_left")
+
+    def __init__(self, device: torch.device) -> None:
+        self._left = kept_bytes(device)
+        self._chunks: dict[tuple[int, int], Tensor] = {}
+
+    def make(self, row: int, first: int, like: Tensor, count: int) -> Tensor | None:
+        """Memory for the products of the rows `like` with `count` classes; None if they do not fit."""
+        nbytes = like.shape[0] * count * like.element_size()
+        if nbytes > self._left:
+            return None
+        self._left -= nbytes
+        self._chunks[row, first] = dots = predict_buffer(like, like.shape[0], count)
+        return dots
+
+    def take(self, row: int, first: int) -> Tensor | None:
+        """The products of a chunk, the caller's to overwrite; None if they are not here."""
+        return self._chunks.pop((row, first), None)
 
 
 def _describe(x: object) -> str:
@@ -68,7 +129,12 @@ def row_blocks(h: Tensor, weight: Tensor, prior: Prior | None = None) -> Iterato
     size = _BLOCK_ROWS if prior is None else max(1, min(_BLOCK_ROWS, _PRIOR_ELEMENTS // weight.shape[0]))
     for begin in range(0, h.shape[0], size):
         rows = slice(begin, min(begin + size, h.shape[0]))
-        yield rows, h[rows].to(wide), None if prior is None else prior(rows)
+        yield rows, cut(h, rows).to(wide), None if prior is None else prior(rows)
+
+
+def cut(x: Tensor, rows: slice) -> Tensor:
+    """`x[rows]`, without the cost of a view where that is all of it: batches of one block are the rule."""
+    return x if rows.start == 0 and rows.stop == x.shape[0] else x[rows]
 
 
 class Chunk(NamedTuple):
@@ -98,8 +164,12 @@ def logit_chunks(
     absolute: bool,
     prior: Tensor | None = None,
     chunk_size: int | None = None,
+    *,
+    row: int = 0,
+    keep: KeptLogits | None = None,
+    kept: KeptLogits | None = None,
 ) -> Iterator[Chunk]:
-    """The chunks of one block of rows, in ascending order of classes. All use one buffer: a chunk lives until the next.
+    """The chunks of one block of rows, in ascending order of classes. A chunk lives until the next, unless kept.
 
     Args:
         h: [rows, d] in the dtype the logits are computed in.
@@ -109,28 +179,38 @@ def logit_chunks(
         absolute: the logit is the absolute value.
         prior: [rows, C], added to the logits.
         chunk_size: classes per chunk; chosen from the shapes when not given.
+        row: first row of the block, the name of its chunks in `keep` and `kept`.
+        keep: where to leave products, as far as they fit. Not with `prior`, and the caller must not overwrite them.
+        kept: products of a pass before over the same blocks and chunks.
     """
     num_classes, dim = weight.shape
     cast = weight.dtype != h.dtype
     if chunk_size is None:
-        chunk_size = max(256, _BLOCK_ELEMENTS // max(h.shape[0], 1))
-        if cast:
-            chunk_size = min(chunk_size, max(256, _ROW_ELEMENTS // max(dim, 1)))
+        chunk_size = _classes_per_chunk(h, num_classes, dim, cast)
     chunk_size = min(chunk_size, num_classes)
-    dots = torch.empty(h.shape[0] * chunk_size, dtype=h.dtype, device=h.device)
-    rows = torch.empty(chunk_size if cast else 0, dim, dtype=h.dtype, device=h.device)
+    rows = torch.empty(chunk_size, dim, dtype=h.dtype, device=h.device) if cast else None
+    if bias is not None:
+        bias = bias.to(h.dtype).contiguous()
+    buffer: Tensor | None = None  # one for all chunks that are not kept
     for begin in range(0, num_classes, chunk_size):
         count = min(chunk_size, num_classes - begin)
-        part = weight[begin : begin + count]
-        if cast:
+        classes = slice(begin, begin + count)
+        part = cut(weight, classes)
+        if rows is not None:
             part = rows[:count].copy_(part)
-        # Not `@`: under autocast that would answer in half precision, and in new memory.
-        out = torch.mm(h, part.t(), out=dots[: h.shape[0] * count].view(h.shape[0], count))
-        added = None if bias is None else bias[begin : begin + count].to(h.dtype).contiguous()
-        chunk = Chunk(begin, out, added, scale, absolute, part)
+        dots = None if kept is None else kept.take(row, begin)
+        if dots is None:
+            dots = None if keep is None else keep.make(row, begin, h, count)
+            if dots is None:
+                if buffer is None:
+                    buffer = predict_buffer(h, h.shape[0], chunk_size).view(-1)
+                dots = buffer[: h.shape[0] * count].view(h.shape[0], count)
+            # Not `@`: under autocast that would answer in half precision, and in new memory.
+            torch.mm(h, part.t(), out=dots)
+        chunk = Chunk(begin, dots, None if bias is None else cut(bias, classes), scale, absolute, part)
         if prior is not None:
             chunk.logits().add_(prior[:, begin : begin + count])
-            chunk = Chunk(begin, out, None, 1.0, False, part)
+            chunk = Chunk(begin, dots, None, 1.0, False, part)
         yield chunk
 
 
@@ -229,8 +309,9 @@ def softmax_sums(
     with_total: bool = False,
     prior: Prior | None = None,
     chunk_size: int | None = None,
+    keep: KeptLogits | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What a loss needs of the full softmax: the evaluator and `functional.full_softmax` both stand on it.
+    """What a loss needs of the full softmax: the evaluator and `functional.full_softmax` both use it.
 
     Args:
         h: [B, d].
@@ -243,6 +324,7 @@ def softmax_sums(
         with_total: whether the total is asked for.
         prior: added to the logits; see the module.
         chunk_size: classes per chunk; chosen from the shapes when not given.
+        keep: where to leave products for a backward pass. Not with `prior`.
 
     Returns:
         lse [B] fp64; target logits [B, P] in fp32 or fp64, from the same product as lse, so that an NLL is not below
@@ -255,14 +337,14 @@ def softmax_sums(
     target = target.contiguous()
     if class_weight is not None:
         class_weight = class_weight.to(wide)
-    with torch.autocast(h.device.type, enabled=False):
-        for rows, block, added in row_blocks(h, weight, prior):
-            part = None if total is None else total[rows]
-            for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
-                cw = None if class_weight is None or total is None else class_weight[c.first : c.first + len(c.rows)]
-                predict_lse(
-                    c.dots, c.bias, target[rows], cw, c.first, c.scale, c.absolute, lse[rows], positive[rows], part
-                )
+    # No product here is one that autocast would change: `out=` is not its business.
+    for rows, block, added in row_blocks(h, weight, prior):
+        state = (cut(lse, rows), cut(positive, rows), None if total is None else cut(total, rows))
+        wanted = cut(target, rows)
+        chunks = logit_chunks(block, weight, bias, scale, absolute, added, chunk_size, row=rows.start, keep=keep)
+        for c in chunks:
+            cw = None if class_weight is None or total is None else class_weight[c.first : c.first + len(c.rows)]
+            predict_lse(c.dots, c.bias, wanted, cw, c.first, c.scale, c.absolute, *state)
     return lse, positive, total
 
 

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samplex_cuda._library import _native
 
-__all__ = ["empty_table"]
+__all__ = ["empty_table", "share"]
 
 _PAIR_OF_LINES = 128  # bytes
+_LARGE = 4 << 20  # bytes; a smaller table has few pages, and a fork copies each at most once
+_MAPPED = 32 << 20  # bytes; malloc may keep smaller blocks for the next call, where a mapping is always fresh
+
+
+def _mapped(numel: int, dtype: torch.dtype, shared: bool) -> Tensor:
+    shared = shared and os.environ.get("SAMPLEX_TABLES", "shared") != "private"
+    return torch.frombuffer(_native.TableMemory(numel * dtype.itemsize, shared), dtype=dtype, count=numel)
 
 
 def empty_table(
-    rows: int, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    rows: int,
+    width: int,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    shared: bool = True,
 ) -> Tensor:
     """An uninitialised table laid out for rows that are gathered at random. `SampledClassifier` uses it for `weight`.
 
@@ -21,11 +36,15 @@ def empty_table(
     processors fetch lines in pairs, and a row that begins with the second of one drags in a line of its neighbour at
     either end. A gather of 512-byte rows from memory is a quarter faster for it.
 
+    A table of 32 MiB or more is in memory that a fork does not copy, if the system has such memory on huge pages: see
+    `share`.
+
     Args:
         rows: number of classes.
         width: numbers per row.
         device: where; anywhere but on the CPU this is `torch.empty`.
         dtype: of the numbers.
+        shared: whether the memory may be of that kind. The environment variable SAMPLEX_TABLES=private forbids it.
 
     Returns:
         [rows, width], contiguous.
@@ -37,11 +56,80 @@ def empty_table(
         (torch.Size([1000, 128]), True, 0)
     """
     probe = torch.empty(0, device=device, dtype=dtype)
-    if probe.device.type != "cpu":
+    if probe.device.type != "cpu" or type(probe) is not Tensor:
         return torch.empty(rows, width, device=device, dtype=dtype)
     item = probe.element_size()
+    if rows * width * item >= _MAPPED:
+        return _mapped(rows * width, probe.dtype, shared).view(rows, width)
     flat = torch.empty(rows * width + _PAIR_OF_LINES // item, device=device, dtype=dtype)
     start = -flat.data_ptr() % _PAIR_OF_LINES // item
     table = flat[start : start + rows * width].view(rows, width)
     _native.advise_huge_pages(table.data_ptr(), table.nbytes)
     return table
+
+
+def _tensors(owner: nn.Module | torch.optim.Optimizer | Tensor) -> Iterator[Tensor]:
+    if isinstance(owner, Tensor):
+        yield owner
+    elif isinstance(owner, nn.Module):
+        yield from owner.parameters()
+        yield from owner.buffers()
+    elif isinstance(owner, torch.optim.Optimizer):
+        for group in owner.param_groups:
+            yield from group["params"]
+        for state in owner.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+    else:
+        raise TypeError(f"share: an owner must be a module, an optimizer or a tensor, got {type(owner).__name__}")
+
+
+@torch.no_grad()
+def share(*owners: nn.Module | torch.optim.Optimizer | Tensor) -> int:
+    """Moves large CPU tensors to memory that a fork does not copy: training stays fast beside forked processes.
+
+    A fork, such as the start of a `DataLoader` worker, marks every private page copy-on-write, so that each row a step
+    updates costs a page fault and, in the end, the whole table is in memory twice. Large tables of this library need
+    no call, unless the system has shared memory on small pages only (Linux before 6.1). The call is for those systems,
+    and for other tensors: an `nn.Embedding`, the state of an optimizer of torch. It takes tensors of 4 MiB and more.
+    Call it once, after the optimizer is made and before the processes start. Nothing may write to the tensors during
+    the call.
+
+    A forked child sees the current values, also those that the parent writes later. What the child writes stays in the
+    child. Parameters and state tensors keep their identity; `state_dict`, `copy.deepcopy` and pickling work as before.
+    Other tensors that view the same memory must be among the owners' tensors too, or they keep the old memory. Without
+    such memory (not on Linux, no file descriptor left) this does nothing. docs/busy.md says more.
+
+    Args:
+        owners: modules (parameters and buffers), optimizers (parameters and state) and tensors.
+
+    Returns:
+        How many bytes of them are in such memory now.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> embedding = torch.nn.Embedding(20_000, 64)
+        >>> optimizer = torch.optim.Adagrad(embedding.parameters())
+        >>> moved = sx.tables.share(embedding, optimizer)  # then: DataLoader(..., num_workers=2)
+    """
+    moved: dict[int, Tensor] = {}  # the bytes of the new storage, by the address of the old one
+    done: dict[int, int] = {}  # shared bytes, by the address of a storage
+    for t in (t for owner in owners for t in _tensors(owner)):
+        if t.device.type != "cpu" or t.layout is not torch.strided or t.is_shared():
+            continue
+        storage = t.untyped_storage()
+        place = storage.data_ptr()
+        if storage.nbytes() < _LARGE or place in done:
+            continue
+        if place not in moved:
+            shared = _native.share_table(place)
+            if shared >= 0:
+                done[place] = shared
+                continue
+            fresh = _mapped(storage.nbytes(), torch.uint8, shared=True)
+            if _native.share_table(fresh.data_ptr()) == 0:
+                continue
+            moved[place] = fresh.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+        new = moved[place].untyped_storage()
+        done[new.data_ptr()] = _native.table_shared_bytes(new.data_ptr())
+        t.data = torch.empty(0, dtype=t.dtype).set_(new, t.storage_offset(), t.size(), t.stride())
+    return sum(done.values())

@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import samplex_cuda as sx
 from samplex_cuda import prediction
@@ -137,6 +139,135 @@ def test_only_what_is_asked_for():
         leaves = [t.detach().requires_grad_(j == i) for j, t in enumerate((h, weight, bias))]
         (got,) = gradients(full_softmax(leaves[0], leaves[1], y, leaves[2]), leaves[i])
         assert torch.equal(got, whole[i])
+
+
+# ------------------------------------------------------------------------------------------------ kept logits
+class _Products(TorchDispatchMode):
+    """Shapes of the products of rows with class rows; those of the gradients have the width of a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.out and out.shape[1] != D:
+            self.made.append(tuple(out.shape))
+        return out
+
+
+OPTIONS = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.1, "class_weight": torch.linspace(0.1, 2.0, C)},
+    "absolute": {"absolute": True, "scale": -1.3},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS, ids=list(OPTIONS))
+@pytest.mark.parametrize("rows", [1024, 4])
+def test_kept_logits_change_nothing(monkeypatch, dtype, options, rows):
+    """All kept, some kept and none: the same bits, and as many products as are left."""
+    monkeypatch.setattr(prediction, "_BLOCK_ROWS", rows)
+    arguments = OPTIONS[options]
+    if arguments.get("class_weight") is not None:
+        arguments = {
+            **arguments,
+            "class_weight": arguments["class_weight"].to(torch.promote_types(dtype, torch.float32)),
+        }
+    h, weight, y, bias = make(batch=11, dtype=dtype)
+    if options != "plain":
+        y[3] = -100
+    blocks = -(-11 // rows)
+    chunks = blocks * 3  # of 20, 20 and 13 classes
+    item = torch.promote_types(dtype, torch.float32).itemsize
+    results = {}
+    for name, budget, again in (
+        ("all", 1 << 20, 0),
+        ("some", item * min(rows, 11) * 20, chunks - 1),
+        ("none", 0, chunks),
+    ):
+        monkeypatch.setattr(prediction, "kept_bytes", lambda device, budget=budget: budget)
+        with _Products() as forward:
+            loss = full_softmax(h, weight, y, bias, chunk_size=20, **arguments)
+        with _Products() as backward:
+            results[name] = (loss, *gradients(loss.sum(), h, weight, bias))
+        assert (len(forward.made), len(backward.made)) == (chunks, again)
+    for name in ("some", "none"):
+        for kept, computed in zip(results["all"], results[name], strict=True):
+            assert torch.equal(kept, computed)
+
+
+def test_second_backward_computes_what_the_first_overwrote():
+    h, weight, y, bias = make()
+    loss = full_softmax(h, weight, y, bias, chunk_size=20)
+    first = torch.autograd.grad(loss, (h, weight, bias), retain_graph=True)
+    second = torch.autograd.grad(loss, (h, weight, bias))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_changed_weight_is_found_before_backward():
+    h, weight, y, _ = make(bias=False)
+    loss = full_softmax(h, weight, y)
+    with torch.no_grad():
+        weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class _Sizes(TorchDispatchMode):
+    """The largest tensor that any operation answers with, in bytes, and the sum of the buffers of chunks."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.buffers = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                self.largest = max(self.largest, t.nbytes)
+        if func is torch.ops.samplex.predict_buffer.default:
+            self.buffers += out.nbytes
+        return out
+
+
+def test_many_classes_have_no_table_of_logits():
+    """At 100,000 classes the logits would take 102 MB; no tensor is larger than the weight, and few are kept."""
+    batch, classes, dim = 256, 100_000, 8
+    h, weight, y, bias = make(batch, classes, dim, torch.float32)
+    cpu = torch.device("cpu")
+    with _Sizes() as forward:
+        loss = full_softmax(h, weight, y, bias)
+    assert 0 < forward.buffers <= prediction.kept_bytes(cpu) + prediction.chunk_bytes(cpu)
+    with _Sizes() as backward:
+        gradients(loss, h, weight, bias)
+    # The gradient of weight, and one buffer for the chunks that were not kept.
+    assert weight.nbytes < backward.buffers <= weight.nbytes + prediction.chunk_bytes(cpu)
+    assert max(forward.largest, backward.largest) <= max(weight.nbytes, prediction.chunk_bytes(cpu))
+
+
+def test_chunk_sizes_come_from_one_place(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [prediction.chunk_bytes(device) for device in (cpu, cuda)] == [2 << 20, 128 << 20]
+    cases = (
+        # Three equal chunks of whole cache lines, of at most 300 classes.
+        (4 * 6 * 300, 700, torch.float32, [(6, 240), (6, 240), (6, 220)]),
+        (8 * 6 * 300, 700, torch.float64, [(6, 240), (6, 240), (6, 220)]),
+        # Not two of 512, whose rows would lie 2,048 bytes apart; nor of 768.
+        (4 * 6 * 520, 1024, torch.float32, [(6, 352), (6, 352), (6, 320)]),
+        (4 * 6 * 800, 1536, torch.float32, [(6, 784), (6, 752)]),
+        (4 * 6 * 700, 700, torch.float32, [(6, 700)]),
+    )
+    for nbytes, classes, dtype, shapes in cases:
+        monkeypatch.setattr(prediction, "chunk_bytes", lambda device, nbytes=nbytes: nbytes)
+        h, weight, y, _ = make(classes=classes, dtype=dtype)
+        with _Products() as products:
+            full_softmax(h, weight, y)
+        assert products.made == shapes
 
 
 # ------------------------------------------------------------------------------------------------ corners

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from samplex_cuda._checks import op_error
+from samplex_cuda._library import _native
 from samplex_cuda.ops.row_reduce import row_reduce
 from samplex_cuda.optim import rules
 from samplex_cuda.reference import row_rules as plain
@@ -70,7 +71,7 @@ def expected(rule, weight, states, row_ids, rows) -> None:
         )
 
 
-def rule_numbers(rule: str) -> list[float]:
+def rule_numbers(rule: str, decay: float = DECAY) -> list[float]:
     """The numbers `row_update_` takes."""
     kind = {"nesterov": "momentum", "adamw": "adam"}.get(rule, rule)
     adam = kind == "adam"
@@ -78,8 +79,8 @@ def rule_numbers(rule: str) -> list[float]:
         float(["sgd", "momentum", "adagrad", "row_adagrad", "adam"].index(kind)),
         float(rule == "nesterov"),
         LR / (1 - BETA1**STEP) if adam else LR,
-        0.0 if rule == "adamw" else DECAY,
-        1 - LR * DECAY if rule == "adamw" else 1.0,
+        0.0 if rule == "adamw" else decay,
+        1 - LR * decay if rule == "adamw" else 1.0,
         EPS,
         BETA1,
         BETA2,
@@ -278,7 +279,38 @@ def test_entries_simd_levels(simd_level, rule):
     class Cpu:
         device = torch.device("cpu")
 
-    run_entries(rule, torch.float32, 60, 20, 7, 37, Cpu, bias_dtype=torch.float32)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for d in (37, 64):
+            run_entries(rule, dtype, 60, 20, 7, d, Cpu, bias_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_many_entries_share_have_the_same_bits_for_any_number_of_threads(simd_level, dtype):
+    """Draws of a Zipf law: half of the entries belong to a few rows. Without weight decay, where rates come first."""
+    classes, batch, k, d = 4000, 300, 60, 37
+    e = entries(classes, batch, k, d, dtype, "cpu")
+    e[3] = (classes ** torch.rand(batch, k)).long() - 1
+    row_ids, row_grads, _ = summed(e, classes)
+    assert row_ids.numel() * 8 < 7 * (batch * k + batch)
+    weight = torch.randn(classes, d).to(dtype)
+    numbers = rule_numbers("row_adagrad", 0.0)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append([weight.clone(), *states_of("row_adagrad", weight)])
+            OPS.row_update_(*found[-1], None, None, None, None, *e, None, numbers, numbers)
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+    results = []
+    for wide in (torch.float64, torch.float32):
+        w, (total,) = weight.to(wide, copy=True), [s.to(wide) for s in states_of("row_adagrad", weight)]
+        plain.row_adagrad(w, total, row_ids, row_grads.to(wide), lr=LR, eps=EPS, weight_decay=0.0)
+        results.append([w, total])
+    check_tables("weight", found[0][:1], results[0][:1], [results[1][0].to(dtype)])
+    check_tables("sum", found[0][1:], results[0][1:], results[1][1:])
 
 
 def test_no_entries(backend):
@@ -306,23 +338,27 @@ def test_summing_on_the_way_gives_the_bits_of_reducing_first():
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_table_beyond_the_cache_gets_the_bits_of_a_small_one(simd_level, rule):
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    [(rule, torch.float32) for rule in RULES]
+    + [(rule, dtype) for rule in ("adagrad", "row_adagrad") for dtype in (torch.bfloat16, torch.float16)],
+)
+def test_a_table_beyond_the_cache_gets_the_bits_of_a_small_one(simd_level, rule, dtype):
     """Rows of a weight of 32 MiB and more are written past the cache."""
-    classes, d = 40_000, 256
-    e = entries(classes, 50, 30, d, torch.float32, "cpu")
+    classes, d = 40_000 * 4 // dtype.itemsize, 256
+    e = entries(classes, 50, 30, d, dtype, "cpu")
     e[3][1] = e[3][0]  # some rows with two entries
     touched, at = torch.unique(torch.cat([e[0].flatten(), e[3].flatten()]), return_inverse=True)
     at[: e[0].numel()][e[0].flatten() < 0] = -100
     of_small = [at[: e[0].numel()].view(-1, 1), e[1], e[2], at[e[0].numel() :].view(e[3].shape), *e[4:]]
-    before = torch.randn(classes, d)
+    before = torch.randn(classes, d).to(dtype)
     big, small = before.clone(), before[touched.clamp_min(0)]
     of_big = states_of(rule, big)
     states = [of_big, [s[touched.clamp_min(0)] for s in of_big]]
     for table, kept, found in ((big, states[0], e), (small, states[1], of_small)):
         OPS.row_update_(table, *[*kept, None, None][:2], None, None, None, *found, None, *[rule_numbers(rule)] * 2)
     real = touched >= 0
-    assert big.numel() * 4 >= 32 << 20 > small.numel() * 4
+    assert big.nbytes >= 32 << 20 > small.nbytes
     assert torch.equal(big[touched[real]], small[real])
     assert not torch.equal(big[touched[real]], before[touched[real]])
     rest = torch.ones(classes, dtype=torch.bool)
@@ -372,6 +408,42 @@ def test_stochastic_rounding_has_the_same_bits_everywhere(backend):
     ours("sgd", given, [], row_ids.to(device), rows.float().to(device), None, key.to(device))
     OPS.row_update_(moved, None, None, None, None, None, *e, key.to(device), *[rule_numbers("sgd")] * 2)
     assert torch.equal(given, moved)
+
+
+def awkward(d: int) -> torch.Tensor:
+    """fp32 numbers [200, d] of every size: ties between numbers of 16 bits, subnormals, inf, nan, both zeros."""
+    bits = torch.randint(-(2**31), 2**31, (200, d), dtype=torch.int64).to(torch.int32)
+    bits[::3] &= ~0xFFFF  # numbers of bf16, and ties half way between two
+    bits[1::6] |= 0x8000
+    bits[::4] &= ~0x1FFF  # of fp16
+    x = bits.view(torch.float32).clone()
+    x[50:100] = torch.randn(50, d) * 2.0 ** -torch.randint(0, 30, (50, d))
+    x[0, :6] = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-41])[: min(d, 6)]
+    return x
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 5, 8, 13, 32, 64, 130])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_has_the_same_bits_at_every_simd_level(simd_level, dtype, d):
+    """To nearest as torch rounds; by chance as the scalar code does. The update is w - lr * g with w = 0, lr = -1."""
+    x = awkward(d)
+    as_bits = torch.int16
+    nearest = torch.zeros(x.shape, dtype=dtype)
+    OPS.row_sgd_(nearest, None, None, x, None, None, -1.0, 0.0, 0.0, False)
+    want = x.to(dtype)
+    nan = want.isnan()
+    assert torch.equal(nearest.isnan(), nan)
+    # 0 - -0 is 0: the sign of a zero is not the subject
+    assert torch.equal((nearest + 0).view(as_bits)[~nan], (want + 0).view(as_bits)[~nan])
+    chance, key = torch.zeros(x.shape, dtype=dtype), torch.tensor([5, 6])
+    OPS.row_sgd_(chance, None, None, x, None, key, -1.0, 0.0, 0.0, False)
+    _native.set_simd_level("scalar")
+    scalar = torch.zeros(x.shape, dtype=dtype)
+    OPS.row_sgd_(scalar, None, None, x, None, key, -1.0, 0.0, 0.0, False)
+    assert torch.equal(chance.isnan(), nan)
+    assert torch.equal(scalar.isnan(), nan)
+    assert torch.equal(chance.view(as_bits)[~nan], scalar.view(as_bits)[~nan])
+    assert d < 8 or not torch.equal(chance[~nan], nearest[~nan])
 
 
 def test_stochastic_rounding_leaves_inf_and_nan(backend):

@@ -42,7 +42,7 @@ def test_values_and_gradients_match_the_reference(backend, row):
 
 
 USUAL = pairwise({
-    "dim": [8, 16, 24, 48, 128, 256, 512, 528],
+    "dim": [8, 16, 24, 32, 48, 64, 128, 256, 512, 528],
     "samples": [1, 7, 8, 9, 16, 17, 61, 64, 65],
     "dtype": [torch.float32, torch.bfloat16, torch.float16],
     "ignore": ["none", "padding", "class", "beyond"],
@@ -64,10 +64,11 @@ def test_the_usual_form_without_its_second_output(simd_level, row):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("where", ["h", "weight of a draw", "weight of the target", "log_q"])
-def test_a_bad_number_in_the_usual_form_spoils_its_own_row_only(simd_level, where, bad):
-    case = make_case(6, 20, 32, classes=4000, form=LossAlone)
+def test_a_bad_number_in_the_usual_form_spoils_its_own_row_only(simd_level, where, bad, dtype):
+    case = make_case(6, 20, 32, classes=4000, form=LossAlone, dtype=dtype)
     if where == "h":
         case.h[2, 5] = bad
     elif where == "log_q":

@@ -245,7 +245,7 @@ struct SampledSoftmaxRow {
   static constexpr int64_t kGroup = 8;
   // Two groups of rows stay in the L1 cache.
   static bool can_run_plain(int64_t d) {
-    return sizeof(A) == 4 && d > 0 && d % Vec::kSize == 0 && 2 * kGroup * d * int64_t(sizeof(T)) <= 16384;
+    return sizeof(A) == 4 && d > 0 && d % Rows<T>::kLoad == 0 && 2 * kGroup * d * int64_t(sizeof(T)) <= 16384;
   }
 
   // The draws k .. k + 7 of a row: their class rows, and products with h. A group at the end is filled up with its last
@@ -283,13 +283,18 @@ struct SampledSoftmaxRow {
     }
     for (int64_t k = m; k < groups * kGroup; ++k) s.logits[1 + k] = kOut;
     const T* hidden = static_cast<const T*>(p.hidden) + b * d;
-    for (int64_t c = 0; c < d; ++c) s.h[c] = to_acc(hidden[c]);
+    // h and the sum in the layout of dot8 and axpy8.
     const T* const own_row = weight_row(target);
     Vec first = Vec::zero();
-    for (int64_t c = 0; c < d; c += Vec::kSize) {
-      const Vec x = Vec::load(own_row + c);
-      first = fma(Vec::load(s.h + c), x, first);
-      x.store(s.push + c);
+    for (int64_t c = 0; c < d; c += Rows<T>::kLoad) {
+      Vec x[Rows<T>::kParts], w[Rows<T>::kParts];
+      Rows<T>::load_parts(hidden + c, x);
+      Rows<T>::load_parts(own_row + c, w);
+      for (int part = 0; part < Rows<T>::kParts; ++part) {
+        first = fma(x[part], w[part], first);
+        x[part].store(s.h + c + part * Vec::kSize);
+        w[part].store(s.push + c + part * Vec::kSize);
+      }
     }
     const A own = scale * (first.sum() + load_scalar<A>(p.bias, target, A(0)));
     // Every draw masked, a class weight of 0, an infinite h.
@@ -350,8 +355,13 @@ struct SampledSoftmaxRow {
     out[0] -= total * scale;
     const Vec of_push = Vec::all(total * scale / sum), of_own = Vec::all(total * scale);
     A* d_loss = static_cast<A*>(p.d_loss) + b * d;
-    for (int64_t c = 0; c < d; c += Vec::kSize) {
-      (of_push * Vec::load(s.push + c) - of_own * Vec::load(own_row + c)).store(d_loss + c);
+    for (int64_t c = 0; c < d; c += Rows<T>::kLoad) {
+      Vec w[Rows<T>::kParts];
+      Rows<T>::load_parts(own_row + c, w);
+      for (int part = 0; part < Rows<T>::kParts; ++part) {
+        w[part] = of_push * Vec::load(s.push + c + part * Vec::kSize) - of_own * w[part];
+      }
+      Rows<T>::store_parts(w, d_loss + c);
     }
     return true;
   }

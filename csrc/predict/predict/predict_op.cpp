@@ -124,10 +124,18 @@ Tensor predict_dots(Tensor hidden, Tensor weight, Tensor ids) {
   return dots;
 }
 
+// Memory of the loop over chunks, used again by the next step: fresh pages would cost more than the passes.
+Tensor predict_buffer(Tensor like, int64_t rows, int64_t columns) {
+  constexpr const char* op = "predict_buffer";
+  check_value(rows >= 0 && columns >= 0, op, ": rows and columns must be at least 0, got ", rows, " and ", columns);
+  return empty_pooled(like, {rows, columns}, like.scalar_type());
+}
+
 }  // namespace
 }  // namespace samplex::glue
 
 STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
+  m.def("predict_buffer(Tensor like, SymInt rows, SymInt columns) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("predict_dots(Tensor hidden, Tensor weight, Tensor ids) -> Tensor",
         {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
@@ -144,12 +152,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {
+  m.impl("predict_buffer", TORCH_BOX(&samplex::glue::predict_buffer));
   m.impl("predict_dots", TORCH_BOX(&samplex::glue::predict_dots));
   m.impl("predict_lse", TORCH_BOX(&samplex::glue::predict_lse));
   m.impl("predict_grad", TORCH_BOX(&samplex::glue::predict_grad));
   m.impl("predict_topk", TORCH_BOX(&samplex::glue::predict_topk));
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) {
+  m.impl("predict_buffer", TORCH_BOX(&samplex::glue::predict_buffer));
   m.impl("predict_dots", TORCH_BOX(&samplex::glue::predict_dots));
   m.impl("predict_lse", TORCH_BOX(&samplex::glue::predict_lse));
   m.impl("predict_grad", TORCH_BOX(&samplex::glue::predict_grad));

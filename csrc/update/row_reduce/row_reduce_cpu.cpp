@@ -138,19 +138,21 @@ int64_t sorted_ranges(const RowReduceParams& p, void (*body)(const RowReduceRang
     for (int64_t i = 0; i < n; ++i) {
       if (i > 0 && (key[i] >> entry_bits) == (key[i - 1] >> entry_bits)) continue;
       if (blocks[part].empty() || key + i - blocks[part].back().keys >= block_entries) {
-        blocks[part].push_back({key + i, n - i, rows, entry_bits, n - i});
+        blocks[part].push_back({key + i, n - i, rows, entry_bits, n - i, false});
       }
       ++rows;
     }
     first_row[part + 1] = rows;
   });
   for (int64_t part = 0; part < parts; ++part) first_row[part + 1] += first_row[part];
+  const bool repeats = first_row[parts] * 8 <= num_keys * 7;
   std::vector<RowReduceRange> all;
   for (int64_t part = 0; part < parts; ++part) {
     for (size_t i = 0; i < blocks[part].size(); ++i) {
       RowReduceRange& block = blocks[part][i];
       if (i + 1 < blocks[part].size()) block.num_keys = blocks[part][i + 1].keys - block.keys;
       block.first_row += first_row[part];
+      block.repeats = repeats;
       all.push_back(block);
     }
   }

@@ -65,6 +65,19 @@ inline void stream_scaled_row(A* to, A coef, const T* row, int64_t d) {
   for (int64_t c = 0; c < d; ++c) to[c] = coef * A(to_acc(row[c]));
 }
 
+template <typename A>
+inline void stream_entry(A* to, const RowReduceSource& source, int64_t row, A coef, int64_t d) {
+  const int64_t at = row * d;
+  switch (source.dtype) {
+    case DType::kFloat16:
+      return stream_scaled_row(to, coef, static_cast<const Half*>(source.rows) + at, d);
+    case DType::kBFloat16:
+      return stream_scaled_row(to, coef, static_cast<const BFloat16*>(source.rows) + at, d);
+    default:
+      return stream_scaled_row(to, coef, static_cast<const float*>(source.rows) + at, d);
+  }
+}
+
 // to = from, past the cache: the rows of a large batch do not fit it, and a store that misses would read them first.
 template <typename A>
 inline void stream_row(A* to, const A* from, int64_t d) {
@@ -101,9 +114,9 @@ inline void row_reduce_range(const RowReduceParams& p, const cpu::RowReduceRange
       const int64_t at = entry < split ? entry : entry - split;
       const A coef = source.coef ? static_cast<const A*>(source.coef)[at] : A(1);
       const bool last = i + 1 == range.num_keys || (range.keys[i + 1] >> range.entry_bits) != id;
-      written = p.stream && first && last && source.dtype == DType::kFloat32;
+      written = p.stream && first && last && source.dtype != DType::kFloat64;
       if (written)  // most rows have one entry: nothing to collect
-        stream_scaled_row(place, coef, static_cast<const float*>(source.rows) + row_of[which](at) * p.dim, p.dim);
+        stream_entry(place, source, row_of[which](at), coef, p.dim);
       else if (first)
         add_entry<true>(out, source, row_of[which](at), coef, p.dim);
       else

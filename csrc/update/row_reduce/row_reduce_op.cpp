@@ -90,34 +90,46 @@ RowReduceSource source_of(const SourceNames& names, const RowSource& x, const Te
       in<int64_t>(x.ids), x.coef ? in_any(*x.coef) : nullptr, in_any(x.rows), S * k, std::max<int64_t>(k, 1), dtype};
 }
 
-Outputs row_reduce(const Tensor& ids_a, const std::optional<Tensor>& coef_a, const Tensor& rows_a, const Tensor& ids_b,
-                   const std::optional<Tensor>& coef_b, const Tensor& rows_b, int64_t num_rows, bool with_bias,
-                   const std::optional<Tensor>& bias_b, bool check_ids) {
+RowGradients reduce(const RowSource& a, const RowSource& b, const std::optional<Tensor>& bias_b, int64_t num_rows,
+                    bool with_bias, bool check_ids) {
   begin_op();
-  check_value(rows_a.dim() == 2, "row_reduce: rows_a must be [S, d], got ", describe(rows_a));
+  check_value(a.rows.dim() == 2, "row_reduce: rows_a must be [S, d], got ", describe(a.rows));
   check_value(num_rows >= 0, "row_reduce: num_rows must be >= 0, got ", num_rows);
   RowReduceParams params{};
-  params.dim = rows_a.size(1);
+  params.dim = a.rows.size(1);
   params.num_rows = num_rows;
-  params.double_acc = rows_a.scalar_type() == ScalarType::Double;
-  params.source[0] = source_of({"ids_a", "coef_a", "rows_a"}, {ids_a, coef_a, rows_a}, rows_a);
-  params.source[1] = source_of({"ids_b", "coef_b", "rows_b"}, {ids_b, coef_b, rows_b}, rows_a);
+  params.double_acc = a.rows.scalar_type() == ScalarType::Double;
+  params.source[0] = source_of({"ids_a", "coef_a", "rows_a"}, a, a.rows);
+  params.source[1] = source_of({"ids_b", "coef_b", "rows_b"}, b, a.rows);
   if (bias_b) {
-    check_tensor("row_reduce", "bias_b", *bias_b, {ids_b.numel()}, "[S * k]", acc_type(rows_a.scalar_type()), rows_a);
+    check_tensor("row_reduce", "bias_b", *bias_b, {b.ids.numel()}, "[S * k]", acc_type(a.rows.scalar_type()), a.rows);
     params.source[1].bias = in_any(*bias_b);
   }
-  for (const Tensor* ids : {&ids_a, &ids_b}) {
+  for (const Tensor* ids : {&a.ids, &b.ids}) {
     if (!check_ids || !ids->is_cpu()) continue;
     const int64_t* at = static_cast<const int64_t*>(ids->const_data_ptr());
     for (int64_t i = 0; i < ids->numel(); ++i) {
       check_index(at[i] < num_rows, "row_reduce: ids must be below num_rows = ", num_rows, ", got ", at[i]);
     }
   }
-  RowGradients rows = run_row_reduce("row_reduce", params, rows_a, with_bias);
+  return run_row_reduce("row_reduce", params, a.rows, with_bias);
+}
+
+Outputs row_reduce(const Tensor& ids_a, const std::optional<Tensor>& coef_a, const Tensor& rows_a, const Tensor& ids_b,
+                   const std::optional<Tensor>& coef_b, const Tensor& rows_b, int64_t num_rows, bool with_bias,
+                   const std::optional<Tensor>& bias_b, bool check_ids) {
+  const RowGradients rows =
+      reduce({ids_a, coef_a, rows_a}, {ids_b, coef_b, rows_b}, bias_b, num_rows, with_bias, check_ids);
   return {rows.row_ids, rows.row_grads, rows.row_bias, rows.count};
 }
 
 }  // namespace
+
+RowGradients call_row_reduce(const RowSource& a, const RowSource& b, const std::optional<Tensor>& bias_b,
+                             int64_t num_rows, bool with_bias) {
+  return reduce(a, b, bias_b, num_rows, with_bias, false);
+}
+
 }  // namespace samplex::glue
 
 STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {

@@ -11,4 +11,8 @@ void row_rules_rows_avx2(const RowRulesParams& params, int64_t begin, int64_t en
   row_rules_rows_by_type(params, begin, end, buffer);
 }
 
+void widen_avx2(DType dtype, const void* from, float* to, int64_t begin, int64_t end) {
+  widen_by_type(dtype, from, to, begin, end);
+}
+
 }  // namespace samplex::cpu

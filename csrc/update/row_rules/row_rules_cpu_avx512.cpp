@@ -11,4 +11,8 @@ void row_rules_rows_avx512(const RowRulesParams& params, int64_t begin, int64_t 
   row_rules_rows_by_type(params, begin, end, buffer);
 }
 
+void widen_avx512(DType dtype, const void* from, float* to, int64_t begin, int64_t end) {
+  widen_by_type(dtype, from, to, begin, end);
+}
+
 }  // namespace samplex::cpu

@@ -5,6 +5,7 @@
 // slower step.)
 #pragma once
 
+#include "common/philox_many.h"
 #include "common/rows.h"
 #include "update/row_reduce/row_reduce_cpu_rows.h"
 #include "update/row_rules/row_rules_math.h"
@@ -54,18 +55,24 @@ inline Vec updated_vec(const RuleNumbers<float>& r, Vec w, Vec gradient, Vec& s0
 }
 #endif
 
-// Bytes of a weight from which its rows are written past the cache, below.
+// Bytes of a weight from which its rows are written past the cache, below. Not where many entries share a row: draws of
+// such a law come back to the same rows in the steps that follow, and find them in the cache (log-uniform draws of
+// 10^6 classes: 0.90 ms instead of 1.05 on one thread).
 constexpr int64_t kStreamTable = int64_t(32) << 20;
 
-// `g` is a row [d] or a ScaledRow. With kStream the weight goes past the cache: w is 64-byte aligned and d % 16 == 0.
+// How an updated row is stored: as ever, past the cache (w is 64-byte aligned and a row is whole cache lines), or
+// rounded up and down by the random bits in noise [d].
+enum class Store { kPlain, kStream, kByChance };
+
+// `g` is a row [d] or a ScaledRow. A weight of 16 bits is widened and rounded in registers.
 //
 // Why past the cache: threads read the row in the next forward by its place in the batch, and update it by its id, so
 // that it is some other thread's half of the time. Where the threads do not share a last-level cache (most servers), a
 // row that is left dirty in one and is read in the other must be asked back before it can be written: 1.7 ms instead of
 // 1.05 for 16,640 rows of 128. Past the cache it is 1.2 and 1.1. State rows stay with the thread that has their ids.
-template <RowRuleKind Kind, bool kStream, typename A, typename G>
-inline void update_numbers(const RuleNumbers<A>& r, A* __restrict w, const G g, A* __restrict s0, A* __restrict s1,
-                           int64_t d) {
+template <RowRuleKind Kind, Store kStore, typename T, typename A, typename G>
+inline void update_numbers(const RuleNumbers<A>& r, T* __restrict w, const G g, A* __restrict s0, A* __restrict s1,
+                           int64_t d, const uint16_t* noise) {
   int64_t c = 0;
 #if defined(__AVX2__)
   if constexpr (sizeof(A) == 4) {
@@ -74,8 +81,10 @@ inline void update_numbers(const RuleNumbers<A>& r, A* __restrict w, const G g, 
       if constexpr (has_state0(Kind)) a = Vec::load(s0 + c);
       if constexpr (has_state1(Kind)) b = Vec::load(s1 + c);
       const Vec next = updated_vec<Kind>(r, Vec::load(w + c), gradient_vec(g, c), a, b);
-      if constexpr (kStream)
+      if constexpr (kStore == Store::kStream)
         next.stream(w + c);
+      else if constexpr (kStore == Store::kByChance)
+        rounded_by_chance(next, load_words(noise + c), w).store(w + c);
       else
         next.store(w + c);
       if constexpr (has_state0(Kind)) a.store(s0 + c);
@@ -87,26 +96,40 @@ inline void update_numbers(const RuleNumbers<A>& r, A* __restrict w, const G g, 
     A a = 0, b = 0;
     if constexpr (has_state0(Kind)) a = s0[c];
     if constexpr (has_state1(Kind)) b = s1[c];
-    w[c] = updated<Kind>(r, w[c], gradient_at(g, c), a, b);
+    const A next = updated<Kind>(r, to_acc(w[c]), gradient_at(g, c), a, b);
+    if constexpr (kStore == Store::kByChance)
+      w[c] = round_with(next, noise[c], T{});
+    else
+      w[c] = from_acc<T>(next);
     if constexpr (has_state0(Kind)) s0[c] = a;
     if constexpr (has_state1(Kind)) s1[c] = b;
   }
 }
 
 // sum over c of (g + weight_decay * w)^2, in a fixed order that vectors can take
-template <typename A, typename G>
-inline A sum_of_squares(const A* w, const G g, A weight_decay, int64_t d) {
+template <typename T, typename A, typename G>
+inline A sum_of_squares(const T* w, const G g, A weight_decay, int64_t d) {
   constexpr int kLanes = 16;
   A lanes[kLanes] = {};
   int64_t c = 0;
-  for (; c + kLanes <= d; c += kLanes) {
-    for (int k = 0; k < kLanes; ++k) {
-      const A x = gradient_at(g, c + k) + weight_decay * w[c + k];
-      lanes[k] += x * x;
+#if defined(__AVX2__)
+  if constexpr (sizeof(A) == 4) {
+    constexpr int kVecs = kLanes / Vec::kSize;
+    Vec sums[kVecs];
+    for (int k = 0; k < kVecs; ++k) sums[k] = Vec::zero();
+    for (; c + kLanes <= d; c += kLanes) {
+      for (int k = 0; k < kVecs; ++k) {
+        Vec x = gradient_vec(g, c + k * Vec::kSize);
+        if (weight_decay != 0) x = x + Vec::all(weight_decay) * Vec::load(w + c + k * Vec::kSize);
+        sums[k] = sums[k] + x * x;
+      }
     }
+    for (int k = 0; k < kVecs; ++k) sums[k].store(lanes + k * Vec::kSize);
   }
+#endif
   for (; c < d; ++c) {
-    const A x = gradient_at(g, c) + weight_decay * w[c];
+    A x = gradient_at(g, c);
+    if (weight_decay != 0) x += weight_decay * to_acc(w[c]);  // 0 * inf is nan
     lanes[c % kLanes] += x * x;
   }
   A sum = 0;
@@ -114,40 +137,54 @@ inline A sum_of_squares(const A* w, const G g, A weight_decay, int64_t d) {
   return sum;
 }
 
-template <typename T>
-inline void store_row(T* to, const acc_t<T>* from, int64_t d, const int64_t* key, int64_t row) {
-  if (key == nullptr) {
-    for (int64_t c = 0; c < d; ++c) to[c] = from_acc<T>(from[c]);
-    return;
-  }
+// noise [d]: the random bits of a row's columns, as `noise_of` has them.
+inline void fill_noise(const int64_t* key, int64_t row, int64_t d, uint16_t* noise) {
   const PhiloxKey philox{uint64_t(key[0]), uint64_t(key[1])};
-  for (int64_t begin = 0; begin < d; begin += kNoiseColumns) {
-    const PhiloxWords words = philox_at(philox, row, begin / kNoiseColumns, 0);
-    const int64_t end = begin + kNoiseColumns < d ? begin + kNoiseColumns : d;
-    for (int64_t c = begin; c < end; ++c) to[c] = round_with(from[c], noise_of(words, c), T{});
+  constexpr int kCounters = 16;
+  uint32_t rows[kCounters], positions[kCounters];
+  uint64_t bits0[kCounters], bits1[kCounters];
+  const int64_t counters = (d + kNoiseColumns - 1) / kNoiseColumns;
+  for (int i = 0; i < kCounters; ++i) rows[i] = uint32_t(row);
+  for (int64_t first = 0; first < counters; first += kCounters) {
+    const int n = int(counters - first < kCounters ? counters - first : kCounters);
+    for (int i = 0; i < kCounters; ++i) positions[i] = uint32_t(first + i) << 8;
+    philox_many(philox, rows, positions, n, bits0, bits1);
+    for (int i = 0; i < n; ++i) {
+      const int64_t begin = (first + i) * kNoiseColumns, rest = d - begin;
+      const uint64_t both[2] = {bits0[i], bits1[i]};  // column by column: the low half of each word comes first
+      if (rest >= kNoiseColumns)
+        __builtin_memcpy(noise + begin, both, sizeof(both));
+      else
+        __builtin_memcpy(noise + begin, both, size_t(rest) * sizeof(uint16_t));
+    }
   }
 }
 
-// Row `id` of the weight by its gradient g; `wide` [d] is scratch for storage types that must be widened.
+// kRowAdagrad: adds the gradient of row `id` to its sum; the rate that follows.
+template <typename T, typename G, typename A = acc_t<T>>
+inline A next_row_rate(const RowRulesParams& p, const RuleNumbers<A>& r, int64_t id, const G g) {
+  const T* const row = static_cast<const T*>(p.weight.values) + id * p.dim;
+  A& sum = static_cast<A*>(p.weight.state0)[id];
+  sum += sum_of_squares(row, g, r.weight_decay, p.dim) / A(p.dim);
+  return row_rate(r, sum);
+}
+
+// Row `id` of the weight by its gradient g; with kRowAdagrad r.lr is the row's rate. `scratch` has room for d numbers.
 template <RowRuleKind Kind, typename T, bool kStream = false, typename G, typename A = acc_t<T>>
-inline void update_row(const RowRulesParams& p, RuleNumbers<A> r, int64_t id, const G g, A* wide) {
+inline void update_row(const RowRulesParams& p, const RuleNumbers<A>& r, int64_t id, const G g, A* scratch) {
   const int64_t d = p.dim;
   T* const row = static_cast<T*>(p.weight.values) + id * d;
-  A* w = wide;
-  if constexpr (sizeof(T) == sizeof(A))
-    w = row;
-  else
-    for (int64_t c = 0; c < d; ++c) wide[c] = to_acc(row[c]);
   A *s0 = nullptr, *s1 = nullptr;
   if constexpr (has_state0(Kind)) s0 = static_cast<A*>(p.weight.state0) + id * d;
   if constexpr (has_state1(Kind)) s1 = static_cast<A*>(p.weight.state1) + id * d;
-  if constexpr (Kind == RowRuleKind::kRowAdagrad) {
-    A& sum = static_cast<A*>(p.weight.state0)[id];
-    sum += sum_of_squares(w, g, r.weight_decay, d) / A(d);
-    r.lr = row_rate(r, sum);
+  if constexpr (sizeof(T) == 2) {
+    if (p.key != nullptr) {
+      uint16_t* const noise = reinterpret_cast<uint16_t*>(scratch);
+      fill_noise(p.key, id, d, noise);
+      return update_numbers<Kind, Store::kByChance>(r, row, g, s0, s1, d, noise);
+    }
   }
-  update_numbers<Kind, kStream>(r, w, g, s0, s1, d);
-  if constexpr (sizeof(T) != sizeof(A)) store_row(row, wide, d, p.key, id);
+  update_numbers<Kind, kStream ? Store::kStream : Store::kPlain>(r, row, g, s0, s1, d, nullptr);
 }
 
 // SX_ALWAYS_INLINE: see rows.h.
@@ -159,7 +196,12 @@ SX_ALWAYS_INLINE void prefetch_rows_of(const RowRulesParams& p, int64_t id, cons
   prefetch_row(static_cast<const T*>(p.weight.values) + at, how);
   if constexpr (has_state0(Kind)) prefetch_row(static_cast<const A*>(p.weight.state0) + at, how_state);
   if constexpr (has_state1(Kind)) prefetch_row(static_cast<const A*>(p.weight.state1) + at, how_state);
-  if constexpr (Kind == RowRuleKind::kRowAdagrad) __builtin_prefetch(static_cast<const A*>(p.weight.state0) + id, 0, 3);
+}
+
+// kRowAdagrad
+template <typename A>
+SX_ALWAYS_INLINE void prefetch_row_sum(const RowRulesParams& p, int64_t id) {
+  __builtin_prefetch(static_cast<const A*>(p.weight.state0) + id, 1, 3);
 }
 
 template <typename A>
@@ -174,12 +216,15 @@ template <RowRuleKind Kind, typename T>
 inline void update_given(const RowRulesParams& p, int64_t begin, int64_t end, acc_t<T>* buffer) {
   using A = acc_t<T>;
   const RuleNumbers<A> r(p.weight.rule);
-  constexpr int64_t kTables = 1 + has_state0(Kind) + has_state1(Kind);
-  const RowPrefetch how = row_prefetch<T>(p.dim, kTables), how_state = row_prefetch<A>(p.dim, kTables);
-  A* const wide = buffer + p.dim;
+  constexpr int64_t kStates = has_state0(Kind) + has_state1(Kind);
+  const RowPrefetch how = row_prefetch<T>(p.dim, kStates * p.dim * int64_t(sizeof(A)));
+  const RowPrefetch how_state = row_prefetch<A>(p.dim);
+  A* const scratch = buffer + p.dim;
+  RuleNumbers<A> of_row = r;
   for (int64_t i = begin; i < end; ++i) {
     if (p.row_ids != nullptr && i + how.rows < end) {
       prefetch_rows_of<Kind, T>(p, p.row_ids[i + how.rows], how, how_state);
+      if constexpr (Kind == RowRuleKind::kRowAdagrad) prefetch_row_sum<A>(p, p.row_ids[i + how.rows]);
     }
     const A* g = static_cast<const A*>(p.rows) + i * p.dim;
     if (sizeof(T) != sizeof(A) && p.rows_dtype == p.weight.dtype) {
@@ -187,7 +232,9 @@ inline void update_given(const RowRulesParams& p, int64_t begin, int64_t end, ac
       for (int64_t c = 0; c < p.dim; ++c) buffer[c] = to_acc(given[c]);
       g = buffer;
     }
-    update_row<Kind, T>(p, r, p.row_ids != nullptr ? p.row_ids[i] : i, g, wide);
+    const int64_t id = p.row_ids != nullptr ? p.row_ids[i] : i;
+    if constexpr (Kind == RowRuleKind::kRowAdagrad) of_row.lr = next_row_rate<T>(p, r, id, g);
+    update_row<Kind, T>(p, of_row, id, g, scratch);
   }
 }
 
@@ -251,37 +298,62 @@ struct ReadyRow {
   bool single;  // one entry
 };
 constexpr int64_t kReady = 128;
+static_assert(kReady >= kMostAhead);
 
 // Nothing else in this loop: rows come from the L2 cache, and the next row's loads are under way only while they fit
 // the core's window together with this row. `after` are ids that follow the rows.
 template <RowRuleKind Kind, typename T, bool kStream, typename A = acc_t<T>>
 SX_NOINLINE void update_ready(const RowRulesParams& p, const RuleNumbers<A>& r, const ReadyRow<A>* rows, int64_t n,
-                              const int64_t* after, const RowPrefetch& how, const RowPrefetch& how_state, A* wide) {
+                              const int64_t* after, const RowPrefetch& how, const RowPrefetch& how_state, A* scratch) {
+  RuleNumbers<A> of_row = r;
+  A rates[Kind == RowRuleKind::kRowAdagrad ? kReady : 1];
+  // The way from a gradient to its row's rate is long: all of them first, where many are under way at once. Weight
+  // decay wants the weight, which is best read once.
+  const bool rates_first = Kind == RowRuleKind::kRowAdagrad && r.weight_decay == 0;
+  if (rates_first) {
+    for (int64_t i = 0; i < n; ++i) rates[i] = next_row_rate<T>(p, r, rows[i].id, rows[i].g);
+  }
   for (int64_t i = 0; i < n; ++i) {
     const int64_t ahead = i + how.rows < n ? rows[i + how.rows].id : after[i + how.rows - n];
     prefetch_rows_of<Kind, T>(p, ahead, how, how_state);
+    if constexpr (Kind == RowRuleKind::kRowAdagrad) {
+      prefetch_row_sum<A>(p, after[i]);
+      of_row.lr = rates_first ? rates[i] : next_row_rate<T>(p, r, rows[i].id, rows[i].g);
+    }
     // A row that several entries share is a frequent class, and better left in the cache.
     if (kStream && rows[i].single)
-      update_row<Kind, T, kStream>(p, r, rows[i].id, rows[i].g, wide);
+      update_row<Kind, T, kStream>(p, of_row, rows[i].id, rows[i].g, scratch);
     else
-      update_row<Kind, T, false>(p, r, rows[i].id, rows[i].g, wide);
+      update_row<Kind, T, false>(p, of_row, rows[i].id, rows[i].g, scratch);
   }
 }
 
-// `buffer` holds cpu::kUpdateBuffer rows: one to widen a weight row, and sums of rows that several entries touch.
+// `buffer` holds cpu::kUpdateBuffer rows: one of scratch, and sums of rows that several entries touch.
 template <RowRuleKind Kind, typename T>
 inline void update_range(const RowRulesParams& p, const cpu::RowReduceRange& range, acc_t<T>* buffer) {
   using A = acc_t<T>;
   const RuleNumbers<A> r(p.weight.rule);
-  constexpr int64_t kTables = 1 + has_state0(Kind) + has_state1(Kind);
-  const RowPrefetch how = row_prefetch<T>(p.dim, kTables), how_state = row_prefetch<A>(p.dim, kTables);
+  constexpr int64_t kStates = has_state0(Kind) + has_state1(Kind);
+  const RowPrefetch how = row_prefetch<T>(p.dim, kStates * p.dim * int64_t(sizeof(A)));
+  const RowPrefetch how_state = row_prefetch<A>(p.dim);
   const EntryReader entries(p, range);
   const DType own = sizeof(A) == 4 ? DType::kFloat32 : DType::kFloat64;
-  const bool stream = sizeof(T) == 4 && p.dim % 16 == 0 && reinterpret_cast<uintptr_t>(p.weight.values) % 64 == 0 &&
-                      p.num_rows * p.dim * int64_t(sizeof(T)) >= kStreamTable;
+  constexpr bool kCanStream = sizeof(T) <= 4;
+  const int64_t row_bytes = p.dim * int64_t(sizeof(T));
+  const bool stream = kCanStream && !range.repeats && row_bytes % 64 == 0 &&
+                      reinterpret_cast<uintptr_t>(p.weight.values) % 64 == 0 && p.num_rows * row_bytes >= kStreamTable;
   const bool with_bias = p.bias.values != nullptr;
   ReadyRow<A> rows[kReady];
-  int64_t after[kMostAhead];
+  // Sums of rows are read for all rows of a list before its updates: those of the next list are asked for meanwhile.
+  const int64_t num_after = Kind == RowRuleKind::kRowAdagrad ? kReady : how.rows;
+  int64_t after[kReady];
+  const auto look_ahead = [&](int64_t i) {
+    for (int64_t k = 0; k < num_after; ++k) after[k] = entries.id(i + k < range.readable ? i + k : range.readable - 1);
+  };
+  if constexpr (Kind == RowRuleKind::kRowAdagrad) {
+    look_ahead(0);
+    for (int64_t k = 0; k < num_after; ++k) prefetch_row_sum<A>(p, after[k]);
+  }
   for (int64_t i = 0; i < range.num_keys;) {
     int64_t n = 0, sums = 0;
     while (i < range.num_keys && n < kReady && sums < cpu::kUpdateBuffer - 1) {
@@ -304,15 +376,29 @@ inline void update_range(const RowRulesParams& p, const cpu::RowReduceRange& ran
         update_bias<A>(p.bias, p.key, id, coef_sum);
       }
     }
-    for (int64_t k = 0; k < how.rows; ++k) after[k] = entries.id(i + k < range.readable ? i + k : range.readable - 1);
+    look_ahead(i);
     if (stream)
-      update_ready<Kind, T, sizeof(T) == 4>(p, r, rows, n, after, how, how_state, buffer);
+      update_ready<Kind, T, kCanStream>(p, r, rows, n, after, how, how_state, buffer);
     else
       update_ready<Kind, T, false>(p, r, rows, n, after, how, how_state, buffer);
   }
 #if defined(__AVX2__)
   if (stream) _mm_sfence();  // streamed rows are visible before the thread says that it is done
 #endif
+}
+
+inline void widen_by_type(DType dtype, const void* from, float* to, int64_t begin, int64_t end) {
+  const auto widen = [&](const auto* numbers) {
+    int64_t i = begin;
+#if defined(__AVX2__)
+    for (; i + Vec::kSize <= end; i += Vec::kSize) Vec::load(numbers + i).store(to + i);
+#endif
+    for (; i < end; ++i) to[i] = to_acc(numbers[i]);
+  };
+  if (dtype == DType::kBFloat16)
+    widen(static_cast<const BFloat16*>(from));
+  else
+    widen(static_cast<const Half*>(from));
 }
 
 // body(rule tag, type tag). No dispatch_dtype: its error message is standard library code, which must not be compiled

@@ -61,6 +61,9 @@ void row_rules_range_avx2(const RowRulesParams& params, const RowReduceRange& ra
 void row_rules_range_avx512(const RowRulesParams& params, const RowReduceRange& range, void* buffer);
 void row_rules_rows_avx2(const RowRulesParams& params, int64_t begin, int64_t end, void* buffer);
 void row_rules_rows_avx512(const RowRulesParams& params, int64_t begin, int64_t end, void* buffer);
+// to[begin, end) = fp32 of numbers in fp16 or bf16
+void widen_avx2(DType dtype, const void* from, float* to, int64_t begin, int64_t end);
+void widen_avx512(DType dtype, const void* from, float* to, int64_t begin, int64_t end);
 }  // namespace cpu
 
 SX_DECLARE_LAUNCHER(launch_row_rules_rows, RowRulesParams)

@@ -16,6 +16,7 @@ from torch import Tensor
 from samplex_cuda._checks import describe, op_error
 from samplex_cuda.losses import SampledSoftmax
 from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, acc_dtype, run_loss
+from samplex_cuda.optim.fusion import fusion_of
 from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.rng import Key, key_tensor
 
@@ -315,7 +316,7 @@ def _loss(
     if torch.compiler.is_compiling():
         return run_loss(_LOSS, x, form)[0]
     try:
-        return run_loss(_LOSS, x, form)[0]
+        return run_loss(_LOSS, x, form, fusion_of(keys))[0]
     except IndexError as error:
         raise _renamed(error) from None
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from samplex_cuda._checks import check_int, check_number, check_tensor, describe
 from samplex_cuda.functional._inputs import prepare, reduction_code
 from samplex_cuda.ops.full_softmax import full_softmax as _full_softmax
-from samplex_cuda.prediction import mean_weight, valid_targets
 
 __all__ = ["full_softmax"]
 
@@ -27,11 +26,11 @@ def full_softmax(
     ignore_index: int = -100,
     chunk_size: int | None = None,
 ) -> Tensor:
-    r"""Cross-entropy over all classes, exact, in chunks of classes: no [B, C] tensor, forward or backward.
+    r"""Cross-entropy over all classes, exact, in chunks of classes: no [B, C] tensor if C is large.
 
-    The value and the gradients of `F.cross_entropy(scale * F.linear(h, weight, bias), target)`. It costs O(C) a row,
-    with dense gradients: the honest baseline of the sampled losses, and what they estimate. Backward makes the logits
-    once more instead of keeping them.
+    The value and the gradients of `F.cross_entropy(scale * F.linear(h, weight, bias), target)`. It costs O(C) per
+    row, with dense gradients: the exact baseline of the sampled losses, and what they estimate. Logits up to the budget of
+    `prediction.kept_bytes` (16 MB on the CPU) are kept for the backward pass, which computes all others again.
 
     Args:
         h: [*, d] hidden vectors. Under autocast they are cast to the dtype of `weight`, which keeps its own.
@@ -84,10 +83,6 @@ def full_softmax(
         int(ignore_index),
         bool(absolute),
         chunk_size or 0,
+        reduction,
     )
-    if reduction == "none":
-        return loss if lead is None else loss.reshape(lead)
-    if reduction == "sum":
-        return loss.sum()
-    total = mean_weight(target, valid_targets(target, ignore_index), x.class_weight).sum().to(loss.dtype)
-    return loss.sum() / torch.where(total == 0, 1.0, total)
+    return loss if lead is None or reduction != "none" else loss.reshape(lead)

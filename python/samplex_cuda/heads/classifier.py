@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda import losses
-from samplex_cuda._checks import FLOATS, check_choice, check_int, check_number, describe, shape_text
+from samplex_cuda._checks import check_choice, check_int, check_number, describe, shape_text
 from samplex_cuda.draw import COPIES, Draw
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.functional.full import full_softmax
+from samplex_cuda.heads.checks import check_sampler, like_weight, refuse_moved, refuse_replicas
 from samplex_cuda.heads.exact import ExactAnswers
 from samplex_cuda.heads.follow import Staleness, TableFollower
 from samplex_cuda.losses import Loss, Needs
-from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, run_loss
+from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, RowSink, run_loss
 from samplex_cuda.optim.fusion import Fusion
 from samplex_cuda.prediction import mean_weight, valid_targets
 from samplex_cuda.tables import empty_table
@@ -31,14 +32,19 @@ if TYPE_CHECKING:
 __all__ = ["LossSpec", "SampledClassifier"]
 
 _NAME = "SampledClassifier"
-_MOVED = ("label_smoothing", "absolute", "reg", "num_examples", "eta_rate")  # to the objects of sx.losses
-_RENAMED = {"eta_rate": "rate"}
 # Attributes whose change makes the head resolve its step anew.
 _SETTINGS = frozenset({"loss", "num_samples", "shared", "stratified", "scale", "ignore_index", "sparse", "reduction"})
 
 
 class LossSpec(NamedTuple):
-    """What a head resolves once, when it is made or changed: how its training step draws and what its loss needs."""
+    """What a head resolves once, when it is made or changed: how its training step draws and what its loss needs.
+
+    Example:
+        >>> import samplex_cuda as sx
+        >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10, shared=True)
+        >>> head.spec().excludes, head.spec().sampling
+        (False, {'shared': True})
+    """
 
     loss: Loss
     needs: Needs
@@ -138,10 +144,10 @@ class SampledClassifier(ExactAnswers):
         **moved: Any,
     ) -> None:
         super().__init__()
-        _refuse_moved(moved)
+        refuse_moved(moved)
         check_int(_NAME, "in_features", in_features)
         check_int(_NAME, "num_classes", num_classes)
-        loss = losses.resolve(loss)
+        loss = losses.resolve(loss, _NAME)
         if loss.needs.draws:
             check_int(_NAME, "num_samples", num_samples)
         check_choice(_NAME, "reduction", reduction, REDUCTIONS)
@@ -152,7 +158,7 @@ class SampledClassifier(ExactAnswers):
             raise ValueError(f"{_NAME}: class_weight must be [{num_classes}] float32, got {describe(class_weight)}")
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"{_NAME}: dtype must be floating point, got {dtype}")
-        policy = _check_sampler(sampler, loss, num_classes, bias, shared, stratified, sampler_update)
+        policy = check_sampler(sampler, loss, num_classes, bias, shared, stratified, sampler_update)
 
         self.in_features = in_features
         self.num_classes = num_classes
@@ -172,6 +178,7 @@ class SampledClassifier(ExactAnswers):
         self.sampler = sampler
         self.follower = TableFollower(policy)
         self._fusion: Fusion | None = None
+        self._sink: RowSink | None = None
         if class_weight is not None:
             class_weight = class_weight.detach().to(device=self.weight.device, dtype=self._wide())
         # Not persistent: a checkpoint holds what nn.Linear's does.
@@ -195,10 +202,21 @@ class SampledClassifier(ExactAnswers):
     def __setattr__(self, name: str, value: Any) -> None:
         """As in `nn.Module`; a changed setting makes the head resolve its step anew."""
         if name == "loss":
-            value = losses.resolve(value)
+            value = losses.resolve(value, _NAME)
         super().__setattr__(name, value)
         if name in _SETTINGS:
             self.__dict__["_spec"] = None
+
+    def spec(self) -> LossSpec:
+        """How the training step of this configuration draws and what its loss needs.
+
+        Example:
+            >>> import samplex_cuda as sx
+            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10, loss="nce")
+            >>> head.spec().needs.target_log_q
+            True
+        """
+        return self._spec or self._resolve()
 
     def _resolve(self) -> LossSpec:
         """The step of this configuration: the one place where it is decided."""
@@ -279,10 +297,7 @@ class SampledClassifier(ExactAnswers):
         if not self.training:
             loss = self.exact_loss(rows, target, features)
             return self._reduced(loss, target, sample_weight, lead)
-        if index is not None and flat is False:
-            index = self._check_index(index, lead) if spec.needs.index else None
-        elif spec.needs.index:
-            index = self._check_index(index, lead)
+        index = self._check_index(index, lead) if spec.needs.index else None
         form = spec.form if sample_weight is None else spec.rows
         if not spec.needs.draws:
             loss = self._full_loss(rows, target, sample_weight is not None)
@@ -339,15 +354,16 @@ class SampledClassifier(ExactAnswers):
         """One training step's loss: draw, then the fused loss; `h` is [B, d], `target` [B] or [B, P]."""
         weight, bias = self.weight, self.bias
         if (form.sparse or self._fusion is not None) and not torch.compiler.is_compiling():
-            _refuse_replicas(self)
+            refuse_replicas(self)
         if h.dtype is not weight.dtype or h.device != weight.device:
-            h = _like_weight(h, weight)
+            h = like_weight(h, weight)
+        follower = self.follower
         with torch.no_grad():
-            if self.follower.active and self.follower.due():
+            if follower.active and follower.due():
                 self.update_sampler()
             draw, target_log_q = self._draw(spec, h, target, features, context, key)
-            if self.follower.active:
-                self.follower.touch(target[self._valid(target)], draw.ids.reshape(-1))
+            if follower.active:
+                follower.touch(target[self._valid(target)], draw.ids.reshape(-1))
         offsets, known = (None, None)
         if positives is not None:
             offsets, known = known_positives(spec.loss.name, positives, h.shape[0], weight.device)
@@ -369,7 +385,7 @@ class SampledClassifier(ExactAnswers):
             target_log_q,
             used,
         )
-        loss, extra = run_loss(spec.loss, x, form, self._fusion)
+        loss, extra = run_loss(spec.loss, x, form, self._fusion or self._rows_of(weight, bias))
         if state is not None and index is not None and used is not None and extra is not None:
             spec.loss.update_state(state, index, used, extra.detach())
         return loss
@@ -377,7 +393,7 @@ class SampledClassifier(ExactAnswers):
     def _draw(
         self, spec: LossSpec, h: Tensor, target: Tensor, features: Tensor | None, context: Any, key: Key | Tensor | None
     ) -> tuple[Draw, Tensor | None]:
-        """Negatives of a batch, and log q of its targets where the loss reads it."""
+        """Negatives of a batch, and log q of its targets if the loss reads it."""
         sampler: Any = self.sampler
         seen = h.detach() if features is None else self._seen(h, features)
         if spec.needs.target_log_q:
@@ -397,11 +413,20 @@ class SampledClassifier(ExactAnswers):
 
     def _repeats(self, draw: Draw) -> bool:
         """Whether shared draws hold enough copies for `Draw.merged` to pay."""
+        if torch.compiler.is_compiling():
+            return False
         collision = getattr(self.sampler, "collision", None)
         chance = None if collision is None else collision()
         if chance is None:
             return draw.repeats()
-        return draw.ids.is_cpu and chance * draw.ids.shape[0] > COPIES and not torch.compiler.is_compiling()
+        return draw.ids.is_cpu and chance * draw.ids.shape[0] > COPIES
+
+    def _rows_of(self, weight: Tensor, bias: Tensor | None) -> RowSink:
+        """The sink of unfused gradients; made anew when a parameter was replaced."""
+        sink = self._sink
+        if sink is None or sink.sparse is not self.sparse or not sink.serves(weight, bias):
+            sink = self._sink = RowSink(self.sparse, weight, bias)
+        return sink
 
     def _valid(self, target: Tensor) -> Tensor:
         return valid_targets(target, self.ignore_index)
@@ -480,7 +505,7 @@ class SampledClassifier(ExactAnswers):
         """
         if num_samples is not None:
             check_int(f"{_NAME}.set_sampler", "num_samples", num_samples)
-        policy = _check_sampler(
+        policy = check_sampler(
             sampler, self.loss, self.num_classes, self.bias is not None, self.shared, self.stratified, update
         )
         self.sampler = sampler
@@ -623,75 +648,3 @@ class SampledClassifier(ExactAnswers):
         if self.class_weight is not None:
             parts.append("class_weight=True")
         return ", ".join(parts)
-
-
-# ------------------------------------------------------------------------------------------------ checks
-def _refuse_moved(options: dict[str, Any]) -> None:
-    """TypeError for options that belong to the loss, with the object that has them."""
-    for name, value in options.items():
-        if name not in _MOVED:
-            raise TypeError(f"{_NAME}.__init__() got an unexpected keyword argument {name!r}")
-        own = _RENAMED.get(name, name)
-        objects = " or ".join(f"sx.losses.{kind}({own}=...)" for kind in losses.taking(own))
-        raise TypeError(f"{_NAME}: {name} is an option of the loss: pass loss={objects}, got {name}={value!r}")
-
-
-def _check_sampler(
-    sampler: Any, loss: Loss, num_classes: int, bias: bool, shared: bool, stratified: bool, update: Any
-) -> str | int | None:
-    """Whether sampler, loss and head fit each other; returns the policy by which the sampler follows the table."""
-    needs = loss.needs
-    without = sampler is None and not needs.draws
-    if not without and (not isinstance(sampler, nn.Module) or not hasattr(sampler, "sample")):
-        raise TypeError(f"{_NAME}: sampler must be a sampler of samplex_cuda.samplers, got {sampler!r}")
-    of_sampler: Any = getattr(sampler, "num_classes", num_classes)
-    if of_sampler != num_classes:
-        raise ValueError(f"{_NAME}: sampler must have num_classes = {num_classes}, got {of_sampler}")
-    follows = getattr(sampler, "follows_rows", False)
-    if update == "auto":
-        # Scores with a prior are relative to the distribution they were learned against: that sampler must stay fixed.
-        update = "step" if follows and needs.draws and not needs.prior else None
-    counts = isinstance(update, int) and not isinstance(update, bool) and update >= 1
-    if not (counts or update in ("step", "epoch", None)):
-        raise ValueError(
-            f"{_NAME}: sampler_update must be 'auto', 'step', an int of at least 1, 'epoch' or None, got {update!r}"
-        )
-    if update is not None and needs.prior:
-        raise ValueError(
-            f"{_NAME}: sampler_update must be None with {loss!r}, whose sampler is part of the model, got {update!r}"
-        )
-    if shared and needs.prior and getattr(sampler, "conditional", False):
-        raise ValueError(
-            f"{_NAME}: shared must be False with {loss!r} and a sampler whose distribution differs per row: scores would "
-            "be relative to the distribution of a batch, which prediction does not know; got True"
-        )
-    if stratified and not (shared and getattr(sampler, "stratifies", False) and needs.weighted_draws):
-        raise ValueError(
-            f"{_NAME}: stratified requires shared=True, a Tree and a loss over weighted draws, got shared={shared!r}, "
-            f"{type(sampler).__name__} and {loss!r}"
-        )
-    if follows and getattr(sampler, "has_bias", False) and not bias:
-        raise ValueError(f"{_NAME}: bias must be True with a sampler that has a bias, got False")
-    return update
-
-
-def _like_weight(h: Tensor, weight: Tensor) -> Tensor:
-    """h in the dtype of the weight, under autocast; an error otherwise."""
-    if h.device != weight.device:
-        raise ValueError(f"{_NAME}: h must be on {weight.device} like weight, got {describe(h)}")
-    if not (h.dtype in FLOATS and torch.is_autocast_enabled(h.device.type)):
-        raise TypeError(f"{_NAME}: h must be {weight.dtype} like weight (or run under autocast), got {describe(h)}")
-    return h.to(weight.dtype)
-
-
-def _refuse_replicas(head: SampledClassifier) -> None:
-    """Sparse gradients and fused updates are not synchronized by DistributedDataParallel: raise instead of diverging."""
-    active = nn.parallel.DistributedDataParallel._active_ddp_module
-    if active is None or not any(module is head for module in active.module.modules()):
-        return
-    how = "a fused optimizer" if head.fused is not None else "sparse gradients"
-    raise RuntimeError(
-        f"{_NAME}: a head with {how} must not be inside DistributedDataParallel, which would not synchronize its class "
-        "table across ranks. Use sparse=False without a fused optimizer (dense gradients, O(C) per step), or wrap only "
-        "the encoder in DistributedDataParallel and train the head on one rank"
-    )

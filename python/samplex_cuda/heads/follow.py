@@ -45,14 +45,10 @@ class TableFollower:
 
     def __init__(self, policy: str | int | None) -> None:
         self.policy = policy
+        self.active = policy is not None
         self.touched: list[Tensor] = []  # ids since the sampler was brought up to date
         self.steps = 0  # training forwards since then
         self.stale = policy is not None  # whether rows may have changed that nobody recorded
-
-    @property
-    def active(self) -> bool:
-        """Whether there is a policy."""
-        return self.policy is not None
 
     def due(self) -> bool:
         """Whether the sampler must be brought up to date before the next training forward."""
@@ -92,7 +88,7 @@ class TableFollower:
     def flush(self, sampler: Any, weight: Tensor, bias: Tensor | None) -> None:
         """Brings the sampler up to date: the rows touched since the last time, or all of them."""
         with_bias = getattr(sampler, "has_bias", False) and bias is not None
-        if self.stale or (self.policy == "epoch" and self.steps):
+        if self.stale or self.policy is None or (self.policy == "epoch" and self.steps):
             sampler.rebuild(weight, bias) if with_bias else sampler.rebuild(weight)
         elif self.touched:
             ids = torch.cat(self.touched).unique()

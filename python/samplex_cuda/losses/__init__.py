@@ -53,8 +53,8 @@ def by_name(name: str) -> type[Loss]:
         >>> sx.losses.by_name("nce").__name__
         'NCE'
     """
-    if not isinstance(name, str) or name not in _LOSSES:
-        raise ValueError(f"losses: loss must be one of {', '.join(_LOSSES)} or an object of sx.losses, got {name!r}")
+    if name not in _LOSSES:
+        raise ValueError(f"losses: name must be one of {', '.join(_LOSSES)}, got {name!r}")
     return _LOSSES[name]
 
 
@@ -78,8 +78,8 @@ def from_name(name: str, **options: Any) -> Loss:
     return kind(**{option: value for option, value in options.items() if option in own})
 
 
-def resolve(loss: str | Loss) -> Loss:
-    """A loss object from an object or a short name.
+def resolve(loss: str | Loss, op: str = "losses") -> Loss:
+    """A loss object from an object or a short name; `op` is for the error message.
 
     Example:
         >>> import samplex_cuda as sx
@@ -89,7 +89,9 @@ def resolve(loss: str | Loss) -> Loss:
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, type) and issubclass(loss, Loss):
-        raise TypeError(f"losses: loss must be an object, got the class {loss.__name__}; write {loss.__name__}(...)")
+        raise TypeError(f"{op}: loss must be an object, got the class {loss.__name__}; write {loss.__name__}(...)")
+    if not isinstance(loss, str) or loss not in _LOSSES:
+        raise ValueError(f"{op}: loss must be one of {', '.join(_LOSSES)} or an object of sx.losses, got {loss!r}")
     return from_name(loss)
 
 

@@ -60,12 +60,20 @@ class Loss:
         >>> import samplex_cuda as sx
         >>> loss = sx.losses.SampledSoftmax(label_smoothing=0.1)
         >>> loss, loss.needs.excludes_target
-        (SampledSoftmax(label_smoothing=0.1, absolute=False), True)
+        (SampledSoftmax(label_smoothing=0.1), True)
     """
 
     name: ClassVar[str] = "loss"
     absolute: bool = False
     """Whether the logit is |s|; evaluation and prediction follow."""
+    below_autograd: ClassVar[bool] = True
+    """Whether `forward` calls ops alone and needs no autograd of its own."""
+
+    def __repr__(self) -> str:
+        """The class and the options that are not at their defaults."""
+        fields = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
+        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
     def needs(self) -> Needs:
@@ -128,6 +136,8 @@ class ScoreLoss(Loss):
         True
     """
 
+    below_autograd = False
+
     def row_loss(self, target: Tensor, draws: Tensor, x: Inputs) -> Tensor:
         """Loss of each row.
 
@@ -169,9 +179,10 @@ class ScoreLoss(Loss):
             at_target.requires_grad_(need_grad), at_draws.requires_grad_(need_grad)
             row = self.row_loss(at_target, at_draws, x).to(acc)
             weighted = torch.where(counts, row * (denom if x.class_weight is not None else 1.0), 0.0)
+            total = weighted.sum()
         coef = d_loss = None
         if need_grad:
-            found = torch.autograd.grad(weighted.sum(), (at_target, at_draws), allow_unused=True)
+            found = torch.autograd.grad(total, (at_target, at_draws), allow_unused=True)
             coef_target, coef_draws = (
                 torch.zeros_like(s) if g is None else g * form.scale
                 for g, s in zip(found, (at_target, at_draws), strict=True)

@@ -32,7 +32,7 @@ class _EntryLoss(Loss):
         return Forward(loss, saved, ratio_of(saved, x.hidden) if self.needs.index else None)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class NegativeSampling(_EntryLoss):
     """Logistic regression of the target against draws of noise (Bamler & Mandt 2020, Eq. 2 and 6).
 
@@ -61,7 +61,7 @@ class NegativeSampling(_EntryLoss):
         return Needs(excludes_target=False, weighted_draws=False, mergeable=False, target_log_q=self.reg != 0.0, prior=True)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class NCE(_EntryLoss):
     """Noise contrastive estimation (Gutmann & Hyvarinen 2010): is a class the target, or one of m draws of noise?
 
@@ -79,7 +79,7 @@ class NCE(_EntryLoss):
         return Needs(excludes_target=False, weighted_draws=False, mergeable=False, target_log_q=True)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class OneVsEach(_EntryLoss):
     """The one-vs-each bound of the softmax (Titsias 2016), its sum over the other classes estimated by the draws.
 
@@ -92,7 +92,7 @@ class OneVsEach(_EntryLoss):
     name: ClassVar[str] = "one_vs_each"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class AugmentReduce(_EntryLoss):
     """The bound of augment and reduce (Ruiz et al. 2018), with one eta per training example.
 

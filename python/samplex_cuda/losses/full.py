@@ -11,7 +11,7 @@ from samplex_cuda.losses.base import Loss, Needs
 __all__ = ["FullSoftmax"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class FullSoftmax(Loss):
     """Cross-entropy over all classes: exact, O(C) per row, dense gradients; `sx.functional.full_softmax`.
 

@@ -13,7 +13,7 @@ from samplex_cuda.ops.sampled_softmax import sampled_softmax
 __all__ = ["SampledSoftmax"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class SampledSoftmax(Loss):
     """Cross-entropy over the target and the draws, corrected for how they were drawn (Blanc & Rendle 2018).
 

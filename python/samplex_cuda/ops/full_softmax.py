@@ -1,42 +1,218 @@
 """The full softmax loss in chunks of classes: `samplex::full_softmax` and `full_softmax_bwd`, forward and backward.
 
 The loop over chunks is that of `samplex_cuda.prediction`; a chunk is a GEMM and one fused pass of
-`samplex_cuda.ops.predict`. The backward makes the logits a second time instead of keeping them: one more GEMM for a
-[B, C] less.
+`samplex_cuda.ops.predict`. In eager mode the forward pass keeps the logits of as many chunks as fit
+`prediction.kept_bytes` and the backward pass computes the others a second time: one GEMM more instead of a [B, C].
+The ops, which a compiled graph holds, keep none.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samplex_cuda.ops.fused_loss import acc_dtype
-from samplex_cuda.ops.predict import predict_grad
-from samplex_cuda.prediction import flat_targets, logit_chunks, row_blocks, softmax_sums
-from samplex_cuda.tables import empty_table
+from samplex_cuda.ops.predict import predict_buffer, predict_grad
+from samplex_cuda.prediction import (
+    KeptLogits,
+    cut,
+    flat_targets,
+    logit_chunks,
+    mean_weight,
+    row_blocks,
+    softmax_sums,
+    valid_targets,
+)
 
 __all__ = ["full_softmax"]
 
 
+class _Options(NamedTuple):
+    """The arguments of the op that are no tensors."""
+
+    scale: float
+    label_smoothing: float
+    ignore_index: int
+    absolute: bool
+    chunk_size: int
+
+
+def _bias_dtype(weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    return acc_dtype(weight.dtype) if bias is None else bias.dtype
+
+
 def _shares(
-    target: Tensor, class_weight: Tensor | None, label_smoothing: float, num_classes: int, dtype: torch.dtype
+    target: Tensor, valid: Tensor, class_weight: Tensor | None, label_smoothing: float, num_classes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row: what its targets weigh [B, P], what any class weighs [B], and the sum of both over all classes [B].
 
-    With them the loss is `sum * lse - sum of target share * logit - class share * sum of class_weight * logit`.
+    With them the loss is `sum * lse - sum of target share * logit - class share * sum of class_weight * logit`. All in
+    fp64.
     """
-    valid = target >= 0
     count = valid.sum(1, keepdim=True)
-    share = torch.where(valid, (1.0 - label_smoothing) / count.clamp(min=1), 0.0).to(dtype)
-    every = torch.where(count.squeeze(1) > 0, label_smoothing / num_classes, 0.0).to(dtype)
+    share = torch.where(valid, (1.0 - label_smoothing) / count.clamp(min=1).double(), 0.0)
+    every = torch.where(count.squeeze(1) > 0, label_smoothing / num_classes, 0.0).double()
     if class_weight is None:
         mass: float | Tensor = float(num_classes)
     else:
-        share = share * class_weight.to(dtype)[target.clamp(min=0)]
-        mass = class_weight.to(dtype).sum()
+        class_weight = class_weight.double()
+        share = share * class_weight[target.clamp(min=0)]
+        mass = class_weight.sum()
     return share, every, share.sum(1) + every * mass
+
+
+class _Weights(NamedTuple):
+    """What a row and its targets weigh in the loss; see `_shares`."""
+
+    counts: Tensor  # bool [B]: the row has a target
+    share: Tensor  # [B, P]
+    every: Tensor  # [B]
+    whole: Tensor  # [B]
+
+
+def _rows(
+    op: str, target: Tensor, class_weight: Tensor | None, options: _Options, num_classes: int
+) -> tuple[Tensor, _Weights | None]:
+    """Targets [B, P] with -1 for none, and the weights; None where every row has one target and weighs 1."""
+    if (
+        class_weight is None
+        and options.label_smoothing == 0.0
+        and target.device.type == "cpu"
+        and target.numel() == target.shape[0] > 0
+    ):
+        low, high = (int(bound) for bound in target.aminmax())
+        if low >= 0 and high < num_classes and not low <= options.ignore_index <= high:
+            return target.view(-1, 1), None
+    target, valid = flat_targets(op, target, options.ignore_index, num_classes)
+    shares = _shares(target, valid, class_weight, options.label_smoothing, num_classes)
+    return target.contiguous(), _Weights(valid.any(1), *shares)
+
+
+def _total(target: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """What the loss of a batch is divided by in a mean."""
+    total = mean_weight(target, valid_targets(target, ignore_index), class_weight).sum().to(dtype)
+    return torch.where(total == 0, 1.0, total)
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    target: Tensor,
+    weights: _Weights | None,
+    options: _Options,
+    keep: KeptLogits | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss [B] and lse [B] fp64."""
+    lse, positive, total = softmax_sums(
+        hidden,
+        weight,
+        target,
+        bias,
+        options.scale,
+        options.absolute,
+        class_weight=class_weight,
+        with_total=options.label_smoothing > 0.0,
+        chunk_size=options.chunk_size or None,
+        keep=keep,
+    )
+    acc = acc_dtype(weight.dtype)
+    if weights is None:
+        return (lse - positive.squeeze(1)).to(acc), lse
+    # A difference of each target, not of the sums: at a confident row both are large and the loss is not.
+    loss = torch.where(weights.share != 0, weights.share * (lse.unsqueeze(1) - positive), 0.0).sum(1)
+    if total is not None:
+        loss += (weights.whole - weights.share.sum(1)) * lse - weights.every * total
+        loss = torch.where(weights.counts, loss, 0.0)
+    return loss.to(acc), lse
+
+
+def _gradients(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    lse: Tensor,
+    target: Tensor,
+    weights: _Weights | None,
+    options: _Options,
+    asked: tuple[bool, bool, bool],
+    kept: KeptLogits | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias, None for those not asked for; `grad` is [B]."""
+    need_hidden, need_weight, need_bias = asked
+    num_classes, dim = weight.shape
+    batch, acc = hidden.shape[0], acc_dtype(weight.dtype)
+    h, smooth = hidden.to(acc), None
+    if weights is None:
+        coef = grad.to(acc).contiguous()
+        target_coef = coef.unsqueeze(1)
+    else:
+        # A row that does not count adds nothing, whatever its gradient is.
+        grad = torch.where(weights.counts, grad.to(acc), 0.0)
+        coef, target_coef = grad * weights.whole.to(acc), grad.unsqueeze(1) * weights.share.to(acc)
+        if options.label_smoothing > 0.0:
+            smooth = grad * weights.every.to(acc)
+        # Nor must the nan of an ignored row reach every row of the weight gradient by way of 0 * nan.
+        h = torch.where(weights.counts.unsqueeze(1), h, 0.0)
+    class_weight = None if class_weight is None or smooth is None else class_weight.to(acc)
+
+    blocks = list(row_blocks(h, weight))
+    # Where the gradient is of a narrow type, a chunk of it is summed in `acc` first, over several blocks of rows all.
+    wide = weight.dtype == acc
+    d_hidden = torch.empty_like(h) if need_hidden else None
+    d_weight = predict_buffer(weight, num_classes, dim) if need_weight else None
+    sums = predict_buffer(h, num_classes, dim) if need_weight and not wide and len(blocks) > 1 else d_weight
+    d_bias = torch.empty(num_classes, dtype=acc, device=h.device) if need_bias else None
+    if batch == 0:
+        for table in (d_weight, sums, d_bias):
+            if table is not None:
+                table.zero_()
+    for part, block, _ in blocks:
+        mine = (cut(lse, part), cut(coef, part), cut(target_coef, part), None if smooth is None else cut(smooth, part))
+        wanted = cut(target, part)
+        d_block = None if d_hidden is None else cut(d_hidden, part)
+        ones = None if d_bias is None else h.new_ones(block.shape[0])
+        # What a result held before is left out by beta = 0, a nan too.
+        again = int(part.start > 0)
+        narrow: Tensor | None = None
+        for c in logit_chunks(
+            block,
+            weight,
+            bias,
+            options.scale,
+            options.absolute,
+            chunk_size=options.chunk_size or None,
+            row=part.start,
+            kept=kept,
+        ):
+            classes = slice(c.first, c.first + len(c.rows))
+            cw = None if class_weight is None else cut(class_weight, classes)
+            predict_grad(c.dots, c.bias, wanted, cw, c.first, c.scale, c.absolute, *mine)
+            if d_block is not None:
+                torch.addmm(d_block, c.dots, c.rows, beta=int(c.first > 0), out=d_block)
+            if sums is not None:
+                rows = cut(sums, classes)
+                if sums.dtype == acc:
+                    torch.addmm(rows, c.dots.t(), block, beta=again, out=rows)
+                else:
+                    if narrow is None:
+                        narrow = predict_buffer(h, len(c.rows), dim)
+                    rows.copy_(torch.mm(c.dots.t(), block, out=narrow[: len(c.rows)]))
+            if d_bias is not None and ones is not None:
+                to = cut(d_bias, classes)
+                torch.addmv(to, c.dots.t(), ones, beta=again, out=to)
+    if d_weight is not None and sums is not None and sums is not d_weight:
+        d_weight.copy_(sums)
+    return (
+        None if d_hidden is None else d_hidden.to(hidden.dtype),
+        d_weight,
+        None if d_bias is None or bias is None else d_bias.to(bias.dtype),
+    )
 
 
 @torch.library.custom_op("samplex::full_softmax", mutates_args=())
@@ -52,25 +228,9 @@ def _op(
     absolute: bool,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    num_classes = weight.shape[0]
-    target, valid = flat_targets("full_softmax", target, ignore_index, num_classes)
-    lse, positive, total = softmax_sums(
-        hidden,
-        weight,
-        target,
-        bias,
-        scale,
-        absolute,
-        class_weight=class_weight,
-        with_total=label_smoothing > 0.0,
-        chunk_size=chunk_size or None,
-    )
-    share, every, whole = _shares(target, class_weight, label_smoothing, num_classes, torch.float64)
-    # A difference of each target, not of the sums: at a confident row both are large and the loss is not.
-    loss = torch.where(share != 0, share * (lse.unsqueeze(1) - positive), 0.0).sum(1)
-    if total is not None:
-        loss += (whole - share.sum(1)) * lse - every * total
-    return torch.where(valid.any(1), loss, 0.0).to(acc_dtype(weight.dtype)), lse
+    options = _Options(scale, label_smoothing, ignore_index, absolute, chunk_size)
+    target, weights = _rows("full_softmax", target, class_weight, options, weight.shape[0])
+    return _forward(hidden, weight, bias, class_weight, target, weights, options)
 
 
 @torch.library.custom_op("samplex::full_softmax_bwd", mutates_args=())
@@ -91,59 +251,16 @@ def _bwd_op(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_classes, dim = weight.shape
-    batch, acc = hidden.shape[0], acc_dtype(weight.dtype)
-    target, valid = flat_targets("full_softmax_bwd", target, ignore_index, num_classes)
-    share, every, whole = _shares(target, class_weight, label_smoothing, num_classes, acc)
-    # A row that does not count adds nothing, whatever its gradient is.
-    grad = torch.where(valid.any(1), grad.to(acc), 0.0)
-    coef, target_coef = grad * whole, grad.unsqueeze(1) * share
-    smooth = grad * every if label_smoothing > 0.0 else None
-    if class_weight is not None:
-        class_weight = class_weight.to(acc)
-    # Nor must the nan of an ignored row reach every row of the weight gradient by way of 0 * nan.
-    h = torch.where(valid.any(1, keepdim=True), hidden, 0.0).to(acc)
-
-    d_hidden = torch.zeros(batch if need_hidden else 0, dim, dtype=acc, device=hidden.device)
-    d_weight = empty_table(num_classes if need_weight else 0, dim, device=hidden.device, dtype=weight.dtype)
-    bias_dtype = acc if bias is None else bias.dtype
-    d_bias = torch.zeros(num_classes if need_bias else 0, dtype=acc, device=hidden.device)
-    blocks = list(row_blocks(h, weight))
-    # Over several blocks of rows the sums need a table of their own where the gradient is of a narrow type.
-    several = len(blocks) > 1
-    sums = torch.zeros(num_classes, dim, dtype=acc, device=hidden.device) if several and need_weight else None
-    with torch.autocast(hidden.device.type, enabled=False):
-        for rows, block, _ in blocks:
-            for c in logit_chunks(block, weight, bias, scale, absolute, chunk_size=chunk_size or None):
-                classes = slice(c.first, c.first + len(c.rows))
-                predict_grad(
-                    c.dots,
-                    c.bias,
-                    target[rows],
-                    None if class_weight is None else class_weight[classes],
-                    c.first,
-                    c.scale,
-                    c.absolute,
-                    lse[rows],
-                    coef[rows],
-                    target_coef[rows],
-                    None if smooth is None else smooth[rows],
-                )
-                if need_hidden:
-                    d_hidden[rows].addmm_(c.dots, c.rows)
-                if sums is not None:
-                    sums[classes].addmm_(c.dots.t(), block)
-                elif need_weight and weight.dtype == acc:
-                    torch.mm(c.dots.t(), block, out=d_weight[classes])
-                elif need_weight:
-                    d_weight[classes] = c.dots.t() @ block
-                if need_bias:
-                    d_bias[classes] += c.dots.sum(0)
-    if sums is not None:
-        d_weight = sums.to(weight.dtype)
-    elif batch == 0:
-        d_weight.zero_()
-    return d_hidden.to(hidden.dtype), d_weight, d_bias.to(bias_dtype)
+    options = _Options(scale, label_smoothing, ignore_index, absolute, chunk_size)
+    target, weights = _rows("full_softmax_bwd", target, class_weight, options, weight.shape[0])
+    d_hidden, d_weight, d_bias = _gradients(
+        grad, hidden, weight, bias, class_weight, lse, target, weights, options, (need_hidden, need_weight, need_bias)
+    )
+    return (
+        hidden.new_empty(0, hidden.shape[1]) if d_hidden is None else d_hidden,
+        weight.new_empty(0, weight.shape[1]) if d_weight is None else d_weight,
+        weight.new_empty(0, dtype=_bias_dtype(weight, bias)) if d_bias is None else d_bias,
+    )
 
 
 @_op.register_fake
@@ -155,11 +272,10 @@ def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 @_bwd_op.register_fake
 def _(grad: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any) -> Any:
     need_hidden, need_weight, need_bias = rest[-3:]
-    bias_dtype = acc_dtype(weight.dtype) if bias is None else bias.dtype
     return (
         hidden.new_empty((hidden.shape[0] if need_hidden else 0, hidden.shape[1])),
         weight.new_empty((weight.shape[0] if need_weight else 0, weight.shape[1])),
-        weight.new_empty((weight.shape[0] if need_bias else 0,), dtype=bias_dtype),
+        weight.new_empty((weight.shape[0] if need_bias else 0,), dtype=_bias_dtype(weight, bias)),
     )
 
 
@@ -169,9 +285,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(hidden, weight, target, bias, class_weight, output[1])
 
 
-def _backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+def _no_double_backward() -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("full_softmax: double backward (create_graph=True) is not supported")
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+    _no_double_backward()
     hidden, weight, target, bias, class_weight, lse = ctx.saved_tensors
     need = ctx.needs_input_grad
     asked = (need[0], need[1], need[3])
@@ -181,6 +301,52 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> Any:
 
 
 _op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Eager(torch.autograd.Function):
+    """The same for eager mode: it may keep logits, reduces the loss, and has not the Python cost of a custom op."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        options: _Options,
+        reduction: str,
+    ) -> Tensor:
+        ctx.target, ctx.weights = _rows("full_softmax", target, class_weight, options, weight.shape[0])
+        ctx.total = None
+        if reduction == "mean":
+            plain = ctx.weights is None
+            acc = acc_dtype(weight.dtype)
+            ctx.total = len(target) if plain else _total(target, class_weight, options.ignore_index, acc)
+        ctx.kept = KeptLogits(hidden.device)
+        loss, ctx.lse = _forward(hidden, weight, bias, class_weight, ctx.target, ctx.weights, options, ctx.kept)
+        ctx.options = options
+        ctx.save_for_backward(hidden, weight, bias, class_weight)
+        return _reduced(loss, reduction, ctx.total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        _no_double_backward()
+        hidden, weight, bias, class_weight = ctx.saved_tensors
+        if ctx.total is not None:
+            grad = grad / ctx.total
+        if grad.dim() == 0:
+            grad = grad.expand(hidden.shape[0])
+        asked = ctx.needs_input_grad[:3]
+        rows = (ctx.lse, ctx.target, ctx.weights)
+        found = _gradients(grad, hidden, weight, bias, class_weight, *rows, ctx.options, asked, ctx.kept)
+        return (*found, None, None, None, None)
+
+
+def _reduced(loss: Tensor, reduction: str, total: Tensor | int | None) -> Tensor:
+    if total is not None:
+        return loss.sum() / total
+    return loss.sum() if reduction == "sum" else loss
 
 
 def full_softmax(
@@ -194,8 +360,9 @@ def full_softmax(
     ignore_index: int,
     absolute: bool,
     chunk_size: int,
+    reduction: str = "none",
 ) -> Tensor:
-    """Loss of each row, [B]; the arguments are those of `samplex_cuda.functional.full_softmax`, flat.
+    """The loss, [B] or reduced; the arguments are those of `samplex_cuda.functional.full_softmax`, flat.
 
     Example:
         >>> import torch
@@ -204,6 +371,11 @@ def full_softmax(
         >>> full_softmax(h, weight, target, None, None, 1.0, 0.0, -100, False, 0).exp()
         tensor([4.])
     """
-    return _op(hidden, weight, target, bias, class_weight, scale, label_smoothing, ignore_index, absolute, chunk_size)[
-        0
-    ]
+    options = _Options(scale, label_smoothing, ignore_index, absolute, chunk_size)
+    if not torch.compiler.is_compiling():
+        needed = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+        if needed and torch.is_grad_enabled():
+            return _Eager.apply(hidden, weight, bias, target, class_weight, options, reduction)
+    loss = _op(hidden, weight, target, bias, class_weight, *options)[0]
+    total = _total(target, class_weight, ignore_index, loss.dtype) if reduction == "mean" else None
+    return _reduced(loss, reduction, total)

@@ -7,6 +7,7 @@ to a sink, which decides the form of the weight gradient: `RowSink` makes coales
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,7 @@ __all__ = [
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+_coo_unsafe = torch.ops.aten._sparse_coo_tensor_unsafe.default
 
 
 class Inputs(NamedTuple):
@@ -230,7 +232,10 @@ def rows_to_coo(
     values = rows[:n]
     if dtype is not rows.dtype:
         values = values.to(dtype)
-    return torch.sparse_coo_tensor(row_ids[:n].unsqueeze(0), values, size, check_invariants=False, is_coalesced=True)
+    if torch.compiler.is_compiling():
+        return torch.sparse_coo_tensor(row_ids[:n].unsqueeze(0), values, size, check_invariants=False, is_coalesced=True)
+    # The same without the argument parsing of the public function, which takes as long as a small backward.
+    return _coo_unsafe(row_ids[:n].unsqueeze(0), values, size, is_coalesced=True)
 
 
 def _rows_to_dense(
@@ -304,7 +309,20 @@ class RowSink:
     """
 
     def __init__(self, sparse: bool, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
+        self.sparse = sparse
         self.weight, self.bias = TableGradient(sparse, weight), TableGradient(sparse, bias)
+        self._of = tuple(None if t is None else weakref.ref(t) for t in (weight, bias))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy belongs to other parameters: it is made anew."""
+        return type(None), ()
+
+    def serves(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether the sink was made for these tensors, with the gradients they need now."""
+        of_weight, of_bias = self._of
+        if of_weight is None or of_weight() is not weight or (bias is None) != (of_bias is None):
+            return False
+        return of_bias is None or of_bias() is bias
 
     def deliver(
         self, grad: LossGrad, need: tuple[bool, bool, bool]
@@ -348,7 +366,10 @@ class _FusedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: Loss, x: Inputs, form: Form, sink: Sink | None
     ) -> Any:
-        with _below_autograd():
+        if loss.below_autograd:
+            with _below_autograd():
+                made = loss.forward(x, form, True, ctx.needs_input_grad[0])
+        else:
             made = loss.forward(x, form, True, ctx.needs_input_grad[0])
         extra = made.extra
         ctx.plan = Plan(
@@ -363,10 +384,10 @@ class _FusedLoss(torch.autograd.Function):
         )
         ctx.sink = RowSink(form.sparse, weight, bias) if sink is None else sink
         ctx.saved = made.saved
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, x.target, x.ids)
         if extra is None:
             return made.loss
+        ctx.set_materialize_grads(False)
         if not form.with_lse:
             ctx.mark_non_differentiable(extra)
         return made.loss, extra

@@ -14,9 +14,15 @@ from torch import Tensor
 
 from samplex_cuda import _library  # noqa: F401  registers the ops
 
-__all__ = ["MOST_K", "predict_dots", "predict_grad", "predict_lse", "predict_topk"]
+__all__ = ["MOST_K", "predict_buffer", "predict_dots", "predict_grad", "predict_lse", "predict_topk"]
 
 MOST_K = 256  # of predict_topk
+
+# The overloads themselves: looking them up costs as much as a call, and there is one of each per chunk.
+_predict_buffer = torch.ops.samplex.predict_buffer.default
+_predict_grad = torch.ops.samplex.predict_grad.default
+_predict_lse = torch.ops.samplex.predict_lse.default
+_predict_topk = torch.ops.samplex.predict_topk.default
 
 
 def predict_lse(
@@ -54,7 +60,7 @@ def predict_lse(
         >>> round(lse.exp().item(), 6)
         4.0
     """
-    torch.ops.samplex.predict_lse(dots, bias, target, class_weight, first, scale, absolute, lse, positive, total)
+    _predict_lse(dots, bias, target, class_weight, first, scale, absolute, lse, positive, total)
 
 
 def predict_grad(
@@ -97,9 +103,7 @@ def predict_grad(
         >>> dots
         tensor([[ 0.2500,  0.2500, -0.7500,  0.2500]])
     """
-    torch.ops.samplex.predict_grad(
-        dots, bias, target, class_weight, first, scale, absolute, lse, coef, target_coef, smooth
-    )
+    _predict_grad(dots, bias, target, class_weight, first, scale, absolute, lse, coef, target_coef, smooth)
 
 
 def predict_topk(
@@ -125,7 +129,7 @@ def predict_topk(
         >>> values, ids
         (tensor([[3., 3.]]), tensor([[1, 3]]))
     """
-    torch.ops.samplex.predict_topk(dots, bias, first, scale, absolute, values, ids)
+    _predict_topk(dots, bias, first, scale, absolute, values, ids)
 
 
 def predict_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -151,6 +155,34 @@ def predict_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 @torch.library.register_fake("samplex::predict_dots")
 def _(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return weight.new_empty(ids.shape, dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32)
+
+
+def predict_buffer(like: Tensor, rows: int, columns: int) -> Tensor:
+    """Uninitialised memory for a loop over chunks or its result.
+
+    On the CPU it comes from the pool of `samplex_cuda.release_memory`, and goes back to it with the tensor: fresh pages
+    would cost more than the passes over them.
+
+    Args:
+        like: gives device and dtype.
+        rows: at least 0.
+        columns: at least 0.
+
+    Returns:
+        [rows, columns], contiguous.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.ops.predict import predict_buffer
+        >>> predict_buffer(torch.zeros(0), 3, 4).shape
+        torch.Size([3, 4])
+    """
+    return _predict_buffer(like, rows, columns)
+
+
+@torch.library.register_fake("samplex::predict_buffer")
+def _(like: Tensor, rows: int, columns: int) -> Tensor:
+    return like.new_empty((rows, columns))
 
 
 # They only write into what they are given.

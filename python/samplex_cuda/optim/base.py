@@ -53,7 +53,7 @@ class RowOptimizer(Optimizer):
 
     def _tables(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> list[Tensor]:
         """The state tables that the rule changes, at most two."""
-        return [state[name] for name in self._state_shapes(p, group)]
+        return [value for name, value in state.items() if name != "step"]
 
     # -------------------------------------------------------------------------------------------- groups and state
     def _fail(self, what: str, wanted: str, got: Any) -> None:
@@ -256,4 +256,8 @@ class RowOptimizer(Optimizer):
 
     def group_of(self, p: Tensor) -> dict[str, Any]:
         """The parameter group of `p`."""
-        return next(g for g in self.param_groups if any(p is q for q in g["params"]))
+        for group in self.param_groups:
+            for q in group["params"]:
+                if p is q:
+                    return group
+        raise KeyError(f"{type(self).__name__}: no group has a parameter of shape {list(p.shape)}")

@@ -266,7 +266,7 @@ class Sampler(torch.nn.Module):
             if batch_size < 0:
                 raise ValueError(f"{self._op}: batch_size must not be negative, got {batch_size}")
         if h is not None:
-            rows = self._rows_of(h)
+            rows = h.shape[0] if isinstance(h, Tensor) and h.dim() == 2 else self._rows_of(h)
             if batch_size is not None and batch_size != rows:
                 raise ValueError(f"{self._op}: batch_size must be {rows} as h {describe(h)} says, got {batch_size}")
             batch_size = rows
@@ -282,7 +282,8 @@ class Sampler(torch.nn.Module):
         if exclude is None:
             return None
         if isinstance(exclude, Tensor):
-            check_int64(self._op, "exclude", exclude)
+            if exclude.dtype is not torch.int64:
+                check_int64(self._op, "exclude", exclude)
             if exclude.dim() not in (1, 2) or exclude.shape[0] != batch:
                 raise ValueError(f"{self._op}: exclude must be [B] or [B, P] with B = {batch}, got {describe(exclude)}")
             parts = [exclude]

@@ -89,22 +89,13 @@ class StaticSampler(Sampler):
             pair = key_tensor(self._op, key, self._device(h, key))
             ids, log_q = call(self._sample_op, pair, 1, count, None, None)
             return Draw(ids[0], log_q[0])
-        if isinstance(exclude, Tensor) and exclude.dim() == 1 and h is not None and exclude.dtype is torch.int64:
-            # The form of a training step: one excluded class per row of h.
-            device, flat, offsets = self._device(h, exclude, key), exclude.unsqueeze(1), None
-            if exclude.device != device:
-                self._check_exclude(exclude, device, exclude.shape[0])
-            batch = self._check_batch(h, batch_size, None)
-            if exclude.shape[0] != batch:
-                self._check_exclude(exclude, device, batch)
-        else:
-            if exclude is not None and not isinstance(exclude, Tensor | tuple | list):
-                raise TypeError(
-                    f"{self._op}: exclude must be a tensor or a pair (offsets, ids), got {type(exclude).__name__}"
-                )
-            batch = self._check_batch(h, batch_size, exclude)
-            device = self._device(h, exclude, *(exclude if isinstance(exclude, tuple | list) else ()), key)
-            flat, offsets = ops.sort_exclude(self._check_exclude(exclude, device, batch))
+        if exclude is not None and not isinstance(exclude, Tensor | tuple | list):
+            raise TypeError(
+                f"{self._op}: exclude must be a tensor or a pair (offsets, ids), got {type(exclude).__name__}"
+            )
+        batch = self._check_batch(h, batch_size, exclude)
+        device = self._device(h, exclude, *(exclude if isinstance(exclude, tuple | list) else ()), key)
+        flat, offsets = ops.sort_exclude(self._check_exclude(exclude, device, batch))
         pair = key_tensor(self._op, key, device)
         return Draw(*call(self._sample_op, pair, batch, count, flat, offsets))
 

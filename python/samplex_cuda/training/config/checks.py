@@ -134,7 +134,7 @@ def make_loss(head: Head, num_examples: int) -> losses.Loss:
         >>> from samplex_cuda.training.config import Head
         >>> from samplex_cuda.training.config.checks import make_loss
         >>> make_loss(Head(loss="augment_reduce"), 100)
-        AugmentReduce(num_examples=100, rate=0.5)
+        AugmentReduce(num_examples=100)
     """
     kind = losses.by_name(head.loss)
     given = {option: getattr(head, key) for key, option in LOSS_OPTIONS.items()} | {"num_examples": num_examples}

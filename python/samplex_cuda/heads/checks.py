@@ -1,0 +1,92 @@
+"""Whether sampler, loss, optimizer and surroundings of a head fit each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from samplex_cuda import losses
+from samplex_cuda._checks import FLOATS, describe
+from samplex_cuda.losses import Loss
+
+if TYPE_CHECKING:
+    from samplex_cuda.heads.classifier import SampledClassifier
+
+__all__ = ["check_sampler", "like_weight", "refuse_moved", "refuse_replicas"]
+
+_NAME = "SampledClassifier"
+_MOVED = ("label_smoothing", "absolute", "reg", "num_examples", "eta_rate")  # to the objects of sx.losses
+_RENAMED = {"eta_rate": "rate"}
+
+
+def refuse_moved(options: dict[str, Any]) -> None:
+    """TypeError for options that belong to the loss, with the object that has them."""
+    for name, value in options.items():
+        if name not in _MOVED:
+            raise TypeError(f"{_NAME}.__init__() got an unexpected keyword argument {name!r}")
+        own = _RENAMED.get(name, name)
+        objects = " or ".join(f"sx.losses.{kind}({own}=...)" for kind in losses.taking(own))
+        raise TypeError(f"{_NAME}: {name} is an option of the loss: pass loss={objects}, got {name}={value!r}")
+
+
+def check_sampler(
+    sampler: Any, loss: Loss, num_classes: int, bias: bool, shared: bool, stratified: bool, update: Any
+) -> str | int | None:
+    """Whether sampler, loss and head fit each other; returns the policy by which the sampler follows the table."""
+    needs = loss.needs
+    without = sampler is None and not needs.draws
+    if not without and (not isinstance(sampler, nn.Module) or not hasattr(sampler, "sample")):
+        raise TypeError(f"{_NAME}: sampler must be a sampler of samplex_cuda.samplers, got {sampler!r}")
+    of_sampler: Any = getattr(sampler, "num_classes", num_classes)
+    if of_sampler != num_classes:
+        raise ValueError(f"{_NAME}: sampler must have num_classes = {num_classes}, got {of_sampler}")
+    follows = getattr(sampler, "follows_rows", False)
+    if update == "auto":
+        # Scores with a prior are relative to the distribution they were learned against: that sampler must stay fixed.
+        update = "step" if follows and needs.draws and not needs.prior else None
+    counts = isinstance(update, int) and not isinstance(update, bool) and update >= 1
+    if not (counts or update in ("step", "epoch", None)):
+        raise ValueError(
+            f"{_NAME}: sampler_update must be 'auto', 'step', an int of at least 1, 'epoch' or None, got {update!r}"
+        )
+    if update is not None and needs.prior:
+        raise ValueError(
+            f"{_NAME}: sampler_update must be None with {loss!r}, whose sampler is part of the model, got {update!r}"
+        )
+    if shared and needs.prior and getattr(sampler, "conditional", False):
+        raise ValueError(
+            f"{_NAME}: shared must be False with {loss!r} and a sampler whose distribution differs per row: scores would "
+            "be relative to the distribution of a batch, which prediction does not know; got True"
+        )
+    if stratified and not (shared and getattr(sampler, "stratifies", False) and needs.weighted_draws):
+        raise ValueError(
+            f"{_NAME}: stratified requires shared=True, a Tree and a loss over weighted draws, got shared={shared!r}, "
+            f"{type(sampler).__name__} and {loss!r}"
+        )
+    if follows and getattr(sampler, "has_bias", False) and not bias:
+        raise ValueError(f"{_NAME}: bias must be True with a sampler that has a bias, got False")
+    return update
+
+
+def like_weight(h: Tensor, weight: Tensor) -> Tensor:
+    """h in the dtype of the weight, under autocast; an error otherwise."""
+    if h.device != weight.device:
+        raise ValueError(f"{_NAME}: h must be on {weight.device} like weight, got {describe(h)}")
+    if not (h.dtype in FLOATS and torch.is_autocast_enabled(h.device.type)):
+        raise TypeError(f"{_NAME}: h must be {weight.dtype} like weight (or run under autocast), got {describe(h)}")
+    return h.to(weight.dtype)
+
+
+def refuse_replicas(head: SampledClassifier) -> None:
+    """Sparse gradients and fused updates are not synchronized by DistributedDataParallel: raise instead of diverging."""
+    active = nn.parallel.DistributedDataParallel._active_ddp_module
+    if active is None or not any(module is head for module in active.module.modules()):
+        return
+    how = "a fused optimizer" if head.fused is not None else "sparse gradients"
+    raise RuntimeError(
+        f"{_NAME}: a head with {how} must not be inside DistributedDataParallel, which would not synchronize its class "
+        "table across ranks. Use sparse=False without a fused optimizer (dense gradients, O(C) per step), or wrap only "
+        "the encoder in DistributedDataParallel and train the head on one rank"
+    )
