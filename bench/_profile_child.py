@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from samplex_cuda.optim import rules
+
 BATCH, M, CLASSES = 32, 64, 20_000
 LIMITS = {128: 6.0, 512: 4.0}  # thread instructions per gathered element
 DEPTH, FEATURES = 17, 16
@@ -208,7 +210,7 @@ def run_kernel_tree(launches: list[dict[str, Any]]) -> dict[str, Any]:
 
 def run_optim(launches: list[dict[str, Any]]) -> dict[str, Any]:
     """Adagrad on given rows, and on a loss's entries, each of a row of its own. The fewest sectors go with each."""
-    from samplex_cuda.ops.row_rules import RULE_KINDS, row_update_
+    from samplex_cuda.ops.row_rules import row_update_
     from samplex_cuda.reference.row_rules import row_adagrad
 
     dim, n = 128, BATCH * (M + 1)
@@ -218,7 +220,7 @@ def run_optim(launches: list[dict[str, Any]]) -> dict[str, Any]:
     rows = (coef.unsqueeze(2) * h.unsqueeze(1)).reshape(n, dim)
     exact, sums = weight.double(), total.double()
     row_adagrad(exact, sums, ids, rows.double(), lr=0.1)
-    rule = [float(RULE_KINDS["adagrad"]), 0.0, 0.1, 0.0, 1.0, 1e-10, 0.0, 0.0, 0.0]
+    rule = rules.adagrad(0.1, 1e-10, 0.0, False)
     by_row = ids.view(BATCH, M + 1)
     parts = [t.contiguous() for t in (by_row[:, :1], coef[:, :1], h, by_row[:, 1:], coef[:, 1:], h)]
     result = {}
@@ -226,7 +228,7 @@ def run_optim(launches: list[dict[str, Any]]) -> dict[str, Any]:
         launches.clear()
         w, s = weight.clone(), total.clone()
         if mode == "rows":
-            torch.ops.samplex.row_adagrad_(w, s, ids, rows, None, None, 0.1, 1e-10, 0.0)
+            torch.ops.samplex.row_apply_(w, s, None, ids, rows, None, None, rules.adagrad(0.1, 1e-10, 0.0, False))
         else:
             row_update_(w, s, None, None, None, None, *parts, None, None, rule, rule)
         error = max(relative(w, exact), relative(s, sums))

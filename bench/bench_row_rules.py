@@ -32,9 +32,11 @@ from _harness import (
 )
 
 import samplex_cuda as sx
-from samplex_cuda.ops.row_rules import RULE_KINDS, row_update_
+from samplex_cuda.ops.row_rules import row_update_
+from samplex_cuda.optim import rules
 
 CLASSES, DIM, BATCH, M, SETS, RATE = 1_000_000, 128, 256, 64, 8, 0.05
+RULE = rules.adagrad(RATE, 1e-10, 0.0, False)
 SIDES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
     "adagrad": (sx.optim.RowAdagrad, torch.optim.Adagrad, {}),
     "adam": (sx.optim.RowAdam, torch.optim.SparseAdam, {}),
@@ -118,7 +120,7 @@ def fused(options: argparse.Namespace, device: torch.device) -> Row:
     for total in tables[1::2]:
         total.fill_(1.0)
     tables[2].copy_(tables[0])
-    rule = [float(RULE_KINDS["adagrad"]), 0.0, RATE, 0.0, 1.0, 1e-10, 0.0, 0.0, 0.0]
+    rule = RULE
 
     def at_once(i: int) -> None:
         a, coef_a, b, coef_b, h = sets[i % SETS]
@@ -129,7 +131,7 @@ def fused(options: argparse.Namespace, device: torch.device) -> Row:
     def in_turn(i: int) -> None:
         a, coef_a, b, coef_b, h = sets[i % SETS]
         ids, rows, _, count = torch.ops.samplex.row_reduce(a, coef_a, h, b, coef_b, h, CLASSES, False)
-        torch.ops.samplex.row_adagrad_(*tables[2:], ids, rows, count, None, RATE, 1e-10, 0.0)
+        torch.ops.samplex.row_apply_(*tables[2:], None, ids, rows, count, None, RULE)
 
     at_once(0)
     in_turn(0)
@@ -143,13 +145,13 @@ def fused(options: argparse.Namespace, device: torch.device) -> Row:
     value, low, high = got.ratio("in turn", "ours")
     return Row(
         "fused",
-        f"{BATCH * (M + 1):,} entries summed and updated at once vs row_reduce, then row_adagrad_ (both ours)",
+        f"{BATCH * (M + 1):,} entries summed and updated at once vs row_reduce, then row_apply_ (both ours)",
         value,
         "x",
         f"weight and sums of both ways: {error:.1e}",
         ours=got.times["ours"],
         other=got.times["in turn"],
-        other_name="row_reduce, row_adagrad_",
+        other_name="row_reduce, row_apply_",
         spread=(low, high),
         config={"C": CLASSES, "d": DIM, "B": BATCH, "m": M},
     )

@@ -74,7 +74,7 @@ def check_number(
     except (TypeError, ValueError):
         number = math.nan
     inside = (number > low if open_low else number >= low) and (number < high if open_high else number <= high)
-    if not inside or not math.isfinite(number):
+    if not (inside and -math.inf < number < math.inf):
         if high == math.inf:
             wanted = f"finite and {'above' if open_low else 'at least'} {low:g}" if low > -math.inf else "finite"
         else:

@@ -158,7 +158,7 @@ def row_values(
             raise ValueError(f"{op}: {name} must be {wanted}{why}, got None")
         return None
     check_tensor(op, name, t, f"{wanted} floating point")
-    if t.shape not in shapes or not t.is_floating_point() or t.device != weight.device:
+    if all(t.shape != shape for shape in shapes) or not t.is_floating_point() or t.device != weight.device:
         raise ValueError(f"{op}: {name} must be {wanted} floating point on {weight.device}, got {describe(t)}")
     return t.detach().to(acc_dtype(weight.dtype)).contiguous()
 

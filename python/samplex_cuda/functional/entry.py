@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor
 
 from samplex_cuda import losses
+from samplex_cuda._checks import check_number
 from samplex_cuda.functional._inputs import prepare, reduction_code, row_values
 from samplex_cuda.ops.fused_loss import Form, run_loss
 from samplex_cuda.optim.fusion import fusion_of
@@ -87,6 +87,7 @@ def negative_sampling(
         >>> weight.grad.is_coalesced(), weight.grad.shape
         (True, torch.Size([1000, 16]))
     """
+    check_number("negative_sampling", "reg", reg, 0.0)
     return _entry_loss(
         losses.NegativeSampling(reg),
         (h, weight, target, ids, log_q, bias),
@@ -312,7 +313,7 @@ def augment_reduce(
     """
     rows = h.shape[:-1] if isinstance(h, Tensor) else ()
     loss, ratio, log_eta = _entry_loss(
-        losses.AugmentReduce(max(1, math.prod(rows))),
+        _AUGMENT_REDUCE,
         (h, weight, target, ids, log_q, bias),
         log_eta=log_eta,
         scale=scale,
@@ -325,6 +326,9 @@ def augment_reduce(
     if not return_log_sum:
         return loss
     return loss, (log_eta + ratio.log()).reshape(rows)
+
+
+_AUGMENT_REDUCE = losses.AugmentReduce(1)  # the caller keeps eta, so that the number of examples does not matter
 
 
 def _entry_loss(
@@ -345,7 +349,8 @@ def _entry_loss(
     h, weight, target = tensors[:3]
     lead, x = prepare(op, *tensors, class_weight, positives)
     why = " where reg is not 0" if needs.prior else ""
-    of_target = [target.shape, h.shape[:-1]] if x.target.dim() == 1 else [target.shape]
+    one_target = x.target.dim() == 1 or x.target.shape[1] == 1
+    of_target = [target.shape, h.shape[:-1]] if one_target else [target.shape]
     target_log_q = row_values(op, "target_log_q", target_log_q, of_target, needs.target_log_q, why, weight)
     if target_log_q is not None and target_log_q.shape != x.target.shape:
         target_log_q = target_log_q.reshape(x.target.shape)

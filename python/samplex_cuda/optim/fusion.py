@@ -38,6 +38,8 @@ def fusion_of(parameter: Tensor) -> Fusion | None:
         >>> fusion_of(torch.zeros(3)) is None
         True
     """
+    if torch.compiler.is_compiling():
+        return None
     found = _fusions.get(parameter) if len(_fusions) else None
     return None if found is None else found()
 
