@@ -12,6 +12,7 @@ from samplex_cuda._library import _native
 from samplex_cuda.ops.row_reduce import row_reduce
 from samplex_cuda.optim import rules
 from samplex_cuda.reference import row_rules as plain
+from samplex_cuda.reference.static_sample import philox_bits
 from samplex_cuda.testing import assert_close
 
 OPS = torch.ops.samplex
@@ -444,6 +445,21 @@ def test_rounding_has_the_same_bits_at_every_simd_level(simd_level, dtype, d):
     assert torch.equal(scalar.isnan(), nan)
     assert torch.equal(chance.view(as_bits)[~nan], scalar.view(as_bits)[~nan])
     assert d < 8 or not torch.equal(chance[~nan], nearest[~nan])
+
+
+def test_random_bits_of_a_column_are_those_of_its_place(simd_level):
+    """Eight columns share the four words at (row, column / 8), the low half of a word first."""
+    rows, d, seed, offset = 6, 21, 5, 6
+    low = torch.randint(2**16, (rows, d))
+    x = (low + 0x3F800000).to(torch.int32).view(torch.float32)  # 1 and a part of the step to its neighbour
+    got = torch.zeros(rows, d, dtype=torch.bfloat16)
+    OPS.row_sgd_(got, None, None, x, None, torch.tensor([seed, offset]), -1.0, 0.0, 0.0, False)
+    for row in range(rows):
+        for column in range(d):
+            half = philox_bits(seed, offset, row, column // 8, 0)[column % 8 // 4]
+            noise = half >> (column % 4 * 16) & 0xFFFF
+            up = int(low[row, column]) + noise >= 2**16
+            assert float(got[row, column]) == (1.0078125 if up else 1.0)
 
 
 def test_stochastic_rounding_leaves_inf_and_nan(backend):
