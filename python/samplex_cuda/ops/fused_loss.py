@@ -89,7 +89,6 @@ class Plan(NamedTuple):
     reduction: int
     with_lse: bool = False  # whether `saved` holds the gradients of lse too
     with_ratio: bool = False  # whether `saved` ends with a ratio per row
-    version: int = 0  # of the weight in the forward
 
 
 class LossGrad(NamedTuple):
@@ -102,6 +101,7 @@ class LossGrad(NamedTuple):
     saved: Tensor
     grad_loss: Tensor  # contiguous, [] or [B]
     grad_lse: Tensor | None  # contiguous, [B]
+    version: int = 0  # of the weight in the forward
 
 
 class Entries(NamedTuple):
@@ -341,7 +341,9 @@ class RowSink:
 
 
 # ------------------------------------------------------------------------------------------------ the step
-def _grad(plan: Plan, tensors: tuple[Tensor, ...], grad_loss: Tensor | None, grad_lse: Tensor | None) -> LossGrad | None:
+def _grad(
+    plan: Plan, tensors: tuple[Tensor, ...], grad_loss: Tensor | None, grad_lse: Tensor | None, version: int = 0
+) -> LossGrad | None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"{plan.op}: double backward (create_graph=True) is not supported")
     if grad_loss is None:
@@ -349,9 +351,8 @@ def _grad(plan: Plan, tensors: tuple[Tensor, ...], grad_loss: Tensor | None, gra
             return None
         grad_loss = grad_lse.new_zeros(() if plan.reduction else grad_lse.shape)
     hidden, target, ids, saved = tensors
-    return LossGrad(
-        plan, hidden, target, ids, saved, grad_loss.contiguous(), None if grad_lse is None else grad_lse.contiguous()
-    )
+    upstream = None if grad_lse is None else grad_lse.contiguous()
+    return LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), upstream, version)
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -380,8 +381,8 @@ class _FusedLoss(torch.autograd.Function):
             form.reduction,
             form.with_lse,
             extra is not None and not form.with_lse,
-            weight._version,
         )
+        ctx.version = weight._version
         ctx.sink = RowSink(form.sparse, weight, bias) if sink is None else sink
         ctx.saved = made.saved
         ctx.save_for_backward(hidden, x.target, x.ids)
@@ -395,7 +396,8 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_extra: Tensor | None = None) -> Any:
         plan = ctx.plan
-        grad = _grad(plan, (*ctx.saved_tensors, ctx.saved), grad_loss, grad_extra if plan.with_lse else None)
+        tensors = (*ctx.saved_tensors, ctx.saved)
+        grad = _grad(plan, tensors, grad_loss, grad_extra if plan.with_lse else None, ctx.version)
         if grad is None:
             return None, None, None, None, None, None, None
         return (*ctx.sink.deliver(grad, ctx.needs_input_grad[:3]), None, None, None, None)

@@ -135,7 +135,7 @@ class Fusion:
     # -------------------------------------------------------------------------------------------- inside backward
     def deliver(self, grad: LossGrad, need: tuple[bool, bool, bool]) -> tuple[Tensor | None, None, None]:
         """See `Sink.deliver`: the gradient of hidden; those of weight and bias are stored until the weight's hook."""
-        if grad.plan.version != self.weight._version:
+        if grad.version != self.weight._version:
             raise RuntimeError(
                 f"{_NAME}: the weight was changed after this loss was computed, by another backward's update or in "
                 "place, so its gradient is out of date: call backward once after each forward, add the losses before "
@@ -214,7 +214,7 @@ class Fusion:
             row_update_(
                 weight, tables[0], tables[1], bias, bias_tables[0], bias_tables[1], *e, key, rule, bias_rule
             )
-        torch.autograd.graph.increment_version([weight] if bias is None else [weight, bias])
+        torch._C._increment_version([weight] if bias is None else [weight, bias])
         # A step was made, though not by step(): schedulers ask.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         if len(arrived) > 1 and self.on_late_update is not None:

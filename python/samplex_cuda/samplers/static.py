@@ -20,6 +20,10 @@ __all__ = ["LogUniform", "StaticSampler", "Uniform", "Unigram"]
 
 MAX_CLASSES = 1 << 52
 
+_uniform_sample = torch.ops.samplex.uniform_sample.default
+_log_uniform_sample = torch.ops.samplex.log_uniform_sample.default
+_alias_sample = torch.ops.samplex.alias_sample.default
+
 class StaticSampler(Sampler):
     """What the static samplers share. `h` only says how many rows there are; `context` is not looked at.
 
@@ -81,6 +85,12 @@ class StaticSampler(Sampler):
             >>> sampler.sample(None, 6, shared=True).ids.shape
             torch.Size([6])
         """
+        if not shared and type(exclude) is Tensor and type(num_samples) is int and h is not None and batch_size is None:
+            # The form of a training step, with nothing to convert: the op checks the rest.
+            size = exclude.shape
+            if len(size) == 1 and exclude.dtype is torch.int64 and h.dim() == 2 and h.shape[0] == size[0]:
+                pair = key_tensor(self._op, key, self._device(h, exclude))
+                return Draw(*call(self._sample_op, pair, size[0], num_samples, exclude.unsqueeze(1), None))
         count = self._check_count(num_samples)
         if shared:
             self._check_shared(exclude)
@@ -184,7 +194,7 @@ class Uniform(StaticSampler):
     def _sample_op(
         self, key: Tensor, batch: int, count: int, exclude: Tensor | None, offsets: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return ops.uniform_sample(key, batch, count, self.num_classes, exclude, offsets)
+        return _uniform_sample(key, batch, count, self.num_classes, exclude, offsets)
 
     def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
         return ops.uniform_log_prob(ids, self.num_classes, exclude, offsets)
@@ -258,7 +268,7 @@ class LogUniform(StaticSampler):
     def _sample_op(
         self, key: Tensor, batch: int, count: int, exclude: Tensor | None, offsets: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return ops.log_uniform_sample(key, batch, count, self.num_classes, exclude, offsets)
+        return _log_uniform_sample(key, batch, count, self.num_classes, exclude, offsets)
 
     def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
         return ops.log_uniform_log_prob(ids, self.num_classes, exclude, offsets)
@@ -344,7 +354,7 @@ class Unigram(StaticSampler):
     def _sample_op(
         self, key: Tensor, batch: int, count: int, exclude: Tensor | None, offsets: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return ops.alias_sample(key, batch, count, self.table, self.prefix, exclude, offsets)
+        return _alias_sample(key, batch, count, self.table, self.prefix, exclude, offsets)
 
     def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
         return ops.alias_log_prob(ids, self.table, self.prefix, exclude, offsets)
