@@ -27,7 +27,14 @@ KINDS = ["softmax", "quartic", *(["quadratic"] if hasattr(sx.samplers, "Quadrati
 def problem(kind: str, m: int, reduction: str = "mean"):
     torch.manual_seed(0)
     head = sx.SampledClassifier(
-        D, C, sx.samplers.Uniform(C), num_samples=m, loss=sx.losses.SampledSoftmax(absolute=True), scale=1.5, reduction=reduction, sparse=False
+        D,
+        C,
+        sx.samplers.Uniform(C),
+        num_samples=m,
+        loss=sx.losses.SampledSoftmax(absolute=True),
+        scale=1.5,
+        reduction=reduction,
+        sparse=False,
     )
     torch.nn.init.normal_(head.weight)
     head.sampler = make(kind, head)

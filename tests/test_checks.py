@@ -68,9 +68,15 @@ def _loss(target: int = 1, ids: int = 2, **changes: object) -> object:
         ),
         (
             lambda: OPS.row_apply_(
-                torch.ones(3, 2), torch.ones(3, 2), None, torch.tensor([3]), torch.ones(1, 2), None, None,
+                torch.ones(3, 2),
+                torch.ones(3, 2),
+                None,
+                torch.tensor([3]),
+                torch.ones(1, 2),
+                None,
+                None,
                 rules.adagrad(0.1, 1e-8, 0.0, False),
-            ),  # fmt: skip
+            ),
             "IndexError: row_apply_: row_ids must be in",
         ),
     ],

@@ -59,7 +59,10 @@ def conditional(sampler, h, t, shared):
     return q
 
 
-@pytest.mark.parametrize("options", [{}, {"scale": 1.7}, {"loss": sx.losses.SampledSoftmax(absolute=True)}, {"shared": True}, {"bias": False}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scale": 1.7}, {"loss": sx.losses.SampledSoftmax(absolute=True)}, {"shared": True}, {"bias": False}],
+)
 @pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "holes"])
 def test_law_against_direct_formulas(name, options):
     if options == {"bias": False} and name == "quadratic":

@@ -24,7 +24,7 @@ def head_of(loss, **options):
 
 
 def step(head, h, y, **options):
-    index = torch.arange(y.shape[0]) if head.loss.needs.index else None
+    index = torch.arange(y.shape[0]) if head.loss.needs.example_index else None
     return head(h, y, **{"index": index} | options)
 
 
@@ -228,7 +228,7 @@ def test_a_compiled_step_moves_eta_as_an_eager_one():
         ("nce", {"absolute": True}, "NCE: absolute is not an option of this loss, got True"),
         ("one_vs_each", {"label_smoothing": 0.1}, "OneVsEach: label_smoothing is not an option of this loss, got 0.1"),
         ("nce", {"reg": 0.1}, "NCE: reg is not an option of this loss, got 0.1"),
-        ("augment_reduce", {"num_examples": None}, "AugmentReduce: num_examples must be an int of at least 1, got None"),
+        ("augment_reduce", {"num_examples": None}, "num_examples must be an int of at least 1, got None"),
         ("augment_reduce", {"num_examples": 0}, "num_examples must be an int of at least 1"),
         ("augment_reduce", {"rate": 0.0}, "rate must be in (0, 1], got 0.0"),
         ("augment_reduce", {"rate": math.nan}, "rate must be in (0, 1], got nan"),
@@ -247,7 +247,7 @@ def test_calls_are_checked_and_leave_the_state_alone():
     for index, kind, text in (
         (None, ValueError, "index must be [7] int64 with AugmentReduce(num_examples=50), got None"),
         (torch.zeros(B), ValueError, "index must be [7] int64 with AugmentReduce(num_examples=50), got [7] float32"),
-        (torch.zeros(B - 1, dtype=torch.int64), ValueError, "index must be [7] int64 with AugmentReduce(num_examples=50), got"),
+        (torch.zeros(B - 1, dtype=torch.int64), ValueError, "index must be [7] int64 with AugmentReduce"),
         (torch.full((B,), N), IndexError, "index must be in [0, 50), got 50"),
         (torch.full((B,), -1), IndexError, "index must be in [0, 50), got -1"),
     ):  # fmt: skip

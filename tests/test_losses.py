@@ -48,14 +48,18 @@ def test_short_names_are_the_objects():
     ],
 )
 def test_options_that_moved_name_their_loss(option, value, text):
-    with pytest.raises(TypeError, match=re.escape(f"SampledClassifier: {option} is an option of the loss: pass loss={text}")):
+    with pytest.raises(
+        TypeError, match=re.escape(f"SampledClassifier: {option} is an option of the loss: pass loss={text}")
+    ):
         sx.SampledClassifier(D, C, sx.samplers.Uniform(C), M, **{option: value})
 
 
 def test_unknown_options_and_losses_are_refused():
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         sx.SampledClassifier(D, C, sx.samplers.Uniform(C), M, colour=1)
-    with pytest.raises(ValueError, match="loss must be one of sampled_softmax, .* or an object of sx.losses, got 'hinge'"):
+    with pytest.raises(
+        ValueError, match=r"loss must be one of sampled_softmax, .* or an object of sx.losses, got 'hinge'"
+    ):
         sx.SampledClassifier(D, C, sx.samplers.Uniform(C), M, "hinge")
     with pytest.raises(TypeError, match=r"got the class NCE; write NCE\(\.\.\.\)"):
         sx.SampledClassifier(D, C, sx.samplers.Uniform(C), M, sx.losses.NCE)
@@ -71,7 +75,7 @@ def test_what_losses_declare():
     assert sx.losses.NegativeSampling(reg=0.1).needs == Needs(**noise, prior=True, target_log_q=True)
     assert sx.losses.NCE().needs == Needs(**noise, target_log_q=True)
     assert sx.losses.OneVsEach().needs == Needs()
-    assert sx.losses.AugmentReduce(4).needs == Needs(index=True)
+    assert sx.losses.AugmentReduce(4).needs == Needs(example_index=True)
     assert not sx.losses.FullSoftmax().needs.draws
 
 
@@ -179,7 +183,7 @@ def test_a_loss_of_ones_own_masks_ignores_and_weighs():
     ids = head.sampler.sample(None, M, shared=True, key=sx.Key(1)).ids
     y[2] = ids[0]
     known = (torch.tensor([0, 2, 2, 2, 2, 2, 2, 2]), ids[1:3])
-    want = torch.full((B,), float((ids.unique().numel() and ids.numel())))
+    want = torch.full((B,), float(ids.unique().numel() and ids.numel()))
     want[0] -= float(((ids == ids[1]) | (ids == ids[2]) | (ids == y[0])).sum())
     for row in range(1, B):
         want[row] -= float((ids == y[row]).sum())
@@ -236,7 +240,9 @@ def test_a_sparse_or_fused_head_inside_ddp_is_an_error(one_rank, fused):
     before = model.head.weight.detach().clone()
     ddp = nn.parallel.DistributedDataParallel(model)
     how = "a fused optimizer" if fused else "sparse gradients"
-    with pytest.raises(RuntimeError, match=f"a head with {how} must not be inside DistributedDataParallel.*sparse=False"):
+    with pytest.raises(
+        RuntimeError, match=f"a head with {how} must not be inside DistributedDataParallel.*sparse=False"
+    ):
         ddp(*a_batch(0))
     assert torch.equal(model.head.weight, before)
 

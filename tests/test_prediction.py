@@ -124,7 +124,11 @@ def test_rerank_ties_and_types(dtype):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"candidates": "tree"}, TypeError, "SampledClassifier.topk: tree must be a samplers.Tree, because the sampler is not"),
+        (
+            {"candidates": "tree"},
+            TypeError,
+            "SampledClassifier.topk: tree must be a samplers.Tree, because the sampler is not",
+        ),
         ({"candidates": "lsh"}, ValueError, "candidates must be None, 'tree' or int64 ids, got 'lsh'"),
         ({"beam": 5}, ValueError, "candidates must be 'tree' where beam or tree is given, got None"),
         (

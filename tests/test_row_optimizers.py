@@ -298,7 +298,7 @@ LEAF = torch.zeros(3, 2, requires_grad=True)
         (lambda: sx.optim.RowSGD([LEAF], nesterov=True), ValueError, "momentum must be above 0 with nesterov, got 0.0"),
         (lambda: sx.optim.RowAdagrad([LEAF], eps=-1.0), ValueError, "eps must be finite and at least 0, got -1.0"),
         (lambda: sx.optim.RowAdam([LEAF], betas=(0.9, 1.0)), ValueError, "must be two numbers in [0, 1), got (0.9"),
-        (lambda: sx.optim.RowSGD([LEAF * 2]), ValueError, "a parameter must be a leaf, got [3, 2] float32 on cpu, the result"),
+        (lambda: sx.optim.RowSGD([LEAF * 2]), ValueError, "must be a leaf, got [3, 2] float32 on cpu, the result"),
         (lambda: sx.optim.RowSGD([torch.zeros(())]), ValueError, "[C] or [C, d] floating point, got [] float32"),
         (lambda: sx.optim.RowSGD([torch.zeros(1, 1, 1)]), ValueError, "[C] or [C, d] floating point, got [1, 1, 1]"),
         (lambda: sx.optim.RowSGD([torch.zeros(2).long()]), ValueError, "[C] or [C, d] floating point, got [2] int64"),

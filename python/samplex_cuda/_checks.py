@@ -66,7 +66,14 @@ def check_int(op: str, name: str, value: Any, least: int = 1, most: int | None =
 
 
 def check_number(
-    op: str, name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
+    op: str,
+    name: str,
+    value: Any,
+    low: float,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
 ) -> float:
     """`value` as a finite float within the limits."""
     try:

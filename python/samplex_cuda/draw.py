@@ -51,8 +51,8 @@ class Draw(NamedTuple):
         log_q + log(m / (n u)). Shared draws from a skewed distribution shrink to a fraction of their rows.
 
         Returns:
-            ids [u], ascending (stratified draws keep their order), and their log_q; `independent` is False. On a GPU this
-            waits for the device.
+            ids [u], ascending (stratified draws keep their order), and their log_q; `independent` is False. On a GPU
+            this waits for the device.
 
         Example:
             >>> import torch

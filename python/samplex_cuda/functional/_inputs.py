@@ -82,7 +82,12 @@ def prepare(
     if class_weight is not None:
         class_weight = _table(op, "class_weight", class_weight, weight, acc).detach()
     lead = shape[:-1]
-    if len(lead) != 1 or target.shape != lead or (ids.dim() == 2 and ids.shape[0] != lead[0]) or ids.dim() not in (1, 2):
+    if (
+        len(lead) != 1
+        or target.shape != lead
+        or (ids.dim() == 2 and ids.shape[0] != lead[0])
+        or ids.dim() not in (1, 2)
+    ):
         h, target, ids = _flatten(op, h, target, ids, lead)
     if log_q.shape != ids.shape:
         if math.prod(log_q.shape) != math.prod(ids.shape) or log_q.shape[-1:] != ids.shape[-1:]:
@@ -163,9 +168,7 @@ def row_values(
     return t.detach().to(acc_dtype(weight.dtype)).contiguous()
 
 
-def known_positives(
-    op: str, rows: tuple[Tensor, Tensor], batch: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def known_positives(op: str, rows: tuple[Tensor, Tensor], batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Known positives of each row as CSR, checked.
 
     Args:

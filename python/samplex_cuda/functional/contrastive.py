@@ -1,6 +1,4 @@
-"""The contrastive loss: a query against its own key and negatives, with gradients to queries and keys.
-
-"""
+"""The contrastive loss: a query against its own key and negatives, with gradients to queries and keys."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from torch import Tensor
 from samplex_cuda._checks import describe, op_error
 from samplex_cuda.losses import SampledSoftmax
 from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, acc_dtype, run_loss
-from samplex_cuda.optim.fusion import fusion_of
 from samplex_cuda.ops.subset_sample import subset_sample
+from samplex_cuda.optim.fusion import fusion_of
 from samplex_cuda.rng import Key, key_tensor
 
 __all__ = ["contrastive"]
@@ -246,7 +244,9 @@ _WAYS = {
 
 def _check_log_q(log_q: Tensor, negatives: Tensor, shape: str) -> Tensor:
     if not isinstance(log_q, Tensor) or not log_q.is_floating_point():
-        raise TypeError(f"{_OP}: log_q must be floating point of {shape} {list(negatives.shape)}, got {describe(log_q)}")
+        raise TypeError(
+            f"{_OP}: log_q must be floating point of {shape} {list(negatives.shape)}, got {describe(log_q)}"
+        )
     if log_q.shape != negatives.shape or log_q.device != negatives.device:
         raise ValueError(
             f"{_OP}: log_q must be {shape} {list(negatives.shape)} on {negatives.device}, got {describe(log_q)}"

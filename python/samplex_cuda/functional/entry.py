@@ -101,7 +101,6 @@ def negative_sampling(
     )[0]
 
 
-
 def nce(
     h: Tensor,
     weight: Tensor,
@@ -174,7 +173,6 @@ def nce(
     )[0]
 
 
-
 def one_vs_each(
     h: Tensor,
     weight: Tensor,
@@ -243,7 +241,6 @@ def one_vs_each(
         positives=positives,
         sparse=sparse,
     )[0]
-
 
 
 def augment_reduce(
@@ -346,15 +343,15 @@ def _entry_loss(
 ) -> Any:
     """The loss, and for augment_reduce ratio and log_eta of each row, [B]."""
     op, needs = loss.name, loss.needs
-    h, weight, target = tensors[:3]
-    lead, x = prepare(op, *tensors, class_weight, positives)
+    h, weight, target, ids, log_q, bias = tensors
+    lead, x = prepare(op, h, weight, target, ids, log_q, bias, class_weight, positives)
     why = " where reg is not 0" if needs.prior else ""
     one_target = x.target.dim() == 1 or x.target.shape[1] == 1
     of_target = [target.shape, h.shape[:-1]] if one_target else [target.shape]
     target_log_q = row_values(op, "target_log_q", target_log_q, of_target, needs.target_log_q, why, weight)
     if target_log_q is not None and target_log_q.shape != x.target.shape:
         target_log_q = target_log_q.reshape(x.target.shape)
-    log_eta = row_values(op, "log_eta", log_eta, [h.shape[:-1]], needs.index, "", weight)
+    log_eta = row_values(op, "log_eta", log_eta, [h.shape[:-1]], needs.example_index, "", weight)
     log_eta = log_eta if log_eta is None or log_eta.dim() == 1 else log_eta.reshape(-1)
     form = Form(float(scale), int(ignore_index), reduction_code(op, reduction), bool(sparse))
     made, extra = run_loss(loss, x._replace(target_log_q=target_log_q, row_value=log_eta), form, fusion_of(weight))

@@ -29,7 +29,8 @@ def full_softmax(
     r"""Cross-entropy over all classes, exact, in chunks of classes: no [B, C] tensor if C is large.
 
     The value and the gradients of `F.cross_entropy(scale * F.linear(h, weight, bias), target)`. It costs O(C) per
-    row, with dense gradients: the exact baseline of the sampled losses, and what they estimate. Logits up to the budget of
+    row, with dense gradients: the exact baseline of the sampled losses, and what they estimate. Logits up to the
+    budget of
     `prediction.kept_bytes` (16 MB on the CPU) are kept for the backward pass, which computes all others again.
 
     Args:

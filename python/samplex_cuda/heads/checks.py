@@ -57,8 +57,8 @@ def check_sampler(
         )
     if shared and needs.prior and getattr(sampler, "conditional", False):
         raise ValueError(
-            f"{_NAME}: shared must be False with {loss!r} and a sampler whose distribution differs per row: scores would "
-            "be relative to the distribution of a batch, which prediction does not know; got True"
+            f"{_NAME}: shared must be False with {loss!r} and a sampler whose distribution differs per row: scores "
+            "would be relative to the distribution of a batch, which prediction does not know; got True"
         )
     if stratified and not (shared and getattr(sampler, "stratifies", False) and needs.weighted_draws):
         raise ValueError(
@@ -80,7 +80,7 @@ def like_weight(h: Tensor, weight: Tensor) -> Tensor:
 
 
 def refuse_replicas(head: SampledClassifier) -> None:
-    """Sparse gradients and fused updates are not synchronized by DistributedDataParallel: raise instead of diverging."""
+    """Raises inside DistributedDataParallel, which does not synchronize sparse gradients and fused updates."""
     active = nn.parallel.DistributedDataParallel._active_ddp_module
     if active is None or not any(module is head for module in active.module.modules()):
         return

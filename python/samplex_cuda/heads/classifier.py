@@ -63,9 +63,9 @@ class SampledClassifier(ExactAnswers):
     negative log-likelihood over all classes, computed in chunks, without gradient.
 
     With `loss="negative_sampling"` (Bamler & Mandt 2020) the scores are learned relative to the sampler's distribution
-    p_n, so evaluation and prediction add log p_n(y|x) back (Eq. 5): the NLL, `log_prob`, `predict`, `topk` and `scores`.
-    The sampler is then part of the model: keep it with the weights, and keep it fixed, or later predictions are corrected
-    by another distribution than the one the scores were learned against.
+    p_n, so evaluation and prediction add log p_n(y|x) back (Eq. 5): the NLL, `log_prob`, `predict`, `topk` and
+    `scores`. The sampler is then part of the model: keep it with the weights, and keep it fixed, or later predictions
+    are corrected by another distribution than the one the scores were learned against.
 
     `weight` [C, d] and `bias` [C] have the names, shapes and initial values of `nn.Linear(d, C)`:
 
@@ -84,10 +84,10 @@ class SampledClassifier(ExactAnswers):
             "negative_sampling", "nce", "one_vs_each", "full_softmax" (exact, O(C) per row, dense gradients).
             docs/losses.md compares them.
         bias: whether there is a bias per class.
-        shared: draw once for the whole batch. Targets among the draws are then masked, whereas per-row draws exclude them
-            beforehand; both leave the expected normalizer right. (Negative sampling and NCE do neither.) A sampler whose
-            distribution differs per row draws from the mean of these distributions. On the CPU, classes that were drawn
-            more than once are computed once (`Draw.merged`): many draws from a skewed distribution are cheap.
+        shared: draw once for the whole batch. Targets among the draws are then masked, whereas per-row draws exclude
+            them beforehand; both leave the expected normalizer right. (Negative sampling and NCE do neither.) A sampler
+            whose distribution differs per row draws from the mean of these distributions. On the CPU, classes that were
+            drawn more than once are computed once (`Draw.merged`): many draws from a skewed distribution are cheap.
         stratified: stratified shared draws instead of independent ones (`Tree.sample`): the same expectation with less
             variance, so that fewer draws are enough. Requires a `Tree`, and a loss that is a sum over weighted draws.
         scale: inverse temperature; the logit is `scale * (h @ w + b)`.
@@ -101,8 +101,8 @@ class SampledClassifier(ExactAnswers):
             "step": before each training forward it receives the rows that the last one touched; an int k: every k
             forwards; "epoch": it is rebuilt whenever the head goes from eval to training mode; None: never, the caller
             does it; "auto": "step" if the sampler depends on the table, else None. With a policy, the first forward
-            rebuilds. Only rows that a forward touched count as changed, so dense weight decay or momentum needs "epoch",
-            or `mark_changed()` now and then. See `staleness` and `update_sampler`.
+            rebuilds. Only rows that a forward touched count as changed, so dense weight decay or momentum needs
+            "epoch", or `mark_changed()` now and then. See `staleness` and `update_sampler`.
         device: where the parameters live.
         dtype: of the parameters.
 
@@ -297,7 +297,7 @@ class SampledClassifier(ExactAnswers):
         if not self.training:
             loss = self.exact_loss(rows, target, features)
             return self._reduced(loss, target, sample_weight, lead)
-        index = self._check_index(index, lead) if spec.needs.index else None
+        index = self._check_index(index, lead) if spec.needs.example_index else None
         form = spec.form if sample_weight is None else spec.rows
         if not spec.needs.draws:
             loss = self._full_loss(rows, target, sample_weight is not None)
@@ -406,9 +406,7 @@ class SampledClassifier(ExactAnswers):
         if spec.excludes:
             # A negative target that is not ignored is an error of the loss.
             exclude = target.clamp_min(-1) if self.ignore_index < 0 else torch.where(self._valid(target), target, -1)
-        draw = sampler.sample(
-            seen, self.num_samples, key=key, exclude=exclude, context=context, **spec.sampling
-        )
+        draw = sampler.sample(seen, self.num_samples, key=key, exclude=exclude, context=context, **spec.sampling)
         return draw.merged() if spec.merges and self._repeats(draw) else draw, None
 
     def _repeats(self, draw: Draw) -> bool:
@@ -435,18 +433,14 @@ class SampledClassifier(ExactAnswers):
         assert self._state_name is not None
         state = self.get_buffer(self._state_name)
         if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.shape != lead:
-            raise ValueError(
-                f"{_NAME}: index must be {list(lead)} int64 with {self.loss!r}, got {describe(index)}"
-            )
+            raise ValueError(f"{_NAME}: index must be {list(lead)} int64 with {self.loss!r}, got {describe(index)}")
         if index.device != state.device:
             raise ValueError(f"{_NAME}: index must be on {state.device}, got {index.device}")
         # On a GPU a look at the numbers would wait for the device; torch's own indexing stops there.
         if index.is_cpu and index.numel() and not torch.compiler.is_compiling():
             low, high = (int(t) for t in index.aminmax())
             if low < 0 or high >= state.shape[0]:
-                raise IndexError(
-                    f"{_NAME}: index must be in [0, {state.shape[0]}), got {low if low < 0 else high}"
-                )
+                raise IndexError(f"{_NAME}: index must be in [0, {state.shape[0]}), got {low if low < 0 else high}")
         return index.reshape(-1)
 
     # -------------------------------------------------------------------------------------------- the optimizer
@@ -488,7 +482,9 @@ class SampledClassifier(ExactAnswers):
         return self._fusion
 
     # -------------------------------------------------------------------------------------------- the sampler
-    def set_sampler(self, sampler: nn.Module, *, num_samples: int | None = None, update: str | int | None = "auto") -> None:
+    def set_sampler(
+        self, sampler: nn.Module, *, num_samples: int | None = None, update: str | int | None = "auto"
+    ) -> None:
         """Give the head another sampler, checked as in the constructor; nothing changes if it is refused.
 
         Args:
@@ -551,8 +547,8 @@ class SampledClassifier(ExactAnswers):
         """Tell the head that class rows changed outside of its own training step.
 
         Args:
-            ids: int64 of any shape, or a list of them; ids out of range are skipped. None: any row may have changed, and
-                the sampler is rebuilt before the next training forward.
+            ids: int64 of any shape, or a list of them; ids out of range are skipped. None: any row may have changed,
+                and the sampler is rebuilt before the next training forward.
 
         Example:
             >>> import torch, samplex_cuda as sx

@@ -255,7 +255,9 @@ class ExactAnswers(nn.Module):
         elif candidates == "tree":
             tree = sampler if tree is None else tree
             if not isinstance(tree, Tree):
-                raise TypeError(f"{where}: tree must be a samplers.Tree, because the sampler is not a Tree, got {tree!r}")
+                raise TypeError(
+                    f"{where}: tree must be a samplers.Tree, because the sampler is not a Tree, got {tree!r}"
+                )
             if tree.num_classes != self.num_classes:
                 raise ValueError(f"{where}: tree must have num_classes = {self.num_classes}, got {tree.num_classes}")
             most = min(512, self.num_classes)

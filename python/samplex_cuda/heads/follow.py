@@ -102,7 +102,7 @@ class TableFollower:
 
     # -------------------------------------------------------------------------------------------- checkpoints
     def lag(self) -> Tensor | None:
-        """What a checkpoint must hold besides the sampler: int64 [2 + n] of steps, stale and touched ids; None if none."""
+        """What a checkpoint must hold besides the sampler: int64 [2 + n] of steps, stale, touched ids; or None."""
         if self.policy is None or not (self.steps or self.touched or self.stale):
             return None
         ids = torch.cat(self.touched).unique().cpu() if self.touched else torch.empty(0, dtype=torch.int64)

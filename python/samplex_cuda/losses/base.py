@@ -8,12 +8,12 @@ one function in plain torch.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samplex_cuda.ops.fused_loss import REDUCTIONS, Forward, Form, Inputs, acc_dtype, pack_saved
+from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Forward, Inputs, acc_dtype, pack_saved
 from samplex_cuda.ops.predict import predict_dots
 
 __all__ = ["ExampleState", "Loss", "Needs", "ScoreLoss"]
@@ -24,12 +24,13 @@ class Needs(NamedTuple):
 
     Attributes:
         draws: whether it samples classes at all; the full softmax does not.
-        excludes_target: whether the target never counts as its own negative. Per-row draws then exclude it, shared draws
+        excludes_target: whether the target never counts as its own negative. Per-row draws then exclude it, shared
+            draws
             are masked, and known positives may be masked too. False: draws are unconditional noise, hits included.
         weighted_draws: whether the loss is a sum over draws that weigh 1 / (m q) each, so that draws can be stratified.
         mergeable: whether copies of a class can be merged into one draw of a larger weight.
         target_log_q: whether it reads the log-probability of the targets.
-        index: whether it keeps a number per training example and needs their index.
+        example_index: whether it keeps a number per training example and needs their index.
         prior: whether scores are learned relative to the sampler's distribution, so that prediction adds log p_n back
             and the sampler must stay fixed.
     """
@@ -39,7 +40,7 @@ class Needs(NamedTuple):
     weighted_draws: bool = True
     mergeable: bool = True
     target_log_q: bool = False
-    index: bool = False
+    example_index: bool = False
     prior: bool = False
 
 
@@ -71,7 +72,7 @@ class Loss:
 
     def __repr__(self) -> str:
         """The class and the options that are not at their defaults."""
-        fields = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
+        fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
         shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -103,7 +104,7 @@ class Loss:
         raise NotImplementedError
 
     def example_state(self, num_classes: int) -> ExampleState | None:
-        """The number per training example that the head keeps, where `needs.index`."""
+        """The number per training example that the head keeps, where `needs.example_index`."""
         return None
 
     def update_state(self, state: Tensor, index: Tensor, used: Tensor, extra: Tensor) -> None:
@@ -121,8 +122,8 @@ class Loss:
 class ScoreLoss(Loss):
     """A loss written as one function of the scores, in plain torch; the library does the rest.
 
-    Subclasses give `row_loss`. Scores are gathered by the library's kernels, their gradients by autograd, and the rows of
-    the class table get sparse gradients or a fused update like those of any other loss. No [B, m, d] tensor is made.
+    Subclasses give `row_loss`. Scores are gathered by the library's kernels, their gradients by autograd, and the rows
+    of the class table get sparse gradients or a fused update like those of any other loss. No [B, m, d] tensor is made.
 
     Example:
         >>> import torch, samplex_cuda as sx

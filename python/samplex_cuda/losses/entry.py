@@ -29,7 +29,7 @@ class _EntryLoss(Loss):
             x.known_offsets, x.known_ids, KINDS[self.name], form.scale, self.reg, form.ignore_index, form.reduction,
             need_grad, form.sparse,
         )  # fmt: skip
-        return Forward(loss, saved, ratio_of(saved, x.hidden) if self.needs.index else None)
+        return Forward(loss, saved, ratio_of(saved, x.hidden) if self.needs.example_index else None)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -58,7 +58,9 @@ class NegativeSampling(_EntryLoss):
     @property
     def needs(self) -> Needs:
         """See `Loss.needs`."""
-        return Needs(excludes_target=False, weighted_draws=False, mergeable=False, target_log_q=self.reg != 0.0, prior=True)
+        return Needs(
+            excludes_target=False, weighted_draws=False, mergeable=False, target_log_q=self.reg != 0.0, prior=True
+        )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -126,7 +128,7 @@ class AugmentReduce(_EntryLoss):
     @property
     def needs(self) -> Needs:
         """See `Loss.needs`."""
-        return Needs(index=True)
+        return Needs(example_index=True)
 
     def example_state(self, num_classes: int) -> ExampleState:
         """See `Loss.example_state`."""

@@ -1,6 +1,7 @@
 """The one step of every fused loss: forward, backward, and where its row gradients go.
 
-A loss forward gives the loss and `saved`, the unit gradients in one tensor. Backward scales them and passes a `LossGrad`
+A loss forward gives the loss and `saved`, the unit gradients in one tensor. Backward scales them and passes a
+`LossGrad`
 to a sink, which decides the form of the weight gradient: `RowSink` makes coalesced COO (or dense) tensors for autograd,
 `samplex_cuda.optim.fusion.Fusion` updates the rows at once.
 """
@@ -124,7 +125,9 @@ class Entries(NamedTuple):
 class Sink(Protocol):
     """Takes the gradient of a class table."""
 
-    def deliver(self, grad: LossGrad, need: tuple[bool, bool, bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def deliver(
+        self, grad: LossGrad, need: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of hidden, weight and bias for autograd; None where the sink has used them up."""
         ...
 
@@ -145,10 +148,10 @@ class RowGradients(NamedTuple):
     """Gradients summed by class, of a fixed size: no host synchronization until the rows are counted."""
 
     d_hidden: Tensor  # [B, d]
-    row_ids: Tensor  # int64 [n], the first `count` ascending and distinct
+    row_ids: Tensor  # int64 [n], the first `number` ascending and distinct
     row_grads: Tensor  # [n, d]
     row_bias: Tensor  # [n] or [0]
-    count: Tensor  # int64 [1]
+    number: Tensor  # int64 [1], how many of the n rows are used
 
 
 def row_gradients(g: LossGrad, need_rows: bool, with_bias: bool) -> RowGradients:
@@ -233,7 +236,9 @@ def rows_to_coo(
     if dtype is not rows.dtype:
         values = values.to(dtype)
     if torch.compiler.is_compiling():
-        return torch.sparse_coo_tensor(row_ids[:n].unsqueeze(0), values, size, check_invariants=False, is_coalesced=True)
+        return torch.sparse_coo_tensor(
+            row_ids[:n].unsqueeze(0), values, size, check_invariants=False, is_coalesced=True
+        )
     # The same without the argument parsing of the public function, which takes as long as a small backward.
     return _coo_unsafe(row_ids[:n].unsqueeze(0), values, size, is_coalesced=True)
 
@@ -334,9 +339,9 @@ class RowSink:
         d_weight = d_bias = None
         if need_weight:
             size = (p.num_classes, grad.hidden.shape[1])
-            d_weight = self.weight(rows.row_ids, rows.row_grads, rows.count, size, p.weight_dtype)
+            d_weight = self.weight(rows.row_ids, rows.row_grads, rows.number, size, p.weight_dtype)
         if need_bias:
-            d_bias = self.bias(rows.row_ids, rows.row_bias, rows.count, (p.num_classes,), p.bias_dtype)
+            d_bias = self.bias(rows.row_ids, rows.row_bias, rows.number, (p.num_classes,), p.bias_dtype)
         return rows.d_hidden if need_hidden else None, d_weight, d_bias
 
 
@@ -365,7 +370,14 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: Loss, x: Inputs, form: Form, sink: Sink | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        loss: Loss,
+        x: Inputs,
+        form: Form,
+        sink: Sink | None,
     ) -> Any:
         if loss.below_autograd:
             with _below_autograd():
@@ -523,10 +535,10 @@ def pack_saved(row_loss: Tensor, denom: Tensor, coef: Tensor | None, d_loss: Ten
     return Forward(loss, torch.cat([*parts, row_loss, denom, factor.reshape(1)]))
 
 
-def saved_numbers(batch: int, entries: int, dim: int, reduction: int, need_grad: bool, with_lse: bool, with_ratio: bool) -> int:
+def saved_numbers(
+    batch: int, entries: int, dim: int, reduction: int, need_grad: bool, with_lse: bool, with_ratio: bool
+) -> int:
     """How many numbers `saved` holds; as `SavedLoss` in loss/fused."""
     kept = (dim + entries) * batch * (1 + with_lse) if need_grad else 0
     kept += batch if reduction == REDUCTIONS["none"] else 2 * batch + 1
     return kept + (batch if with_ratio else 0)
-
-

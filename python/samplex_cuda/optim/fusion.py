@@ -1,8 +1,9 @@
 """An optimizer inside backward: the update happens where the gradient arises, and no gradient is kept.
 
-A fused loss knows its weight gradient as (ids, coefficients, h) until rows are asked for. `Fusion` is the sink of these:
-it passes them to the optimizer's rule as soon as autograd is done with the weight, when every use of it in the graph has
-had its turn. So two losses of one backward make one update of their sum, and a gradient from somewhere else (a tied
+A fused loss knows its weight gradient as (ids, coefficients, h) until rows are asked for. `Fusion` is the sink of
+these:
+it passes them to the optimizer's rule as soon as autograd is done with the weight, when every use of it in the graph
+has had its turn. So two losses of one backward make one update of their sum, and a gradient from somewhere else (a tied
 weight) is noticed before anything has changed.
 """
 
@@ -202,18 +203,17 @@ class Fusion:
     def _apply(self, arrived: list[Entries]) -> None:
         e = arrived[0] if len(arrived) == 1 else _joined(arrived)
         weight, bias, optimizer = self.weight, self.bias, self.optimizer
-        rule, tables, key = optimizer.begin(weight)
-        tables = [*tables, None, None]
-        bias_rule, bias_tables = rule, [None, None]
+        rule, own, key = optimizer.begin(weight)
+        tables: list[Tensor | None] = [*own, None, None]
+        bias_rule = rule
+        bias_tables: list[Tensor | None] = [None, None]
         if bias is not None:
             bias_rule, own, bias_key = optimizer.begin(bias)
             bias_tables = [*own, None, None]
             key = bias_key if key is None else key
         # Below autograd: backward has gradients off, except for create_graph, which the loss refuses.
         with _below_autograd():
-            row_update_(
-                weight, tables[0], tables[1], bias, bias_tables[0], bias_tables[1], *e, key, rule, bias_rule
-            )
+            row_update_(weight, tables[0], tables[1], bias, bias_tables[0], bias_tables[1], *e, key, rule, bias_rule)
         torch._C._increment_version([weight] if bias is None else [weight, bias])
         # A step was made, though not by step(): schedulers ask.
         optimizer._opt_called = True  # type: ignore[attr-defined]

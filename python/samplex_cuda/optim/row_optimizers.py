@@ -145,7 +145,8 @@ class RowAdam(RowOptimizer):
     Args:
         params: parameters [C, d] or [C], or groups of them.
         lr: learning rate, above 0.
-        betas: of the averages of the gradient and its square; a row's averages stay as they are while it is not touched.
+        betas: of the averages of the gradient and its square; a row's averages stay as they are while it is not
+        touched.
         eps: added to the root after bias correction, as `torch.optim.Adam` does.
         weight_decay: added to the gradient of a touched row, times the row.
         decoupled_weight_decay: shrink a touched row instead, as `torch.optim.AdamW` does.

@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step, as the kernels take them: rates, decay and bias correction are computed here alone."""
+"""The numbers of one optimizer step, as the kernels take them: rates, decay, bias correction; computed here alone."""
 
 from __future__ import annotations
 

@@ -144,7 +144,9 @@ class KernelSampler(Sampler):
         self._check_batch(query, batch_size, None)
         flat, offsets = sort_exclude(self._check_exclude(exclude, query.device, query.shape[0]))
         pair = key_tensor(self._op, key, query.device)
-        ids, log_q, clipped = call(ops.kernel_tree_sample, pair, query, phi, self.rows, self.sums, *self._law(), count, flat, offsets)
+        ids, log_q, clipped = call(
+            ops.kernel_tree_sample, pair, query, phi, self.rows, self.sums, *self._law(), count, flat, offsets
+        )
         self._watch(clipped)
         return Draw(ids, log_q)
 

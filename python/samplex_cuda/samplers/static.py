@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import call, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import static_sample as ops
 from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.rng import Key, key_tensor
-from samplex_cuda._checks import call, describe
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
 
 __all__ = ["LogUniform", "StaticSampler", "Uniform", "Unigram"]
@@ -23,6 +23,7 @@ MAX_CLASSES = 1 << 52
 _uniform_sample = torch.ops.samplex.uniform_sample.default
 _log_uniform_sample = torch.ops.samplex.log_uniform_sample.default
 _alias_sample = torch.ops.samplex.alias_sample.default
+
 
 class StaticSampler(Sampler):
     """What the static samplers share. `h` only says how many rows there are; `context` is not looked at.

@@ -121,7 +121,7 @@ class Stepper:
             h,
             batch["y"],
             features=features,
-            index=models.index_of(batch) if head.loss.needs.index else None,
+            index=models.index_of(batch) if head.loss.needs.example_index else None,
             context=models.context_of(batch),
             positives=self._known(batch),
             key=key,
