@@ -453,7 +453,7 @@ def test_random_bits_of_a_column_are_those_of_its_place(simd_level):
     low = torch.randint(2**16, (rows, d))
     x = (low + 0x3F800000).to(torch.int32).view(torch.float32)  # 1 and a part of the step to its neighbour
     got = torch.zeros(rows, d, dtype=torch.bfloat16)
-    OPS.row_sgd_(got, None, None, x, None, torch.tensor([seed, offset]), -1.0, 0.0, 0.0, False)
+    ours("sgd", got, [], None, x, None, torch.tensor([seed, offset]), lr=-1.0, decay=0.0)
     for row in range(rows):
         for column in range(d):
             half = philox_bits(seed, offset, row, column // 8, 0)[column % 8 // 4]

@@ -497,7 +497,7 @@ class TestErrors:
         sampler = make("uniform")
         with pytest.raises(ValueError, match="uniform: batch_size must be given where h is None, got None"):
             sampler.sample(None, 3)
-        with pytest.raises(ValueError, match=r"uniform: batch_size must be 2 as h \[2, 4\] float32 says, got 3"):
+        with pytest.raises(ValueError, match=r"uniform: batch_size must be 2 as h \[2, 4\] float32 on cpu says, got 3"):
             sampler.sample(torch.zeros(2, 4), 3, batch_size=3)
         with pytest.raises(ValueError, match="uniform: batch_size must not be negative, got -1"):
             sampler.sample(None, 3, batch_size=-1)

@@ -81,6 +81,8 @@ def prepare(
         bias = _table(op, "bias", bias, weight, acc)
     if class_weight is not None:
         class_weight = _table(op, "class_weight", class_weight, weight, acc).detach()
+    if log_q.shape != ids.shape:
+        raise ValueError(f"{op}: log_q must have the shape of ids {list(ids.shape)}, got {describe(log_q)}")
     lead = shape[:-1]
     if (
         len(lead) != 1
@@ -89,9 +91,6 @@ def prepare(
         or ids.dim() not in (1, 2)
     ):
         h, target, ids = _flatten(op, h, target, ids, lead)
-    if log_q.shape != ids.shape:
-        if math.prod(log_q.shape) != math.prod(ids.shape) or log_q.shape[-1:] != ids.shape[-1:]:
-            raise ValueError(f"{op}: log_q must have the shape of ids {list(ids.shape)}, got {describe(log_q)}")
         log_q = log_q.reshape(ids.shape)
     if log_q.requires_grad:
         log_q = log_q.detach()
@@ -178,7 +177,7 @@ def known_positives(op: str, rows: tuple[Tensor, Tensor], batch: int, device: to
         device: where they must be.
     """
     if not (isinstance(rows, tuple) and len(rows) == 2):
-        raise TypeError(f"{op}: positives must be a tuple (offsets [B + 1], ids [n]), got {type(rows).__name__}")
+        raise TypeError(f"{op}: positives must be a tuple (offsets [B + 1], ids [n]), got {describe(rows)}")
     offsets, ids = rows
     for name, t in (("positives offsets", offsets), ("positives ids", ids)):
         _check_ids(op, name, check_tensor(op, name, t, "int64"), device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from samplex_cuda import losses
+from samplex_cuda._checks import check_number
 from samplex_cuda.functional._inputs import prepare, reduction_code
 from samplex_cuda.ops.fused_loss import Form, run_loss
 from samplex_cuda.optim.fusion import fusion_of
@@ -71,7 +72,10 @@ def sampled_softmax(
         >>> weight.grad.is_coalesced(), weight.grad.shape
         (True, torch.Size([1000, 16]))
     """
-    loss_of = losses.SampledSoftmax(label_smoothing, absolute) if label_smoothing or absolute else _PLAIN
+    loss_of = _PLAIN
+    if label_smoothing or absolute:
+        check_number("sampled_softmax", "label_smoothing", label_smoothing, 0.0, 1.0)
+        loss_of = losses.SampledSoftmax(label_smoothing, absolute)
     lead, x = prepare("sampled_softmax", h, weight, target, ids, log_q, bias, class_weight, positives)
     form = Form(float(scale), int(ignore_index), reduction_code("sampled_softmax", reduction), bool(sparse), return_lse)
     loss, lse = run_loss(loss_of, x, form, fusion_of(weight))

@@ -385,7 +385,8 @@ class SampledClassifier(ExactAnswers):
             target_log_q,
             used,
         )
-        loss, extra = run_loss(spec.loss, x, form, self._fusion or self._rows_of(weight, bias))
+        sink = self._fusion or (None if torch.compiler.is_compiling() else self._rows_of(weight, bias))
+        loss, extra = run_loss(spec.loss, x, form, sink)
         if state is not None and index is not None and used is not None and extra is not None:
             spec.loss.update_state(state, index, used, extra.detach())
         return loss
