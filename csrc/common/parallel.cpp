@@ -16,13 +16,15 @@ namespace {
 // A thread that starts or ends this much later than its own work explains was descheduled: waking a sleeping thread
 // takes less, a scheduler slice more.
 constexpr int64_t kLate = 500'000;  // ns
+// One late thread can be an accident. Two within this time mean that other processes want the cores.
+constexpr int64_t kWindow = 30'000'000;  // ns
 // How long loops stay off the OpenMP team then. Doubles each time the team is found late again: every attempt may cost
 // a slice, and leaves a team behind that spins for milliseconds.
 constexpr int64_t kShortestPause = 50'000'000, kLongestPause = 1'600'000'000;  // ns
 constexpr int64_t kQuietLoops = 200;  // loops without a late thread after which the pause starts anew
 constexpr int64_t kRangesPerThread = 4;
 
-std::atomic<int64_t> pause_end{0}, pause_length{kShortestPause}, quiet_loops{0};
+std::atomic<int64_t> pause_end{0}, pause_length{kShortestPause}, quiet_loops{0}, last_late{-kWindow};
 std::atomic<int64_t> openmp_loops{0}, pool_loops{0}, late_loops{0};
 
 thread_local bool inside = false;
@@ -57,6 +59,7 @@ std::atomic<ThreadMode>& mode() {
 void note_late(int64_t time) {
   late_loops.fetch_add(1, std::memory_order_relaxed);
   quiet_loops.store(0, std::memory_order_relaxed);
+  if (time - last_late.exchange(time, std::memory_order_relaxed) > kWindow) return;
   const int64_t length = pause_length.load(std::memory_order_relaxed);
   pause_length.store(std::min(2 * length, kLongestPause), std::memory_order_relaxed);
   pause_end.store(time + length, std::memory_order_relaxed);
@@ -109,6 +112,7 @@ void set_thread_mode(ThreadMode value) {
   mode().store(value, std::memory_order_relaxed);
   pause_end.store(0, std::memory_order_relaxed);
   pause_length.store(kShortestPause, std::memory_order_relaxed);
+  last_late.store(-kWindow, std::memory_order_relaxed);
 }
 
 ThreadMode parse_thread_mode(const char* name) {
