@@ -42,14 +42,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import Report, Row, Timing, common_options, make_table, progress, row_from, set_up, wanted
-from bench_step import BATCH, DIM, SETS, Eager, Inputs, M, Ours, make_inputs, refcheck
+from _harness import Report, Row, Timing, common_options, progress, row_from, set_up, wanted
+from _steps import SETS, Eager, Inputs, Ours, Sizes, make_inputs, refcheck
 from torch.utils.data import DataLoader, Dataset
 
 import samplex_cuda as sx
 from samplex_cuda import _native
 
 CLASSES = 1_000_000
+SIZES = Sizes(CLASSES)
+BATCH, DIM, M = SIZES.batch, SIZES.dim, SIZES.m
 CONFIG = {"classes": CLASSES, "dim": DIM, "batch": BATCH, "num_samples": M}
 Step = Callable[[int], Any]
 
@@ -144,7 +146,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.device = set_up(options)
-        self.inputs = make_inputs(CLASSES, self.device)
+        self.inputs = make_inputs(SIZES, self.device)
         self.rounds = 3 if options.quick else 12
         self.calls = 10 if options.quick else 40
 
@@ -158,15 +160,13 @@ class Bench:
 
     def ours(self) -> Ours:
         progress("making a table")
-        found = Ours(
-            make_table(CLASSES, DIM, device=self.device), sx.samplers.Uniform(CLASSES), shared=False, fused=True
-        )
+        found = Ours(SIZES, self.device)
         progress("")
         return found
 
     def eager(self) -> tuple[Eager, str]:
         of_draw = self.ours()
-        side = Eager(make_table(CLASSES, DIM, device=self.device), shared=False)
+        side = Eager(SIZES, self.device)
         return side, self.check([side], of_draw)
 
     def check(self, sides: list[Any], of_draw: Ours) -> str:

@@ -10,13 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from samplex_cuda import functional, losses, optim, rff, samplers, tables
-from samplex_cuda._library import _native
+from samplex_cuda._library import _native, register_fakes
 from samplex_cuda.draw import Draw
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.rng import Key
 
 if TYPE_CHECKING:
     from samplex_cuda import data, diagnostics, metrics, training
+
+register_fakes()
 
 __version__: str = _native.build_info()["version"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,4 +19,29 @@ except ImportError as error:
 # Beside `_native`, not beside this file: an editable install keeps compiled files elsewhere than the sources.
 torch.ops.load_library(str(Path(_native.__file__).parent / "libsamplex.so"))
 
-__all__ = ["_native"]
+__all__ = ["_native", "register_fake", "register_fakes"]
+
+_fakes: list[tuple[str, Callable[..., Any]]] = []
+
+
+def register_fake(op: str, func: Callable[..., Any] | None = None) -> Any:
+    """`torch.library.register_fake`, put off until the package is loaded.
+
+    torch looks for each caller in all loaded modules. One caller, after the last module is there, is found at once; a
+    search per op would be half of the time that `import samplex_cuda` takes.
+
+    Args:
+        op: e.g. "samplex::rff".
+        func: the fake; without it, this is a decorator.
+    """
+    if func is None:
+        return lambda given: register_fake(op, given)
+    _fakes.append((op, func))
+    return func
+
+
+def register_fakes() -> None:
+    """Registers what `register_fake` has collected."""
+    while _fakes:
+        op, func = _fakes.pop()
+        torch.library.register_fake(op, func)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplex_cuda import _library  # noqa: F401  registers the ops
+from samplex_cuda._library import register_fake
 from samplex_cuda.ops.fused_loss import TableGradient, acc_dtype
 
 __all__ = ["attention_pool"]
@@ -18,7 +18,7 @@ __all__ = ["attention_pool"]
 _NAME = "attention_pool"
 
 
-@torch.library.register_fake("samplex::attention_pool")
+@register_fake("samplex::attention_pool")
 def _(
     ids: Tensor, table: Tensor, query: Tensor, value: Tensor, need_grad: bool, need_vectors: bool, sparse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +31,7 @@ def _(
     )
 
 
-@torch.library.register_fake("samplex::attention_pool_bwd")
+@register_fake("samplex::attention_pool_bwd")
 def _(
     grad: Tensor,
     ids: Tensor,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda._library import _native
+from samplex_cuda._library import _native, register_fake
 
 __all__ = ["bigram_log_prob", "bigram_sample", "build_alias_rows"]
 
@@ -117,7 +117,7 @@ def build_alias_rows(weights: np.ndarray | list[float], offsets: Tensor) -> tupl
     return table, prefix
 
 
-@torch.library.register_fake("samplex::bigram_sample")
+@register_fake("samplex::bigram_sample")
 def _(
     key: Tensor,
     context: Tensor,
@@ -136,7 +136,7 @@ def _(
     return key.new_empty(shape, dtype=torch.int64), key.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.register_fake("samplex::bigram_log_prob")
+@register_fake("samplex::bigram_log_prob")
 def _(
     ids: Tensor,
     context: Tensor,

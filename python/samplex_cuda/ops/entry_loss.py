@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samplex_cuda._library import register_fake
 from samplex_cuda.ops.fused_loss import OpCall, Plan, acc_dtype, differentiate, fake_gradients, saved_numbers
 
 __all__ = ["KINDS", "entry_loss", "ratio_of"]
@@ -45,7 +46,7 @@ class _Arguments(NamedTuple):
     sparse: bool
 
 
-@torch.library.register_fake("samplex::entry_loss")
+@register_fake("samplex::entry_loss")
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*inputs)
     batch, dim = a.hidden.shape
@@ -55,7 +56,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     return tuple(a.hidden.new_empty(shape, dtype=acc_dtype(a.hidden.dtype)) for shape in shapes)
 
 
-@torch.library.register_fake("samplex::entry_loss_bwd")
+@register_fake("samplex::entry_loss_bwd")
 def _(
     grad_loss: Tensor,
     hidden: Tensor,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from samplex_cuda import _library  # noqa: F401  registers the ops
 from samplex_cuda._checks import op_error
+from samplex_cuda._library import register_fake
 
 if TYPE_CHECKING:
     from samplex_cuda.losses.base import Loss
@@ -182,7 +182,7 @@ def entries(g: LossGrad, with_bias: bool) -> tuple[Tensor, Entries]:
     return d_hidden, Entries(target, coef_a, g.hidden, g.ids, coef_b, g.hidden, None)
 
 
-@torch.library.register_fake("samplex::loss_entries")
+@register_fake("samplex::loss_entries")
 def _(
     grad_loss: Tensor,
     grad_lse: Tensor | None,

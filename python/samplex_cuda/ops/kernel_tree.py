@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplex_cuda import _library  # noqa: F401  registers the ops
+from samplex_cuda._library import register_fake
 
 __all__ = [
     "FEATURE_ALIGN",
@@ -197,7 +197,7 @@ def kernel_tree_parents(sums: Tensor, leaves: Tensor | None = None) -> None:
     torch.ops.samplex.kernel_tree_parents(sums, leaves)
 
 
-@torch.library.register_fake("samplex::kernel_tree_sample")
+@register_fake("samplex::kernel_tree_sample")
 def _(
     key: Tensor,
     h: Tensor,
@@ -220,7 +220,7 @@ def _(
     )
 
 
-@torch.library.register_fake("samplex::kernel_tree_log_prob")
+@register_fake("samplex::kernel_tree_log_prob")
 def _(
     h: Tensor,
     phi: Tensor,
@@ -237,16 +237,16 @@ def _(
     return h.new_empty(ids.shape, dtype=torch.float32)
 
 
-@torch.library.register_fake("samplex::kernel_tree_build")
+@register_fake("samplex::kernel_tree_build")
 def _(sums: Tensor, phi: Tensor, first: int, leaf_size: int) -> None:
     return None
 
 
-@torch.library.register_fake("samplex::kernel_tree_update")
+@register_fake("samplex::kernel_tree_update")
 def _(sums: Tensor, phi: Tensor, old: Tensor, ids: Tensor, leaf_size: int) -> None:
     return None
 
 
-@torch.library.register_fake("samplex::kernel_tree_parents")
+@register_fake("samplex::kernel_tree_parents")
 def _(sums: Tensor, leaves: Tensor | None = None) -> None:
     return None

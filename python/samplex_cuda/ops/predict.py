@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplex_cuda import _library  # noqa: F401  registers the ops
+from samplex_cuda._library import register_fake
 
 __all__ = ["MOST_K", "predict_buffer", "predict_dots", "predict_grad", "predict_lse", "predict_topk"]
 
@@ -152,7 +152,7 @@ def predict_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return torch.ops.samplex.predict_dots(hidden, weight, ids)
 
 
-@torch.library.register_fake("samplex::predict_dots")
+@register_fake("samplex::predict_dots")
 def _(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return weight.new_empty(ids.shape, dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32)
 
@@ -180,7 +180,7 @@ def predict_buffer(like: Tensor, rows: int, columns: int) -> Tensor:
     return _predict_buffer(like, rows, columns)
 
 
-@torch.library.register_fake("samplex::predict_buffer")
+@register_fake("samplex::predict_buffer")
 def _(like: Tensor, rows: int, columns: int) -> Tensor:
     return like.new_empty((rows, columns))
 
@@ -188,6 +188,6 @@ def _(like: Tensor, rows: int, columns: int) -> Tensor:
 # They only write into what they are given.
 for _name in ("predict_lse", "predict_grad", "predict_topk"):
 
-    @torch.library.register_fake(f"samplex::{_name}")
+    @register_fake(f"samplex::{_name}")
     def _(*arguments: Any) -> None:
         return None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplex_cuda import _library  # noqa: F401  registers the ops
+from samplex_cuda._library import register_fake
 from samplex_cuda.ops.fused_loss import acc_dtype
 
 __all__ = ["KINDS", "num_numbers", "rff"]
@@ -22,7 +22,7 @@ def num_numbers(kind: int, dim: int, num_features: int) -> int:
     return num_features * (2 if kind == KINDS["rff"] else 1)
 
 
-@torch.library.register_fake("samplex::rff")
+@register_fake("samplex::rff")
 def _(
     x: Tensor,
     omega: Tensor | None,
@@ -36,7 +36,7 @@ def _(
     return x.new_empty((x.shape[0], width), dtype=acc_dtype(x.dtype))
 
 
-@torch.library.register_fake("samplex::rff_bwd")
+@register_fake("samplex::rff_bwd")
 def _(
     grad: Tensor,
     x: Tensor,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplex_cuda import _library  # noqa: F401  registers the op
+from samplex_cuda._library import register_fake
 
 __all__ = ["row_reduce"]
 
 
-@torch.library.register_fake("samplex::row_reduce")
+@register_fake("samplex::row_reduce")
 def _(
     ids_a: Tensor,
     coef_a: Tensor | None,

@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplex_cuda import _library  # noqa: F401  registers the ops
+from samplex_cuda._library import register_fake
 
 __all__ = ["row_apply_", "row_update_"]
 
 
-@torch.library.register_fake("samplex::row_apply_")
+@register_fake("samplex::row_apply_")
 def _(weight: Tensor, *rest: object) -> None:
     return None
 
 
-@torch.library.register_fake("samplex::row_update_")
+@register_fake("samplex::row_update_")
 def _(weight: Tensor, *rest: object) -> None:
     return None
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samplex_cuda._library import register_fake
 from samplex_cuda.ops.fused_loss import OpCall, Plan, acc_dtype, differentiate, fake_gradients, saved_numbers
 
 __all__ = ["sampled_softmax"]
@@ -42,7 +43,7 @@ class _Arguments(NamedTuple):
     need_hidden: bool = True
 
 
-@torch.library.register_fake("samplex::sampled_softmax")
+@register_fake("samplex::sampled_softmax")
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*inputs)
     batch, dim = a.hidden.shape
@@ -52,7 +53,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     return tuple(a.hidden.new_empty(shape, dtype=acc_dtype(a.hidden.dtype)) for shape in shapes)
 
 
-@torch.library.register_fake("samplex::sampled_softmax_bwd")
+@register_fake("samplex::sampled_softmax_bwd")
 def _(
     grad_loss: Tensor,
     grad_lse: Tensor | None,

@@ -12,7 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda._library import _native  # also registers the ops
+from samplex_cuda._library import (
+    _native,  # also registers the ops
+    register_fake,
+)
 
 __all__ = [
     "alias_log_prob",
@@ -216,5 +219,5 @@ def _fake_log_prob(ids: Tensor, *law: Any) -> Tensor:
 
 
 for _law in ("uniform", "log_uniform", "alias"):
-    torch.library.register_fake(f"samplex::{_law}_sample", _fake_sample)
-    torch.library.register_fake(f"samplex::{_law}_log_prob", _fake_log_prob)
+    register_fake(f"samplex::{_law}_sample", _fake_sample)
+    register_fake(f"samplex::{_law}_log_prob", _fake_log_prob)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplex_cuda import _library  # noqa: F401  registers the op
+from samplex_cuda._library import register_fake
 
 __all__ = ["subset_sample"]
 
@@ -37,6 +37,6 @@ def subset_sample(key: Tensor, batch: int, num_samples: int, num_classes: int, e
     return torch.ops.samplex.subset_sample(key, batch, num_samples, num_classes, exclude)
 
 
-@torch.library.register_fake("samplex::subset_sample")
+@register_fake("samplex::subset_sample")
 def _(key: Tensor, batch: int, num_samples: int, num_classes: int, exclude: Tensor | None = None) -> Tensor:
     return key.new_empty((batch, num_samples), dtype=torch.int64)

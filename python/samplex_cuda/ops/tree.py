@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplex_cuda import _library  # noqa: F401  registers the ops
+from samplex_cuda._library import register_fake
 from samplex_cuda.tables import empty_table
 
 __all__ = [
@@ -216,12 +216,12 @@ def tree_topk(
     return torch.ops.samplex.tree_topk(x, nodes, leaf_class, class_leaf, k, beam)
 
 
-@torch.library.register_fake("samplex::tree_project")
+@register_fake("samplex::tree_project")
 def _(features: Tensor, mean: Tensor, projection: Tensor) -> Tensor:
     return features.new_empty((features.shape[0], projection.shape[1]))
 
 
-@torch.library.register_fake("samplex::tree_sample_and_score")
+@register_fake("samplex::tree_sample_and_score")
 def _(
     key: Tensor,
     features: Tensor,
@@ -238,7 +238,7 @@ def _(
     return draws, log_q, features.new_empty(ids.shape)
 
 
-@torch.library.register_fake("samplex::tree_sample")
+@register_fake("samplex::tree_sample")
 def _(
     key: Tensor, x: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor, num_samples: int, *exclude: Any
 ) -> tuple[Tensor, Tensor]:
@@ -246,17 +246,17 @@ def _(
     return x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.register_fake("samplex::tree_log_prob")
+@register_fake("samplex::tree_log_prob")
 def _(x: Tensor, ids: Tensor, *tree: Any) -> Tensor:
     return x.new_empty(ids.shape, dtype=torch.float32)
 
 
-@torch.library.register_fake("samplex::tree_log_prob_all")
+@register_fake("samplex::tree_log_prob_all")
 def _(x: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], class_leaf.shape[0]), dtype=torch.float32)
 
 
-@torch.library.register_fake("samplex::tree_topk")
+@register_fake("samplex::tree_topk")
 def _(x: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor, k: int, beam: int) -> tuple[Tensor, Tensor]:
     shape = (x.shape[0], k)
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplex_cuda import _library  # noqa: F401  registers the ops
+from samplex_cuda._library import register_fake
 
 __all__ = ["tree_log_prob_shared", "tree_sample_shared"]
 
@@ -63,7 +63,7 @@ def tree_log_prob_shared(x: Tensor, ids: Tensor, nodes: Tensor, leaf_class: Tens
     return torch.ops.samplex.tree_log_prob_shared(x, ids, nodes, leaf_class, class_leaf)
 
 
-@torch.library.register_fake("samplex::tree_sample_shared")
+@register_fake("samplex::tree_sample_shared")
 def _(
     key: Tensor,
     x: Tensor,
@@ -76,6 +76,6 @@ def _(
     return x.new_empty((num_samples,), dtype=torch.int64), x.new_empty((num_samples,))
 
 
-@torch.library.register_fake("samplex::tree_log_prob_shared")
+@register_fake("samplex::tree_log_prob_shared")
 def _(x: Tensor, ids: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor) -> Tensor:
     return x.new_empty(ids.shape)
