@@ -22,6 +22,7 @@ torch.ops.load_library(str(Path(_native.__file__).parent / "libsamplex.so"))
 __all__ = ["_native", "register_fake", "register_fakes"]
 
 _fakes: list[tuple[str, Callable[..., Any]]] = []
+_loaded = False
 
 
 def register_fake(op: str, func: Callable[..., Any] | None = None) -> Any:
@@ -36,12 +37,17 @@ def register_fake(op: str, func: Callable[..., Any] | None = None) -> Any:
     """
     if func is None:
         return lambda given: register_fake(op, given)
-    _fakes.append((op, func))
+    if _loaded:  # a module that the package itself does not load
+        torch.library.register_fake(op, func)
+    else:
+        _fakes.append((op, func))
     return func
 
 
 def register_fakes() -> None:
-    """Registers what `register_fake` has collected."""
+    """Registers what `register_fake` has collected; later ones are registered at once."""
+    global _loaded
+    _loaded = True
     while _fakes:
         op, func = _fakes.pop()
         torch.library.register_fake(op, func)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import check_int
 from samplex_cuda.prediction import exact_topk
 
 if TYPE_CHECKING:
@@ -97,8 +98,7 @@ class ClassIndex:
         head = self.head
         lead = head._check_h("topk", h)
         rows = h.detach().reshape(-1, head.in_features)
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= head.num_classes:
-            raise ValueError(f"ClassIndex.topk: k must be an int in [1, {head.num_classes}], got {k!r}")
+        check_int("ClassIndex.topk", "k", k, 1, head.num_classes)
         count = min(head.num_classes, max(k, 4 * k if self.candidates is None else self.candidates))
         query = rows if head.bias is None else torch.cat([rows, rows.new_ones(rows.shape[0], 1)], 1)
         if rows.shape[0] == 0:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from samplex_cuda._checks import describe
 from samplex_cuda.prediction import _stable_topk
 
 if TYPE_CHECKING:
@@ -43,18 +44,14 @@ _CELLS = 1 << 22  # comparisons held at once
 _SCORES = 1 << 24  # scores that are held at a time
 
 
-def _describe(t: object) -> str:
-    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" if isinstance(t, Tensor) else type(t).__name__
-
-
 def _check(where: str, ids: Tensor, targets: Tensor, empty: str = "skip") -> Tensor:
     """Targets as [N, P]."""
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2:
-        raise ValueError(f"{where}: ids must be [N, K] int64, got {_describe(ids)}")
+        raise ValueError(f"{where}: ids must be [N, K] int64, got {describe(ids)}")
     n = ids.shape[0]
     fits = isinstance(targets, Tensor) and targets.dtype == torch.int64 and targets.dim() in (1, 2)
     if not fits or targets.shape[0] != n:
-        raise ValueError(f"{where}: targets must be [{n}] or [{n}, P] int64, got {_describe(targets)}")
+        raise ValueError(f"{where}: targets must be [{n}] or [{n}, P] int64, got {describe(targets)}")
     if empty not in ("skip", "zero"):
         raise ValueError(f"{where}: empty must be 'skip' or 'zero', got {empty!r}")
     return targets.unsqueeze(1) if targets.dim() == 1 else targets
@@ -250,7 +247,7 @@ def propensities(counts: Tensor, num_examples: int, a: float = 0.55, b: float = 
         True
     """
     if not isinstance(counts, Tensor) or counts.dim() != 1:
-        raise ValueError(f"propensities: counts must be [C], got {_describe(counts)}")
+        raise ValueError(f"propensities: counts must be [C], got {describe(counts)}")
     if isinstance(num_examples, bool) or not isinstance(num_examples, int) or num_examples < 1:
         raise ValueError(f"propensities: num_examples must be an int of at least 1, got {num_examples!r}")
     if not (b > 0 and math.isfinite(a)):
@@ -293,7 +290,7 @@ def psp_at_k(ids: Tensor, targets: Tensor, k: int, propensities: Tensor, *, norm
 
 def _inverse(where: str, propensities: Tensor, device: torch.device) -> Tensor:
     if not isinstance(propensities, Tensor) or propensities.dim() != 1 or not propensities.is_floating_point():
-        raise ValueError(f"{where}: propensities must be [C] floating point, got {_describe(propensities)}")
+        raise ValueError(f"{where}: propensities must be [C] floating point, got {describe(propensities)}")
     if not bool((propensities > 0).all()):
         raise ValueError(f"{where}: propensities must be above 0, got {float(propensities.min())}")
     return propensities.double().to(device).reciprocal()
@@ -381,11 +378,11 @@ class Evaluator:
         """
         targets = _check("Evaluator.update", ids, targets)
         if ids.shape[1] < self.k[-1]:
-            raise ValueError(f"Evaluator.update: ids must have at least {self.k[-1]} columns, got {_describe(ids)}")
+            raise ValueError(f"Evaluator.update: ids must have at least {self.k[-1]} columns, got {describe(ids)}")
         if nll is not None and (nll.shape != ids.shape[:1] or not nll.is_floating_point()):
-            raise ValueError(f"Evaluator.update: nll must be [{ids.shape[0]}] floating point, got {_describe(nll)}")
+            raise ValueError(f"Evaluator.update: nll must be [{ids.shape[0]}] floating point, got {describe(nll)}")
         if ranks is not None and (ranks.shape != ids.shape[:1] or ranks.dtype != torch.int64):
-            raise ValueError(f"Evaluator.update: ranks must be [{ids.shape[0]}] int64, got {_describe(ranks)}")
+            raise ValueError(f"Evaluator.update: ranks must be [{ids.shape[0]}] int64, got {describe(ranks)}")
         if (nll is None) != (self._nll_rows < 0) and self.rows:
             raise ValueError("Evaluator.update: nll must be given for all batches or for none")
         ids, targets = ids.cpu(), targets.cpu()

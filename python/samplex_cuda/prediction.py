@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import check_int, describe
 from samplex_cuda.ops.predict import MOST_K, predict_buffer, predict_dots, predict_lse, predict_topk
 
 __all__ = ["Prior", "exact_log_prob", "exact_lse", "exact_nll", "exact_scores", "exact_topk", "rerank"]
@@ -96,24 +97,17 @@ class KeptLogits:
         return self._chunks.pop((row, first), None)
 
 
-def _describe(x: object) -> str:
-    """What an error says it got: `[3, 32] float16`."""
-    if not isinstance(x, Tensor):
-        return repr(x)
-    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-
-
 def _check(op: str, h: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None) -> None:
     if not (isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()):
-        raise ValueError(f"{op}: weight must be [C, d] floating point, got {_describe(weight)}")
+        raise ValueError(f"{op}: weight must be [C, d] floating point, got {describe(weight)}")
     if not (isinstance(h, Tensor) and h.dim() == 2 and h.shape[1] == weight.shape[1] and h.is_floating_point()):
-        raise ValueError(f"{op}: h must be [B, {weight.shape[1]}] floating point, got {_describe(h)}")
+        raise ValueError(f"{op}: h must be [B, {weight.shape[1]}] floating point, got {describe(h)}")
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0] or not bias.is_floating_point()):
-        raise ValueError(f"{op}: bias must be [{weight.shape[0]}] floating point, got {_describe(bias)}")
+        raise ValueError(f"{op}: bias must be [{weight.shape[0]}] floating point, got {describe(bias)}")
     if h.device != weight.device:
         raise ValueError(f"{op}: h must be on {weight.device} as weight is, got {h.device}")
     if weight.shape[0] < 1:
-        raise ValueError(f"{op}: weight must have at least one class, got {_describe(weight)}")
+        raise ValueError(f"{op}: weight must have at least one class, got {describe(weight)}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{op}: chunk_size must be at least 1, got {chunk_size}")
 
@@ -390,7 +384,7 @@ def exact_nll(
     _check("exact_nll", h, weight, bias, chunk_size)
     if target.dtype != torch.int64 or target.dim() not in (1, 2) or target.shape[0] != h.shape[0]:
         b = h.shape[0]
-        raise ValueError(f"exact_nll: target must be [{b}] or [{b}, P] int64, got {_describe(target)}")
+        raise ValueError(f"exact_nll: target must be [{b}] or [{b}, P] int64, got {describe(target)}")
     target, valid = flat_targets("exact_nll", target, ignore_index, weight.shape[0])
     lse, positive, _ = softmax_sums(h, weight, target, bias, scale, absolute, prior=prior, chunk_size=chunk_size)
     terms = torch.where(valid, lse.unsqueeze(1) - positive, 0.0)
@@ -552,8 +546,7 @@ def exact_topk(
         (tensor([[3., 3., 2.]]), tensor([[1, 3, 2]]))
     """
     _check("exact_topk", h, weight, bias, chunk_size)
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= weight.shape[0]:
-        raise ValueError(f"exact_topk: k must be an int in [1, {weight.shape[0]}], got {k!r}")
+    check_int("exact_topk", "k", k, 1, weight.shape[0])
     wide = _wide(h, weight)
     out_logits = torch.empty(h.shape[0], k, dtype=wide, device=h.device)
     out_ids = torch.empty(h.shape[0], k, dtype=torch.int64, device=h.device)
@@ -614,9 +607,8 @@ def rerank(
     _check("rerank", h, weight, bias, None)
     batch, count = h.shape[0], ids.shape[-1]
     if ids.dtype != torch.int64 or ids.shape != (batch, count):
-        raise ValueError(f"rerank: ids must be [{batch}, n] int64, got {_describe(ids)}")
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= count:
-        raise ValueError(f"rerank: k must be an int in [1, {count}], got {k!r}")
+        raise ValueError(f"rerank: ids must be [{batch}, n] int64, got {describe(ids)}")
+    check_int("rerank", "k", k, 1, count)
     if bool(((ids < -1) | (ids >= weight.shape[0])).any()):
         got = int(ids[(ids < -1) | (ids >= weight.shape[0])][0])
         raise IndexError(f"rerank: ids must be -1 or in [0, {weight.shape[0]}), got {got}")

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda import functional, samplers
+from samplex_cuda._checks import describe
 from samplex_cuda.diagnostics import advice, gradient_error
 from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
-from samplex_cuda.prediction import _describe, valid_targets
+from samplex_cuda.prediction import valid_targets
 from samplex_cuda.rng import Key, fold_in
 
 __all__ = ["default_candidates", "diagnose"]
@@ -60,7 +61,7 @@ def default_candidates(
         out[type(own).__name__] = own
     if class_counts is not None:
         if not isinstance(class_counts, Tensor) or class_counts.shape != (classes,):
-            raise ValueError(f"default_candidates: class_counts must be [{classes}], got {_describe(class_counts)}")
+            raise ValueError(f"default_candidates: class_counts must be [{classes}], got {describe(class_counts)}")
         out.setdefault("Unigram", samplers.Unigram(class_counts.double().clamp_min(1.0).cpu()).to(head.weight.device))
     if classes > KERNELS_UP_TO or not bool(head.weight.isfinite().all()):
         return out
@@ -130,7 +131,7 @@ def diagnose(
     seen = None if seen is None else seen[keep]
     given = None if given is None else given[keep]
     if flat.shape[0] == 0:
-        raise ValueError(f"diagnose: h must have at least one row with a target, got {_describe(h)}")
+        raise ValueError(f"diagnose: h must have at least one row with a target, got {describe(h)}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         chosen = _named(head, candidates, class_counts, seed)
@@ -208,12 +209,12 @@ def _check_rows(
     """h [B, d], features [B, f], context [B]."""
     width = head.in_features
     if not isinstance(h, Tensor) or h.dim() < 1 or h.shape[-1] != width or not h.is_floating_point():
-        raise ValueError(f"diagnose: h must be [*, {width}] floating point, got {_describe(h)}")
+        raise ValueError(f"diagnose: h must be [*, {width}] floating point, got {describe(h)}")
     flat = h.detach().reshape(-1, width)
     if features is not None and (not isinstance(features, Tensor) or features.shape[:-1] != h.shape[:-1]):
-        raise ValueError(f"diagnose: features must be {[*h.shape[:-1], 'f']} to fit h, got {_describe(features)}")
+        raise ValueError(f"diagnose: features must be {[*h.shape[:-1], 'f']} to fit h, got {describe(features)}")
     if context is not None and (not isinstance(context, Tensor) or context.shape != h.shape[:-1]):
-        raise ValueError(f"diagnose: context must be {list(h.shape[:-1])} int64 to fit h, got {_describe(context)}")
+        raise ValueError(f"diagnose: context must be {list(h.shape[:-1])} int64 to fit h, got {describe(context)}")
     seen = None if features is None else features.detach().reshape(flat.shape[0], features.shape[-1])
     return flat, seen, None if context is None else context.reshape(-1)
 
@@ -229,7 +230,7 @@ def _targets(head: Any, h: Tensor, flat: Tensor, y: Tensor | None, seed: int) ->
         return own.sample(flat, 1, key=Key(seed)).ids[:, 0], everything
     lead = h.shape[:-1]
     if not isinstance(y, Tensor) or y.dtype != torch.int64 or y.shape[: len(lead)] != lead or y.dim() > h.dim():
-        raise ValueError(f"diagnose: y must be {list(lead)} or {[*lead, 'P']} int64 to fit h, got {_describe(y)}")
+        raise ValueError(f"diagnose: y must be {list(lead)} or {[*lead, 'P']} int64 to fit h, got {describe(y)}")
     several = y.reshape(flat.shape[0], -1)
     valid = valid_targets(several, head.ignore_index)
     bad = several[valid]

@@ -7,49 +7,42 @@ import math
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import op_error
+from samplex_cuda._checks import FLOATS, describe, op_error
 from samplex_cuda.ops.attention_pool import attention_pool as _attention_pool
 from samplex_cuda.ops.fused_loss import acc_dtype
 
 __all__ = ["attention_pool"]
 
 _OP = "attention_pool"
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def _got(t: object) -> str:
-    if isinstance(t, Tensor):
-        return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
-    return type(t).__name__
 
 
 def _check(ids: Tensor, embedding: Tensor, p: Tensor, v: Tensor, mask: Tensor | None) -> None:
     for name, t in (("ids", ids), ("embedding", embedding), ("p", p), ("v", v)):
         if not isinstance(t, Tensor):
-            raise TypeError(f"{_OP}: {name} must be a tensor, got {_got(t)}")
-    if embedding.dim() != 2 or embedding.dtype not in _FLOATS:
+            raise TypeError(f"{_OP}: {name} must be a tensor, got {describe(t)}")
+    if embedding.dim() != 2 or embedding.dtype not in FLOATS:
         raise ValueError(
-            f"{_OP}: embedding must be [S, d] float32, float64, float16 or bfloat16, got {_got(embedding)}"
+            f"{_OP}: embedding must be [S, d] float32, float64, float16 or bfloat16, got {describe(embedding)}"
         )
     device, acc = embedding.device, acc_dtype(embedding.dtype)
     if ids.dtype != torch.int64:
-        raise TypeError(f"{_OP}: ids must be int64, got {_got(ids)}")
+        raise TypeError(f"{_OP}: ids must be int64, got {describe(ids)}")
     if ids.dim() == 0 or ids.device != device:
-        raise ValueError(f"{_OP}: ids must be [*, T] on {device} like embedding, got {_got(ids)}")
+        raise ValueError(f"{_OP}: ids must be [*, T] on {device} like embedding, got {describe(ids)}")
     for name, t in (("p", p), ("v", v)):
         if t.shape != embedding.shape[1:] or t.device != device:
             raise ValueError(
-                f"{_OP}: {name} must be [{embedding.shape[1]}] on {device} to fit embedding, got {_got(t)}"
+                f"{_OP}: {name} must be [{embedding.shape[1]}] on {device} to fit embedding, got {describe(t)}"
             )
         if t.dtype not in (embedding.dtype, acc) and not (
-            t.dtype in _FLOATS and torch.is_autocast_enabled(device.type) and embedding.dtype != torch.float64
+            t.dtype in FLOATS and torch.is_autocast_enabled(device.type) and embedding.dtype != torch.float64
         ):
-            raise TypeError(f"{_OP}: {name} must be {embedding.dtype} like embedding, or {acc}, got {_got(t)}")
+            raise TypeError(f"{_OP}: {name} must be {embedding.dtype} like embedding, or {acc}, got {describe(t)}")
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"{_OP}: mask must be a bool tensor of the shape of ids, got {_got(mask)}")
+            raise TypeError(f"{_OP}: mask must be a bool tensor of the shape of ids, got {describe(mask)}")
         if mask.shape != ids.shape or mask.device != device:
-            raise ValueError(f"{_OP}: mask must be {list(ids.shape)} on {device} like ids, got {_got(mask)}")
+            raise ValueError(f"{_OP}: mask must be {list(ids.shape)} on {device} like ids, got {describe(mask)}")
 
 
 def attention_pool(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import call, describe
+from samplex_cuda._checks import call, check_int, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import bigram_sample as ops
 from samplex_cuda.ops.static_sample import build_alias, sort_exclude
@@ -135,8 +135,7 @@ class Bigram(Sampler):
             >>> sampler.log_prob(None, torch.tensor([1, 2]), context=torch.tensor([0, 0])).exp()
             tensor([0.5000, 0.5000])
         """
-        if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 1:
-            raise ValueError(f"bigram: num_classes must be an int of at least 1, got {num_classes!r}")
+        check_int("bigram", "num_classes", num_classes)
         if not 0.0 <= smoothing < float("inf"):
             raise ValueError(f"bigram: smoothing must be finite and at least 0, got {smoothing!r}")
         stream = _integers("tokens", tokens)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import describe
+from samplex_cuda._checks import check_int, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import uniform_sample
 from samplex_cuda.rng import Key, key_tensor
@@ -58,10 +58,8 @@ class ExactSampler(Sampler):
         self._check_table(weight, bias)
         if not isinstance(scale, int | float) or isinstance(scale, bool) or not -float("inf") < scale < float("inf"):
             raise ValueError(f"{self._op}: scale must be a finite number, got {scale!r}")
-        if chunk_size is not None and (
-            isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1
-        ):
-            raise ValueError(f"{self._op}: chunk_size must be an int of at least 1, got {chunk_size!r}")
+        if chunk_size is not None:
+            check_int(self._op, "chunk_size", chunk_size)
         self.num_classes, self.dim = weight.shape
         self.scale = float(scale)
         self.chunk_size = chunk_size
@@ -182,11 +180,11 @@ class ExactSampler(Sampler):
             raise ValueError(f"{self._op}: ids must be [n], got {describe(ids)}")
         if not isinstance(rows, Tensor) or rows.shape != (ids.shape[0], self.dim) or not rows.is_floating_point():
             raise ValueError(
-                f"{self._op}: rows must be [{ids.shape[0]}, {self.dim}] floating point, got {_describe(rows)}"
+                f"{self._op}: rows must be [{ids.shape[0]}, {self.dim}] floating point, got {describe(rows)}"
             )
         if bias is not None and (table_bias is None or bias.shape != ids.shape):
             wanted = "None" if table_bias is None else f"[{ids.shape[0]}]"
-            raise ValueError(f"{self._op}: bias must be {wanted}, got {_describe(bias)}")
+            raise ValueError(f"{self._op}: bias must be {wanted}, got {describe(bias)}")
         self._check_range("ids", ids, ids >= 0)
         for name, values in (("rows", rows), ("bias", bias)):
             if values is not None and not bool(values.isfinite().all()):
@@ -344,19 +342,19 @@ class ExactSampler(Sampler):
     # -------------------------------------------------------------------------------------------- checks
     def _check_table(self, weight: Tensor, bias: Tensor | None) -> None:
         if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-            raise ValueError(f"{self._op}: weight must be [C, d] floating point, got {_describe(weight)}")
+            raise ValueError(f"{self._op}: weight must be [C, d] floating point, got {describe(weight)}")
         if weight.shape[0] < 1:
             raise ValueError(f"{self._op}: weight must have at least one class, got {describe(weight)}")
         if bias is not None and (
             not isinstance(bias, Tensor) or bias.shape != weight.shape[:1] or not bias.is_floating_point()
         ):
-            raise ValueError(f"{self._op}: bias must be [{weight.shape[0]}] floating point, got {_describe(bias)}")
+            raise ValueError(f"{self._op}: bias must be [{weight.shape[0]}] floating point, got {describe(bias)}")
 
     def _check_h(self, h: Tensor | None, batch_size: int | None) -> Tensor:
         """h as [B, d], in float32 or, where h or the table is, float64."""
         weight, _ = self._table()
         if h is None or not isinstance(h, Tensor) or h.dim() < 1 or h.shape[-1] != self.dim:
-            raise ValueError(f"{self._op}: h must be [*, {self.dim}], got {_describe(h)}")
+            raise ValueError(f"{self._op}: h must be [*, {self.dim}], got {describe(h)}")
         if not h.is_floating_point():
             raise TypeError(f"{self._op}: h must be floating point, got {describe(h)}")
         if h.device != weight.device:
@@ -570,7 +568,3 @@ def _last_of_equal(ids: Tensor) -> Tensor:
     last = torch.ones_like(ordered, dtype=torch.bool)
     last[:-1] = ordered[1:] != ordered[:-1]
     return order[last]
-
-
-def _describe(x: object) -> str:
-    return describe(x) if isinstance(x, Tensor) else type(x).__name__

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import rff
-from samplex_cuda._checks import call, describe
+from samplex_cuda._checks import call, check_int, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import kernel_tree as ops
 from samplex_cuda.ops.static_sample import sort_exclude
@@ -506,8 +506,7 @@ class RandomFourier(KernelSampler):
     ) -> None:
         if kind not in _KINDS:
             raise ValueError(f"random_fourier: kind must be one of {', '.join(_KINDS)}, got {kind!r}")
-        if isinstance(num_features, bool) or not isinstance(num_features, int) or num_features < 1:
-            raise ValueError(f"random_fourier: num_features must be an int of at least 1, got {num_features!r}")
+        check_int("random_fourier", "num_features", num_features)
         if isinstance(nu, bool) or not isinstance(nu, int | float) or not 0.0 < nu < 1e30:
             raise ValueError(f"random_fourier: nu must be a positive number, got {nu!r}")
         super().__init__(

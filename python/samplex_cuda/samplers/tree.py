@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import samplex_cuda.tree_fit as fitting
-from samplex_cuda._checks import call, describe
+from samplex_cuda._checks import call, check_int, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import tree as ops
 from samplex_cuda.ops import tree_shared
@@ -346,8 +346,7 @@ class Tree(Sampler):
             >>> tree.topk(torch.randn(1, 3), 2)[1]
             tensor([[1, 3]])
         """
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= min(self.num_classes, 512):
-            raise ValueError(f"tree: k must be an int in [1, {min(self.num_classes, 512)}], got {k!r}")
+        check_int("tree", "k", k, 1, min(self.num_classes, 512))
         if beam is None:
             beam = min(512, max(64, 4 * k))
         if not k <= beam <= 512:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import describe
+
 __all__ = ["balance"]
 
 
@@ -37,9 +39,9 @@ def balance(
         (torch.Size([5, 3]), [0, 0, 0, 2, 2])
     """
     if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"balance: x must be [N, K] floating point, got {_got(x)}")
+        raise ValueError(f"balance: x must be [N, K] floating point, got {describe(x)}")
     if not isinstance(y, Tensor) or y.dtype != torch.int64 or y.shape != x.shape[:1]:
-        raise ValueError(f"balance: y must be [{x.shape[0]}] int64, got {_got(y)}")
+        raise ValueError(f"balance: y must be [{x.shape[0]}] int64, got {describe(y)}")
     if isinstance(least, bool) or isinstance(most, bool) or not 1 <= least <= most:
         raise ValueError(f"balance: least and most must be ints, 1 <= least <= most, got {least!r} and {most!r}")
     if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < num_classes:
@@ -65,9 +67,3 @@ def balance(
     both_x = torch.cat([x[kept].float(), mean[made] + spread * noise])
     order = both_y.argsort(stable=True)
     return both_x[order], both_y[order]
-
-
-def _got(t: object) -> str:
-    if not isinstance(t, Tensor):
-        return type(t).__name__
-    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
