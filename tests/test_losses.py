@@ -193,6 +193,19 @@ def test_a_loss_of_ones_own_masks_ignores_and_weighs():
     assert weighed.tolist() == (want * torch.arange(float(B))).tolist()
 
 
+@pytest.mark.parametrize("target", [-3, C])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_loss_of_ones_own_refuses_targets_out_of_range(target, shared):
+    head = sx.SampledClassifier(D, C, sx.samplers.Uniform(C), M, Hinge(), shared=shared, bias=False)
+    h, y = a_batch(0)
+    y[3] = target
+    with pytest.raises(IndexError, match=rf"{target}"):
+        head(h, y)
+    head.ignore_index = target
+    if target < 0:  # then it is an ignored row
+        assert torch.isfinite(head(h, y))
+
+
 class WithOp(sx.losses.Loss):
     """A loss with an op behind it, here the library's own: what `Loss.forward` must return."""
 

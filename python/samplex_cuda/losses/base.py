@@ -15,6 +15,7 @@ from torch import Tensor
 
 from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Forward, Inputs, acc_dtype, pack_saved
 from samplex_cuda.ops.predict import predict_dots
+from samplex_cuda.prediction import valid_targets
 
 __all__ = ["ExampleState", "Loss", "Needs", "ScoreLoss"]
 
@@ -157,8 +158,14 @@ class ScoreLoss(Loss):
         """See `Loss.forward`."""
         acc = acc_dtype(x.weight.dtype)
         target = x.target if x.target.dim() == 2 else x.target.unsqueeze(1)
-        valid = (target != form.ignore_index) & (target >= 0)
-        counts = valid.any(1)
+        wanted = valid_targets(target, form.ignore_index)
+        valid = wanted & (target >= 0) & (target < x.weight.shape[0])
+        outside = wanted & ~valid
+        # On a GPU a look at the numbers would wait for the device: there such a row gets the loss NaN and no gradient.
+        if target.is_cpu and not torch.compiler.is_compiling() and bool(outside.any()):
+            got, classes = int(target[outside][0]), x.weight.shape[0]
+            raise IndexError(f"{self.name}: target must be in [0, {classes}) or ignore_index, got {got}")
+        counts, wrong = wanted.any(1), outside.any(1)
         safe = torch.where(valid, target, 0)
         shared = x.ids.dim() == 1
         rows = x.weight[x.ids].to(acc) if shared else None
@@ -180,6 +187,7 @@ class ScoreLoss(Loss):
             at_target.requires_grad_(need_grad), at_draws.requires_grad_(need_grad)
             row = self.row_loss(at_target, at_draws, x).to(acc)
             weighted = torch.where(counts, row * (denom if x.class_weight is not None else 1.0), 0.0)
+            weighted = torch.where(wrong, torch.nan, weighted)
             total = weighted.sum()
         coef = d_loss = None
         if need_grad:
