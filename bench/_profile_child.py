@@ -209,7 +209,7 @@ def run_kernel_tree(launches: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_optim(launches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Adagrad on given rows, and on a loss's entries, each of a row of its own. The fewest sectors go with each."""
+    """Adagrad on given rows, and on a loss's entries, each on a different row: the case with the fewest sectors."""
     from samplex_cuda.ops.row_rules import row_update_
     from samplex_cuda.reference.row_rules import row_adagrad
 

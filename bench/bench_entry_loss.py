@@ -9,7 +9,7 @@ Rows (--only takes any part of a name):
 
 The project's target is for a whole training step, the draw included. This is the loss alone, so its rows carry none.
 
-Every row is measured in a process of its own, and checked after it was timed, as in bench_sampled_softmax.py.
+Every row is measured in a separate process, and checked after it was timed, as in bench_sampled_softmax.py.
 
 Run it on an idle machine: python bench/bench_entry_loss.py
 """

@@ -133,7 +133,7 @@ def memory_child(side: str, classes: int, batch: int, dim: int, threads: int) ->
 
 
 def memory(sides: list[str], classes: int, batch: int, dim: int, threads: int) -> dict[str, float]:
-    """MiB of each side, measured in a process of its own."""
+    """MiB of each side, measured in a separate process."""
     got = {}
     for side in sides:
         sizes = map(str, (classes, batch, dim, threads))

@@ -13,7 +13,7 @@ One thread by default: a step this small has nothing to share, but some of torch
 the same. Beside other busy processes its barrier then takes up to 100 ms, and the ratio says nothing about overhead.
 A row whose times scatter says "disturbed" and gets no verdict.
 
-Every row is measured in a process of its own. A step is checked before it is timed: loss, d_hidden, updated rows and
+Every row is measured in a separate process. A step is checked before it is timed: loss, d_hidden, updated rows and
 Adagrad sums of each side against fp64.
 
 Run it on an idle machine: python bench/bench_overhead.py

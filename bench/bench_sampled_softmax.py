@@ -9,7 +9,7 @@ Rows (--only takes any part of a name):
   memory                      peak extra memory of a step / the bound of the design
   sweep                       time per step against C, for the plot
 
-Every row is measured in a process of its own, and checked after it was timed: what ran before decides from which size
+Every row is measured in a separate process, and checked after it was timed: what ran before decides from which size
 on malloc asks the system for fresh (page-faulting) memory, and with it the time of a side that makes large temporaries.
 
 Run it on an idle machine: python bench/bench_sampled_softmax.py

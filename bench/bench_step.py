@@ -21,7 +21,7 @@ Rows (--only takes any part of a name), d = 128, B = 256, m = 64, no bias:
   scale                      ours at C = 10,000,000 over ours at C = 100,000
   sweep                      step time against C for the plot docs/images/bench_step.png
 
-Every row is measured in a process of its own. It is checked before it is timed: one step of each side with the same
+Every row is measured in a separate process. It is checked before it is timed: one step of each side with the same
 draws, loss, d_hidden, weight rows and Adagrad sums against fp64.
 
 FBGEMM takes part where it is installed: pip install --no-deps fbgemm-gpu-cpu==1.8.0

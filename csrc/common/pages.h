@@ -12,7 +12,7 @@ namespace samplex {
 // random from a large table. Call it before the first touch. Returns whether the system took the hint.
 SX_EXPORT bool advise_huge_pages(void* data, size_t bytes);
 
-// Zeroed memory for a table, in a mapping of its own that starts on 2 MiB and asks for huge pages. Throws
+// Zeroed memory for a table, in a separate mapping that starts on 2 MiB and asks for huge pages. Throws
 // std::bad_alloc.
 //
 // After a fork, the first write to each private page copies it: with random rows that is a page fault for nearly every

@@ -14,7 +14,7 @@ SX_EXPORT bool selftest_exact_math(const char* name, const double* x, double* re
 
 // One loop of common/parallel.h that adds 1 to visits[i] for each i in [0, n), in ranges or in chunks (`shared`).
 // The call with item `throw_at` throws, that with `sleep_at` sleeps and that with `spin_at` computes for a while; -1
-// for none. With `nested` each call runs a loop of its own over its items.
+// for none. With `nested` each call runs an inner loop over its items.
 struct SelftestLoop {
   int64_t n, grain;
   bool shared, nested;

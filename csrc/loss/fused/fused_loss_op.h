@@ -239,7 +239,7 @@ inline LossGradients run_loss_backward(const char* op, const LossBackward& x, co
   };
   if (e.draw_rows) return reduce({ids, none, *e.draw_rows}, e.draw_bias);
   if (ids.dim() == 2) return reduce({ids, e.coef_draw, hidden}, none);
-  // Shared draws, of which there are none, or nobody to share them.
+  // Shared draws of an empty batch, or m = 0.
   return reduce({empty(hidden, {0}, ScalarType::Long), none, empty(hidden, {0, d}, acc)}, none);
 }
 

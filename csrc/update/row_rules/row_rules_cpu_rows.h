@@ -56,8 +56,8 @@ inline Vec updated_vec(const RuleNumbers<float>& r, Vec w, Vec gradient, Vec& s0
 #endif
 
 // Bytes of a weight from which its rows are written past the cache, below. Not where many entries share a row: draws of
-// such a law come back to the same rows in the steps that follow, and find them in the cache (log-uniform draws of
-// 10^6 classes: 0.90 ms instead of 1.05 on one thread).
+// such a distribution come back to the same rows in the steps that follow, and find them in the cache (log-uniform
+// draws of 10^6 classes: 0.90 ms instead of 1.05 on one thread).
 constexpr int64_t kStreamTable = int64_t(32) << 20;
 
 // How an updated row is stored: as ever, past the cache (w is 64-byte aligned and a row is whole cache lines), or

@@ -1,7 +1,7 @@
 """What a loss is: an object that carries its own options and declares what it needs.
 
 A head resolves its loss once; everything else (which draws, which masks, which inputs) follows from `Loss.needs`, so no
-other file keeps a list of loss names. A new loss is a subclass of `Loss` with an op of its own, or of `ScoreLoss` with
+other file keeps a list of loss names. A new loss is a subclass of `Loss` with its own op, or of `ScoreLoss` with
 one function in plain torch.
 """
 
@@ -69,7 +69,7 @@ class Loss:
     absolute: bool = False
     """Whether the logit is |s|; evaluation and prediction follow."""
     below_autograd: ClassVar[bool] = True
-    """Whether `forward` calls ops alone and needs no autograd of its own."""
+    """Whether `forward` calls only ops and needs no autograd inside."""
 
     def __repr__(self) -> str:
         """The class and the options that are not at their defaults."""
