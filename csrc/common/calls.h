@@ -1,5 +1,5 @@
-// Ops that our ops call: torch's own, through the dispatcher, and row_reduce, which the backward of every loss ends in
-// but which belongs to another stage.
+// Ops that our ops call: torch's own, and two that belong to other stages: row_reduce, which the backward of every loss
+// ends in, and the draws of a static distribution.
 #pragma once
 
 #include <algorithm>
@@ -37,5 +37,16 @@ struct RowGradients {
 // no stage includes another: through the dispatcher a small backward took about 5 us more.
 RowGradients call_row_reduce(const RowSource& a, const RowSource& b, const std::optional<Tensor>& bias_b,
                              int64_t num_rows, bool with_bias);
+
+// Draws of a static distribution, [B, m] or [m] where shared, with their log_q; defined by sampler/static_sample.
+struct StaticDraw {
+  Tensor ids, log_q;
+};
+
+// `law` is a StaticLaw; table and prefix are those of an alias table. Per-row draws exclude the class target[b], none
+// if that is negative; the caller has checked that it is below num_classes.
+StaticDraw call_static_sample(int64_t law, const Tensor& key, int64_t num_samples, int64_t num_classes, bool shared,
+                              const std::optional<Tensor>& table, const std::optional<Tensor>& prefix,
+                              const Tensor& target);
 
 }  // namespace samplex::glue

@@ -94,7 +94,7 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
 
   std::optional<Tensor> class_rows, dots, scratch;
   if (shared && m > 0) {
-    class_rows = as_acc(gather_rows(weight, ids));
+    class_rows = gather_rows(weight, ids);
     dots = product(as_acc(hidden), torch::stable::transpose(*class_rows, 0, 1));
     params.dots = out_any(*dots);
   }

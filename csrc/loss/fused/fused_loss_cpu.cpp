@@ -1,4 +1,6 @@
 // CPU launchers of what fused losses share: the sum over the batch, and the backward.
+#include <algorithm>
+
 #include "common/parallel.h"
 #include "loss/fused/fused_loss_math.h"
 
@@ -43,7 +45,71 @@ void backward_rows(const LossBwdParams& p, int64_t begin, int64_t end) {
   }
 }
 
+template <typename T>
+void gather(const T* weight, const int64_t* ids, int64_t begin, int64_t end, int64_t d, acc_t<T>* rows) {
+  constexpr int64_t kAhead = 8;  // rows under way from memory
+  const auto fetch = [&](int64_t i) {
+    const char* row = reinterpret_cast<const char*>(weight + ids[i] * d);
+    for (int64_t at = 0; at < d * int64_t(sizeof(T)); at += 64) __builtin_prefetch(row + at, 0, 3);
+  };
+  for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) fetch(i);
+  for (int64_t i = begin; i < end; ++i) {
+    if (i + kAhead < end) fetch(i + kAhead);
+    const T* from = weight + ids[i] * d;
+    acc_t<T>* to = rows + i * d;
+    for (int64_t c = 0; c < d; ++c) to[c] = to_acc(from[c]);
+  }
+}
+
+template <typename A>
+void scale_add_range(const A* x, int64_t n, A factor, bool add, A* to) {
+  if (add) {
+    for (int64_t i = 0; i < n; ++i) to[i] += factor * x[i];
+  } else {
+    for (int64_t i = 0; i < n; ++i) to[i] = factor * x[i];
+  }
+}
+
+template <typename A>
+void sum_columns(const A* x, int64_t rows, int64_t begin, int64_t end, int64_t stride, A factor, A* sums) {
+  for (int64_t j = begin; j < end; ++j) sums[j] = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = begin; j < end; ++j) sums[j] += x[i * stride + j];
+  }
+  for (int64_t j = begin; j < end; ++j) sums[j] *= factor;
+}
+
 }  // namespace
+
+void gather_rows(DType dtype, const void* weight, const int64_t* ids, int64_t n, int64_t d, void* rows) {
+  parallel_for(n, 1 + (1 << 14) / (d + 1), [&](int64_t begin, int64_t end) {
+    dispatch_dtype("gather_rows", dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      gather(static_cast<const T*>(weight), ids, begin, end, d, static_cast<acc_t<T>*>(rows));
+    });
+  });
+}
+
+void scale_add(bool double_acc, const void* x, int64_t n, double factor, bool add, void* to) {
+  parallel_for(n, 1 << 15, [&](int64_t begin, int64_t end) {
+    if (double_acc)
+      scale_add_range(static_cast<const double*>(x) + begin, end - begin, factor, add,
+                      static_cast<double*>(to) + begin);
+    else
+      scale_add_range(static_cast<const float*>(x) + begin, end - begin, float(factor), add,
+                      static_cast<float*>(to) + begin);
+  });
+}
+
+void column_sums(bool double_acc, const void* x, int64_t rows, int64_t columns, int64_t stride, double factor,
+                 void* sums) {
+  parallel_for(columns, 1 + (1 << 16) / (rows + 1), [&](int64_t begin, int64_t end) {
+    if (double_acc)
+      sum_columns(static_cast<const double*>(x), rows, begin, end, stride, factor, static_cast<double*>(sums));
+    else
+      sum_columns(static_cast<const float*>(x), rows, begin, end, stride, float(factor), static_cast<float*>(sums));
+  });
+}
 
 void launch_loss_mean(const LossMeanParams& params) {
   if (params.double_acc)

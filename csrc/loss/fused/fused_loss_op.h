@@ -10,44 +10,34 @@
 
 namespace samplex::glue {
 
-// Rows of `weight`, in memory that is used again from step to step.
-inline Tensor gather_rows(const Tensor& weight, const Tensor& ids) {
-  const bool wide = weight.scalar_type() == ScalarType::Float || weight.scalar_type() == ScalarType::Double;
-  const Shape shape{ids.size(0), weight.size(1)};
-  const Tensor rows =
-      wide ? empty_pooled(weight, shape, weight.scalar_type()) : empty(weight, shape, weight.scalar_type());
-  return tensor_of(call_op("aten::index_select", "out", weight, int64_t(0), ids, rows)[0]);
-}
-
 inline Tensor as_acc(const Tensor& t) {
   const ScalarType acc = acc_type(t.scalar_type());
   return t.scalar_type() == acc ? t : torch::stable::to(t, acc);
 }
 
+inline bool is_double(const Tensor& t) { return t.scalar_type() == ScalarType::Double; }
+
+// Rows of `weight` [n, d] in the accumulation type, in memory that is used again from step to step.
+inline Tensor gather_rows(const Tensor& weight, const Tensor& ids) {
+  const int64_t n = ids.size(0), d = weight.size(1);
+  if (!weight.is_cpu()) {
+    const Tensor rows = empty(weight, {n, d}, weight.scalar_type());
+    return as_acc(tensor_of(call_op("aten::index_select", "out", weight, int64_t(0), ids, rows)[0]));
+  }
+  const Tensor rows = empty_pooled(weight, {n, d}, acc_type(weight.scalar_type()));
+  cpu::gather_rows(dtype_tag("gather_rows", "weight", weight), weight.const_data_ptr(),
+                   static_cast<const int64_t*>(ids.const_data_ptr()), n, d, rows.mutable_data_ptr());
+  return rows;
+}
+
 // result [n, p] = a [n, k] times b [k, p]. mm.out and not matmul: under autocast the functional overloads answer in
-// half precision.
+// half precision. (The stable ABI cannot call addmm, whose factors are of torch's type Scalar.)
 inline Tensor product_into(const Tensor& result, const Tensor& a, const Tensor& b) {
   return tensor_of(call_op("aten::mm", "out", a, b, result)[0]);
 }
 
 inline Tensor product(const Tensor& a, const Tensor& b) {
   return product_into(empty_pooled(a, {a.size(0), b.size(1)}, a.scalar_type()), a, b);
-}
-
-// to += more, both [n] numbers of type A in `to`'s layout.
-inline void add_into(const Tensor& to, const Tensor& more) {
-  if (!to.is_cpu()) {
-    Tensor target = to;
-    torch::stable::copy_(target, torch::stable::subtract(to, more, -1.0));
-    return;
-  }
-  const auto add = [&](auto* sum, const auto* x) {
-    for (int64_t i = 0, n = to.numel(); i < n; ++i) sum[i] += x[i];
-  };
-  if (to.scalar_type() == ScalarType::Double)
-    add(static_cast<double*>(to.mutable_data_ptr()), static_cast<const double*>(more.const_data_ptr()));
-  else
-    add(static_cast<float*>(to.mutable_data_ptr()), static_cast<const float*>(more.const_data_ptr()));
 }
 
 // What the forward keeps for the backward, in one tensor: eight would cost more to make than a small batch to compute.
@@ -108,8 +98,12 @@ inline ScalarTable table_of(const char* op, const char* arg, const std::optional
 inline void add_shared_draws(const Tensor& saved, int64_t gradient, int64_t coefs, int64_t batch, int64_t num_targets,
                              const Tensor& class_rows) {
   const int64_t m = class_rows.size(0), d = class_rows.size(1);
-  add_into(view_of(saved, gradient, batch, d, d),
-           product(view_of(saved, coefs + num_targets, batch, m, num_targets + m), class_rows));
+  Tensor sum = view_of(saved, gradient, batch, d, d);
+  const Tensor more = product(view_of(saved, coefs + num_targets, batch, m, num_targets + m), class_rows);
+  if (saved.is_cpu())
+    cpu::scale_add(is_double(sum), more.const_data_ptr(), sum.numel(), 1.0, true, sum.mutable_data_ptr());
+  else
+    torch::stable::copy_(sum, torch::stable::subtract(sum, more, -1.0));
 }
 
 // The reduced loss of the batch, and the factor its backward needs.
@@ -125,22 +119,6 @@ inline void run_loss_mean(const char* op, Reduction reduction, const void* row_l
   mean.mean = reduction == Reduction::kMean;
   mean.double_acc = loss.scalar_type() == ScalarType::Double;
   SX_RUN(op, saved, launch_loss_mean, mean);
-}
-
-// factor * rows, in the accumulation type; CPU only.
-inline Tensor scaled_rows(const Tensor& rows, double factor) {
-  const ScalarType acc = acc_type(rows.scalar_type());
-  const bool converted = rows.scalar_type() != acc;
-  const Tensor from = as_acc(rows), to = converted ? from : empty_pooled(rows, {rows.size(0), rows.size(1)}, acc);
-  const auto scale = [n = rows.numel(), factor](const auto* x, auto* out) {
-    using A = std::remove_reference_t<decltype(*out)>;
-    for (int64_t i = 0; i < n; ++i) out[i] = A(factor) * x[i];
-  };
-  if (acc == ScalarType::Double)
-    scale(static_cast<const double*>(from.const_data_ptr()), static_cast<double*>(to.mutable_data_ptr()));
-  else
-    scale(static_cast<const float*>(from.const_data_ptr()), static_cast<float*>(to.mutable_data_ptr()));
-  return to;
 }
 
 // The one number of a tensor on the CPU.
@@ -176,16 +154,16 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   const ScalarType acc = acc_type(hidden.scalar_type());
   const int64_t B = hidden.size(0), d = hidden.size(1), m = ids.size(ids.dim() - 1), entries = P + m;
   const bool shared = ids.dim() == 1;
-  // The whole batch has one upstream gradient, and it is at hand: it goes onto h [B, d] and not onto [B, m]
-  // coefficients of shared draws. Not where it is 0, which wins over a nan in a coefficient.
+  // The whole batch has one upstream gradient, and it is at hand: [B, m] coefficients of shared draws stay as they are,
+  // and something smaller is multiplied. Not where it is 0, which wins over a nan in a coefficient.
   const void* factor_at = part_of(saved, at.factor, 1, false);
   const bool one_factor = shared && m > 0 && B > 0 && need_rows && factor_at != nullptr && !grad_lse &&
                           backend_of(op, hidden) == Backend::kCpu;
   const double factor = one_factor ? number_of(acc, grad_loss.const_data_ptr()) * number_of(acc, factor_at) : 0.0;
-  const bool scale_hidden = factor != 0.0;
+  const bool one_product = factor != 0.0;
   Tensor d_hidden = empty_pooled(hidden, {B, d}, hidden.scalar_type());
   const Tensor coef_target = empty(hidden, {B, P}, acc);
-  const Tensor coef_draw = scale_hidden ? view_of(saved, at.coef_loss + P, B, m, entries) : empty(hidden, {B, m}, acc);
+  const Tensor coef_draw = one_product ? view_of(saved, at.coef_loss + P, B, m, entries) : empty(hidden, {B, m}, acc);
   LossBwdParams params{};
   params.grad_loss = in_any(grad_loss);
   params.grad_lse = grad_lse ? in_any(*grad_lse) : nullptr;
@@ -195,7 +173,7 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   params.d_loss = part_of(saved, at.d_loss, B * d, false);
   params.d_lse = part_of(saved, at.d_lse, B * d, false);
   params.coef_target = out_any(coef_target);
-  params.coef_draw = scale_hidden ? nullptr : out_any(coef_draw);
+  params.coef_draw = one_product ? nullptr : out_any(coef_draw);
   params.d_hidden = out_any(d_hidden);
   params.batch = B;
   params.num_targets = P;
@@ -206,14 +184,27 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
 
   LossEntries entries_of{d_hidden, coef_target, coef_draw, std::nullopt, std::nullopt};
   if (need_rows && shared && m > 0 && B > 0) {
-    // One row per draw, already summed over the batch; a column of ones carries the bias along.
-    entries_of.draw_rows =
-        product(torch::stable::transpose(coef_draw, 0, 1), scale_hidden ? scaled_rows(hidden, factor) : as_acc(hidden));
-    if (with_bias) {
-      const std::array<int64_t, 1> over_rows{0};
-      Tensor bias = torch::stable::sum(coef_draw, over_rows);
-      if (scale_hidden) bias = torch::stable::squeeze(scaled_rows(torch::stable::unsqueeze(bias, 0), factor), 0);
+    // One row per draw, already summed over the batch. The factor goes onto the smaller of h [B, d] and the sums [m,
+    // d].
+    const Tensor turned = torch::stable::transpose(coef_draw, 0, 1);
+    Tensor rows = as_acc(hidden);
+    if (one_product && B < m) {
+      const Tensor scaled = empty_pooled(rows, {B, d}, acc);
+      cpu::scale_add(is_double(rows), rows.const_data_ptr(), B * d, factor, false, scaled.mutable_data_ptr());
+      rows = scaled;
+    }
+    const Tensor sums = product(turned, rows);
+    if (one_product && B >= m)
+      cpu::scale_add(is_double(sums), sums.const_data_ptr(), m * d, factor, false, sums.mutable_data_ptr());
+    entries_of.draw_rows = sums;
+    if (with_bias && hidden.is_cpu()) {
+      const Tensor bias = empty(hidden, {m}, acc);
+      cpu::column_sums(is_double(bias), coef_draw.const_data_ptr(), B, m, coef_draw.stride(0),
+                       one_product ? factor : 1.0, bias.mutable_data_ptr());
       entries_of.draw_bias = bias;
+    } else if (with_bias) {
+      const std::array<int64_t, 1> over_rows{0};
+      entries_of.draw_bias = torch::stable::sum(coef_draw, over_rows);
     }
   }
   return entries_of;

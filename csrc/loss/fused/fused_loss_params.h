@@ -41,6 +41,16 @@ struct LossBwdParams {
   DType dtype;
 };
 
+namespace cpu {
+// rows [n, d] in the accumulation type from `weight` [C, d] of this dtype; ids are within the table.
+void gather_rows(DType dtype, const void* weight, const int64_t* ids, int64_t n, int64_t d, void* rows);
+// to[i] = factor * x[i], or to[i] += factor * x[i]; `x` and `to` may be the same.
+void scale_add(bool double_acc, const void* x, int64_t n, double factor, bool add, void* to);
+// sums[j] = factor * the sum of column j of x [rows, columns], whose rows are `stride` numbers apart.
+void column_sums(bool double_acc, const void* x, int64_t rows, int64_t columns, int64_t stride, double factor,
+                 void* sums);
+}  // namespace cpu
+
 SX_DECLARE_LAUNCHER(launch_loss_mean, LossMeanParams)
 SX_DECLARE_LAUNCHER(launch_loss_bwd, LossBwdParams)
 

@@ -1,4 +1,5 @@
-// sampled_softmax and sampled_softmax_bwd: schemas, checks, allocation. See sampled_softmax_params.h for the formulas.
+// sampled_softmax, sampled_softmax_static and sampled_softmax_bwd: schemas, checks, allocation. See
+// sampled_softmax_params.h for the formulas.
 //
 // Shared draws go through GEMMs: their class rows are gathered once ([m, d]), torch multiplies, and the kernel only
 // keeps the softmax. No [B, m, d] and no [C, d] tensor exists on any path. Without `need_hidden` one of the three
@@ -72,7 +73,7 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
 
   std::optional<Tensor> class_rows, dots, signs;
   if (shared && m > 0) {
-    class_rows = as_acc(gather_rows(weight, ids));
+    class_rows = gather_rows(weight, ids);
     // The CPU kernel turns products into coefficients where they are.
     const bool in_place = need_grad && backend_of(kOp, weight) == Backend::kCpu;
     params.dots_stride = in_place ? entries : m;
@@ -122,6 +123,30 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   return result;
 }
 
+// Draw and loss in one op: what a training step with a static distribution takes. Per-row draws exclude the target.
+Forward sampled_softmax_static(const Tensor& hidden, const Tensor& weight, const Tensor& target, const Tensor& key,
+                               int64_t law, int64_t num_samples, bool shared, const std::optional<Tensor>& table,
+                               const std::optional<Tensor>& prefix, const std::optional<Tensor>& bias,
+                               const std::optional<Tensor>& class_weight, double scale, double label_smoothing,
+                               int64_t ignore_index, int64_t reduction_code, bool absolute, bool need_grad,
+                               bool need_hidden) {
+  check_value(weight.dim() == 2, kOp, ": weight must be [C, d], got ", describe(weight));
+  check_value(hidden.dim() == 2, kOp, ": hidden must be [B, d], got ", describe(hidden));
+  check_tensor(kOp, "target", target, {hidden.size(0)}, "[B]", ScalarType::Long, weight);
+  check_value(ignore_index < 0, kOp, ": ignore_index must be negative where the op draws, got ", ignore_index);
+  const ScalarType storage = weight.scalar_type();
+  const int64_t C = weight.size(0);
+  check_ids(kOp, "target", target, C, " or ignore_index", [&](int64_t id) { return id == ignore_index; });
+  begin_op();
+  StaticDraw draw = call_static_sample(law, key, num_samples, C, shared, table, prefix, target);
+  auto [loss, lse, saved] =
+      sampled_softmax(hidden, weight, target, draw.ids,
+                      storage == ScalarType::Double ? torch::stable::to(draw.log_q, storage) : draw.log_q, bias,
+                      class_weight, std::nullopt, std::nullopt, scale, label_smoothing, ignore_index, reduction_code,
+                      absolute, need_grad, false, true, need_hidden);
+  return {loss, draw.ids, saved};
+}
+
 LossGradients sampled_softmax_bwd(const Tensor& grad_loss, const std::optional<Tensor>& grad_lse, const Tensor& hidden,
                                   const Tensor& target, const Tensor& ids, const Tensor& saved, int64_t num_classes,
                                   int64_t reduction_code, bool with_lse, bool need_rows, bool with_bias) {
@@ -161,6 +186,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "bool need_hidden=True) -> (Tensor loss, Tensor lse, Tensor saved)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
+      "sampled_softmax_static(Tensor hidden, Tensor weight, Tensor target, Tensor key, int law, int num_samples, "
+      "bool shared, Tensor? table, Tensor? prefix, Tensor? bias, Tensor? class_weight, float scale, "
+      "float label_smoothing, int ignore_index, int reduction, bool absolute, bool need_grad, bool need_hidden) -> "
+      "(Tensor loss, Tensor ids, Tensor saved)",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+  m.def(
       "sampled_softmax_bwd(Tensor grad_loss, Tensor? grad_lse, Tensor hidden, Tensor target, Tensor ids, Tensor saved, "
       "int num_classes, int reduction, bool with_lse, bool need_rows, bool with_bias) -> "
       "(Tensor d_hidden, Tensor row_ids, Tensor row_grads, Tensor row_bias, Tensor count)",
@@ -168,9 +199,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {
   m.impl("sampled_softmax", TORCH_BOX(&samplex::glue::sampled_softmax));
+  m.impl("sampled_softmax_static", TORCH_BOX(&samplex::glue::sampled_softmax_static));
   m.impl("sampled_softmax_bwd", TORCH_BOX(&samplex::glue::sampled_softmax_bwd));
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) {
   m.impl("sampled_softmax", TORCH_BOX(&samplex::glue::sampled_softmax));
+  m.impl("sampled_softmax_static", TORCH_BOX(&samplex::glue::sampled_softmax_static));
   m.impl("sampled_softmax_bwd", TORCH_BOX(&samplex::glue::sampled_softmax_bwd));
 }

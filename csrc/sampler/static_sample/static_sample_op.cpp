@@ -3,7 +3,7 @@
 //   uniform_log_prob, log_uniform_log_prob, alias_log_prob       ids [B, n] -> [B, n] float32, the same law
 #include "sampler/static_sample/static_sample_op.h"
 
-#include "common/glue.h"
+#include "common/calls.h"
 #include "common/philox.h"
 #include "sampler/static_sample/static_sample_math.h"
 #include "sampler/static_sample/static_sample_params.h"
@@ -67,11 +67,11 @@ void take_pointers(StaticSampleParams& p, const Tensor* table, const Tensor* pre
   take_exclude(p, exclude, exclude_offsets);
 }
 
-void run(StaticSampleParams& p, const Tensor& ref, const char* op) {
+void run(StaticSampleParams& p, const Tensor& ref, const char* op, bool trusted = false) {
   if (p.batch == 0 || p.num_samples == 0) return;
   MaybeTensor rows;
   if (p.exclude != nullptr) {
-    if (ref.is_cpu()) check_exclude_values(op, p);
+    if (ref.is_cpu() && !trusted) check_exclude_values(op, p);
     rows = glue::empty(ref, {p.batch, 5}, ScalarType::Long);
     p.rows = reinterpret_cast<StaticRow*>(glue::out<int64_t>(*rows));
   }
@@ -93,6 +93,29 @@ std::tuple<Tensor, Tensor> sample(StaticLaw law, const Tensor& key, int64_t batc
   p.ids = glue::out<int64_t>(ids);
   p.log_q = glue::out<float>(log_q);
   run(p, key, op);
+  return {ids, log_q};
+}
+
+// For call_static_sample, below.
+glue::StaticDraw draw_for_loss(StaticLaw law, const Tensor& key, int64_t num_samples, int64_t num_classes, bool shared,
+                               const Tensor* table, const Tensor* prefix, const Tensor& target) {
+  const char* op = op_name(law, false);
+  glue::check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, target);
+  const int64_t batch = target.size(0);
+  StaticSampleParams p = checked_params(law, false, key, shared ? 1 : batch, num_samples, num_classes, table, prefix,
+                                        std::nullopt, std::nullopt);
+  p.key = glue::in<int64_t>(key);
+  take_pointers(p, table, prefix, std::nullopt, std::nullopt);
+  if (!shared && batch > 0) {
+    p.exclude = glue::in<int64_t>(target);
+    p.exclude_width = 1;
+    p.exclude_size = batch;
+  }
+  const glue::Shape shape = shared ? glue::Shape{num_samples} : glue::Shape{batch, num_samples};
+  Tensor ids = glue::empty(key, shape, ScalarType::Long), log_q = glue::empty(key, shape, ScalarType::Float);
+  p.ids = glue::out<int64_t>(ids);
+  p.log_q = glue::out<float>(log_q);
+  run(p, key, op, true);
   return {ids, log_q};
 }
 
@@ -192,4 +215,19 @@ STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) { SX_STATIC_IMPLS(m); }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) { SX_STATIC_IMPLS(m); }
 
 }  // namespace
+
+namespace glue {
+
+StaticDraw call_static_sample(int64_t law, const Tensor& key, int64_t num_samples, int64_t num_classes, bool shared,
+                              const std::optional<Tensor>& table, const std::optional<Tensor>& prefix,
+                              const Tensor& target) {
+  const bool alias = law == int64_t(StaticLaw::kAlias);
+  check_value(law >= 0 && law <= int64_t(StaticLaw::kAlias), "static draws: law must be in [0, 2], got ", law);
+  check_value(!alias || (table.has_value() && prefix.has_value()),
+              "static draws: table and prefix must be given with an alias table, got None");
+  return draw_for_loss(StaticLaw(law), key, num_samples, num_classes, shared, alias ? &*table : nullptr,
+                       alias ? &*prefix : nullptr, target);
+}
+
+}  // namespace glue
 }  // namespace samplex

@@ -115,9 +115,10 @@ RowReduceSource entries_from(const char* op, const char* arg_ids, const char* ar
                              const Tensor& ids, const std::optional<Tensor>& coef, const Tensor& rows,
                              const Tensor& weight) {
   const int64_t d = weight.size(1);
-  check_value(ids.dim() == 2, op, ": ", arg_ids, " must be [S, k], got ", describe(ids));
-  const int64_t S = ids.size(0), k = ids.size(1);
-  check_tensor(op, arg_ids, ids, {S, k}, "[S, k]", ScalarType::Long, weight);
+  check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ", arg_ids, " must be [S] or [S, k], got ", describe(ids));
+  const int64_t S = ids.size(0), k = ids.dim() == 2 ? ids.size(1) : 1;
+  check_tensor(op, arg_ids, ids, ids.dim() == 2 ? Shape{S, k} : Shape{S}, ids.dim() == 2 ? "[S, k]" : "[S]",
+               ScalarType::Long, weight);
   check_type(is_row_type(rows, weight), op, ": ", arg_rows, " must be ", dtype_name(weight.scalar_type()),
              " as the weight, or ", dtype_name(acc_type(weight.scalar_type())), ", got ", describe(rows));
   check_tensor(op, arg_rows, rows, {S, d}, "[S, d]", rows.scalar_type(), weight);

@@ -20,20 +20,24 @@ from samplex_cuda.heads.checks import check_sampler, like_weight, refuse_moved, 
 from samplex_cuda.heads.exact import ExactAnswers
 from samplex_cuda.heads.follow import Staleness, TableFollower
 from samplex_cuda.losses import Loss, Needs
-from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, RowSink, run_loss
+from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, RowSink, StaticInputs, run_loss
 from samplex_cuda.optim.fusion import Fusion
 from samplex_cuda.prediction import mean_weight, valid_targets
+from samplex_cuda.rng import Key, key_tensor
+from samplex_cuda.samplers.static import StaticSampler
 from samplex_cuda.tables import empty_table
 
 if TYPE_CHECKING:
     from samplex_cuda.optim import RowOptimizer
-    from samplex_cuda.rng import Key
 
 __all__ = ["LossSpec", "SampledClassifier"]
 
 _NAME = "SampledClassifier"
+_is_compiling = torch.compiler.is_compiling
 # Attributes whose change makes the head resolve its step anew.
-_SETTINGS = frozenset({"loss", "num_samples", "shared", "stratified", "scale", "ignore_index", "sparse", "reduction"})
+_SETTINGS = frozenset(
+    {"loss", "num_samples", "shared", "stratified", "scale", "ignore_index", "sparse", "reduction", "sampler"}
+)
 
 
 class LossSpec(NamedTuple):
@@ -53,6 +57,7 @@ class LossSpec(NamedTuple):
     excludes: bool  # draws exclude the targets of their row
     merges: bool  # copies of a shared draw may be merged
     sampling: dict[str, Any]  # constant arguments of `sampler.sample`
+    draws_static: bool  # the op of the loss draws by itself, from the sampler's `law()`
 
 
 class SampledClassifier(ExactAnswers):
@@ -233,8 +238,18 @@ class SampledClassifier(ExactAnswers):
             excludes=needs.excludes_target and not self.shared,
             merges=needs.mergeable and self.shared,
             sampling=sampling,
+            draws_static=self._draws_static(),
         )
         return self._spec
+
+    def _draws_static(self) -> bool:
+        """Whether draw and loss can be one op: a static sampler as it is, and no copies of shared draws to merge."""
+        loss, sampler = self.loss, self.sampler
+        if not (loss.draws_static and isinstance(sampler, StaticSampler)) or self.ignore_index >= 0:
+            return False
+        if type(sampler).sample is not StaticSampler.sample or "sample" in sampler.__dict__:
+            return False
+        return not (self.shared and loss.needs.mergeable and sampler.collision() * self.num_samples > COPIES)
 
     # -------------------------------------------------------------------------------------------- a step
     def forward(
@@ -303,7 +318,7 @@ class SampledClassifier(ExactAnswers):
             loss = self._full_loss(rows, target, sample_weight is not None)
         else:
             run: Any = type(self)._sampled_loss
-            if self._fusion is not None and torch.compiler.is_compiling():
+            if self._fusion is not None and _is_compiling():
                 # A fused optimizer works inside eager autograd: a compiled caller leaves its graph here.
                 from samplex_cuda._eager import eager_loss as run
             loss = run(self, spec, form, rows, target, features, index, context, positives, key)
@@ -352,12 +367,29 @@ class SampledClassifier(ExactAnswers):
         key: Key | Tensor | None,
     ) -> Tensor:
         """One training step's loss: draw, then the fused loss; `h` is [B, d], `target` [B] or [B, P]."""
-        weight, bias = self.weight, self.bias
-        if (form.sparse or self._fusion is not None) and not torch.compiler.is_compiling():
+        # Past `nn.Module.__getattr__`, which takes a microsecond; a parametrized weight is not in the dictionary.
+        own: Any = self._parameters
+        weight, bias = (own["weight"], own["bias"]) if "weight" in own and "bias" in own else (self.weight, self.bias)
+        compiling = _is_compiling()
+        if (form.sparse or self._fusion is not None) and not compiling:
             refuse_replicas(self)
         if h.dtype is not weight.dtype or h.device != weight.device:
             h = like_weight(h, weight)
         follower = self.follower
+        if spec.draws_static and positives is None and target.dim() == 1 and not follower.active and not compiling:
+            sampler: Any = self._modules["sampler"]
+            given = StaticInputs(
+                h if h.is_contiguous() else h.contiguous(),
+                weight,
+                bias,
+                target if target.is_contiguous() else target.contiguous(),
+                self._buffers["class_weight"],
+                key_tensor(sampler._op, key, weight.device),
+                self.num_samples,
+                self.shared,
+                sampler.law(),
+            )
+            return run_loss(spec.loss, given, form, self._fusion or self._rows_of(weight, bias))[0]
         with torch.no_grad():
             if follower.active and follower.due():
                 self.update_sampler()
@@ -385,7 +417,7 @@ class SampledClassifier(ExactAnswers):
             target_log_q,
             used,
         )
-        sink = self._fusion or (None if torch.compiler.is_compiling() else self._rows_of(weight, bias))
+        sink = self._fusion or (None if compiling else self._rows_of(weight, bias))
         loss, extra = run_loss(spec.loss, x, form, sink)
         if state is not None and index is not None and used is not None and extra is not None:
             spec.loss.update_state(state, index, used, extra.detach())

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Forward, Inputs, acc_dtype, pack_saved
+from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Forward, Inputs, StaticInputs, acc_dtype, pack_saved
 from samplex_cuda.ops.predict import predict_dots
 from samplex_cuda.prediction import valid_targets
 
@@ -70,6 +70,8 @@ class Loss:
     """Whether the logit is |s|; evaluation and prediction follow."""
     below_autograd: ClassVar[bool] = True
     """Whether `forward` calls only ops and needs no autograd inside."""
+    draws_static: ClassVar[bool] = False
+    """Whether `forward_static` is there."""
 
     def __repr__(self) -> str:
         """The class and the options that are not at their defaults."""
@@ -101,6 +103,20 @@ class Loss:
             form: scale, reduction and what else every loss shares.
             need_grad: whether `saved` must hold gradients.
             need_hidden: whether it must hold that of `hidden`.
+        """
+        raise NotImplementedError
+
+    def forward_static(self, x: StaticInputs, form: Form, need_grad: bool, need_hidden: bool) -> tuple[Forward, Tensor]:
+        """`forward` with the draw in the same op, where `draws_static`: the same numbers for less overhead.
+
+        Args:
+            x: tensors in the form the ops take, and the distribution to draw from.
+            form: as in `forward`.
+            need_grad: as in `forward`.
+            need_hidden: as in `forward`.
+
+        Returns:
+            What `forward` gives, and the ids that were drawn: int64 [B, m], or [m] shared.
         """
         raise NotImplementedError
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from torch import Tensor
+
 from samplex_cuda._checks import check_number
 from samplex_cuda.losses.base import Loss, Needs
-from samplex_cuda.ops.fused_loss import Form, Forward, Inputs
-from samplex_cuda.ops.sampled_softmax import sampled_softmax
+from samplex_cuda.ops.fused_loss import Form, Forward, Inputs, StaticInputs
+from samplex_cuda.ops.sampled_softmax import sampled_softmax, sampled_softmax_static
 
 __all__ = ["SampledSoftmax"]
 
@@ -30,6 +32,7 @@ class SampledSoftmax(Loss):
     """
 
     name: ClassVar[str] = "sampled_softmax"
+    draws_static: ClassVar[bool] = True
     label_smoothing: float = 0.0
     absolute: bool = False
 
@@ -50,6 +53,16 @@ class SampledSoftmax(Loss):
             form.with_lse, form.sparse, need_hidden,
         )  # fmt: skip
         return Forward(loss, saved, lse if form.with_lse else None)
+
+    def forward_static(self, x: StaticInputs, form: Form, need_grad: bool, need_hidden: bool) -> tuple[Forward, Tensor]:
+        """See `Loss.forward_static`."""
+        law = x.law
+        loss, ids, saved = sampled_softmax_static(
+            x.hidden, x.weight, x.target, x.key, law.number, x.num_samples, x.shared, law.table, law.prefix, x.bias,
+            x.class_weight, form.scale, self.label_smoothing, form.ignore_index, form.reduction, self.absolute,
+            need_grad, need_hidden,
+        )  # fmt: skip
+        return Forward(loss, saved), ids
 
 
 _PLAIN, _SMOOTHED = Needs(), Needs(mergeable=False)

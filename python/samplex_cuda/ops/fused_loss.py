@@ -31,6 +31,8 @@ __all__ = [
     "Plan",
     "RowSink",
     "Sink",
+    "StaticInputs",
+    "StaticLaw",
     "TableGradient",
     "acc_dtype",
     "differentiate",
@@ -43,6 +45,7 @@ __all__ = [
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+_is_compiling = torch.compiler.is_compiling
 _coo_unsafe = torch.ops.aten._sparse_coo_tensor_unsafe.default
 
 
@@ -60,6 +63,28 @@ class Inputs(NamedTuple):
     known_ids: Tensor | None = None  # int64 [n]
     target_log_q: Tensor | None = None  # the shape of target
     row_value: Tensor | None = None  # [B], what the loss keeps per example
+
+
+class StaticInputs(NamedTuple):
+    """The tensors of a loss whose op draws by itself, from a distribution that is the same for every row."""
+
+    hidden: Tensor  # [B, d], the dtype of weight
+    weight: Tensor  # [C, d]
+    bias: Tensor | None  # [C]
+    target: Tensor  # int64 [B]
+    class_weight: Tensor | None  # [C]
+    key: Tensor  # int64 [2]
+    num_samples: int
+    shared: bool  # one draw for the batch; otherwise per row, excluding the target
+    law: StaticLaw
+
+
+class StaticLaw(NamedTuple):
+    """A static distribution in the form the ops take."""
+
+    number: int  # StaticLaw of csrc/sampler/static_sample
+    table: Tensor | None = None  # of an alias table
+    prefix: Tensor | None = None
 
 
 class Form(NamedTuple):
@@ -106,7 +131,7 @@ class LossGrad(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Weight gradients before they are summed by class: ids [S, k], coefficients [S, k], rows [S, d], twice."""
+    """Weight gradients before they are summed by class: ids [S, k] or [S], coefficients [S, k], rows [S, d], twice."""
 
     ids_a: Tensor
     coef_a: Tensor
@@ -172,14 +197,15 @@ def row_gradients(g: LossGrad, need_rows: bool, with_bias: bool) -> RowGradients
 def entries(g: LossGrad, with_bias: bool) -> tuple[Tensor, Entries]:
     """The gradient of hidden, and the weight gradient before it is summed by class."""
     p = g.plan
-    d_hidden, coef_a, coef_b, rows_b, bias_b = _entries_op(
-        g.grad_loss, g.grad_lse, g.hidden, g.target, g.ids, g.saved, p.reduction, p.with_lse, with_bias, p.with_ratio
-    )
-    target = g.target.unsqueeze(1) if g.target.dim() == 1 else g.target
-    if g.ids.dim() == 1:
-        ids_b = g.ids[: rows_b.shape[0]].unsqueeze(1)
-        return d_hidden, Entries(target, coef_a, g.hidden, ids_b, None, rows_b, bias_b if with_bias else None)
-    return d_hidden, Entries(target, coef_a, g.hidden, g.ids, coef_b, g.hidden, None)
+    with _below_autograd():
+        d_hidden, coef_a, coef_b, rows_b, bias_b = _entries_op(
+            g.grad_loss, g.grad_lse, g.hidden, g.target, g.ids, g.saved, p.reduction, p.with_lse, with_bias,
+            p.with_ratio,
+        )  # fmt: skip
+    if g.ids.dim() == 2:
+        return d_hidden, Entries(g.target, coef_a, g.hidden, g.ids, coef_b, g.hidden, None)
+    ids_b = g.ids if rows_b.shape[0] == g.ids.shape[0] else g.ids[:0]  # no rows of an empty batch
+    return d_hidden, Entries(g.target, coef_a, g.hidden, ids_b, None, rows_b, bias_b if with_bias else None)
 
 
 @register_fake("samplex::loss_entries")
@@ -347,15 +373,21 @@ class RowSink:
 
 # ------------------------------------------------------------------------------------------------ the step
 def _grad(
-    plan: Plan, tensors: tuple[Tensor, ...], grad_loss: Tensor | None, grad_lse: Tensor | None, version: int = 0
+    plan: Plan,
+    hidden: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    saved: Tensor,
+    grad_loss: Tensor | None,
+    grad_lse: Tensor | None,
+    version: int = 0,
 ) -> LossGrad | None:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not _is_compiling():
         raise RuntimeError(f"{plan.op}: double backward (create_graph=True) is not supported")
     if grad_loss is None:
         if grad_lse is None:
             return None
         grad_loss = grad_lse.new_zeros(() if plan.reduction else grad_lse.shape)
-    hidden, target, ids, saved = tensors
     upstream = None if grad_lse is None else grad_lse.contiguous()
     return LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), upstream, version)
 
@@ -375,15 +407,18 @@ class _FusedLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         loss: Loss,
-        x: Inputs,
+        x: Inputs | StaticInputs,
         form: Form,
         sink: Sink | None,
     ) -> Any:
-        if loss.below_autograd:
+        if isinstance(x, StaticInputs):
             with _below_autograd():
-                made = loss.forward(x, form, True, ctx.needs_input_grad[0])
+                made, ids = loss.forward_static(x, form, True, ctx.needs_input_grad[0])
+        elif loss.below_autograd:
+            with _below_autograd():
+                made, ids = loss.forward(x, form, True, ctx.needs_input_grad[0]), x.ids
         else:
-            made = loss.forward(x, form, True, ctx.needs_input_grad[0])
+            made, ids = loss.forward(x, form, True, ctx.needs_input_grad[0]), x.ids
         extra = made.extra
         ctx.plan = Plan(
             loss.name,
@@ -397,7 +432,7 @@ class _FusedLoss(torch.autograd.Function):
         ctx.version = weight._version
         ctx.sink = RowSink(form.sparse, weight, bias) if sink is None else sink
         ctx.saved = made.saved
-        ctx.save_for_backward(hidden, x.target, x.ids)
+        ctx.save_for_backward(hidden, x.target, ids)
         if extra is None:
             return made.loss
         ctx.set_materialize_grads(False)
@@ -407,9 +442,11 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_extra: Tensor | None = None) -> Any:
-        plan = ctx.plan
-        tensors = (*ctx.saved_tensors, ctx.saved)
-        grad = _grad(plan, tensors, grad_loss, grad_extra if plan.with_lse else None, ctx.version)
+        plan: Plan = ctx.plan
+        hidden, target, ids = ctx.saved_tensors
+        grad = _grad(
+            plan, hidden, target, ids, ctx.saved, grad_loss, grad_extra if plan.with_lse else None, ctx.version
+        )
         if grad is None:
             return None, None, None, None, None, None, None
         return (*ctx.sink.deliver(grad, ctx.needs_input_grad[:3]), None, None, None, None)
@@ -419,12 +456,14 @@ class _FusedLoss(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _FusedLoss).apply
 
 
-def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tuple[Tensor, Tensor | None]:
+def run_loss(
+    loss: Loss, x: Inputs | StaticInputs, form: Form, sink: Sink | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The loss of checked inputs, differentiable in hidden, weight and bias.
 
     Args:
         loss: which loss, with its options.
-        x: tensors in the form the ops take.
+        x: tensors in the form the ops take; `StaticInputs` for a loss with `draws_static`, outside of a compiled graph.
         form: what every loss shares.
         sink: where the weight gradient goes; by default to autograd.
 
@@ -436,12 +475,16 @@ def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tup
         x.hidden.requires_grad or x.weight.requires_grad or (bias is not None and bias.requires_grad)
     )
     if torch.compiler.is_compiling():
+        assert isinstance(x, Inputs)
         made = loss.forward(x, form, need_grad, True)
         return made.loss, made.extra
     try:
         if not need_grad:
             with _below_autograd():
-                made = loss.forward(x, form, False, False)
+                if isinstance(x, StaticInputs):
+                    made, _ = loss.forward_static(x, form, False, False)
+                else:
+                    made = loss.forward(x, form, False, False)
             return made.loss, made.extra
         call = _FusedLoss.apply if torch._C._are_functorch_transforms_active() else _apply
         output = call(x.hidden, x.weight, bias, loss, x, form, sink)
@@ -474,7 +517,8 @@ def differentiate(op: str, read: Any) -> None:
         if not call.need_grad:
             raise RuntimeError(f"{plan.op}: backward needs need_grad=True in the forward call, got False")
         gradients: list[Tensor | None] = [None] * call.arguments
-        grad = _grad(plan, ctx.saved_tensors, grad_loss, grad_lse)
+        hidden, target, ids, saved = ctx.saved_tensors
+        grad = _grad(plan, hidden, target, ids, saved, grad_loss, grad_lse)
         if grad is not None:
             need = tuple(ctx.needs_input_grad[place] for place in call.places)
             for place, value in zip(call.places, RowSink(call.sparse).deliver(grad, need), strict=True):

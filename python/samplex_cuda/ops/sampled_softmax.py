@@ -13,11 +13,12 @@ from torch import Tensor
 from samplex_cuda._library import register_fake
 from samplex_cuda.ops.fused_loss import OpCall, Plan, acc_dtype, differentiate, fake_gradients, saved_numbers
 
-__all__ = ["sampled_softmax"]
+__all__ = ["sampled_softmax", "sampled_softmax_static"]
 
 _NAME = "sampled_softmax"
 
 sampled_softmax = torch.ops.samplex.sampled_softmax.default
+sampled_softmax_static = torch.ops.samplex.sampled_softmax_static.default
 
 
 class _Arguments(NamedTuple):
@@ -51,6 +52,22 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     saved = saved_numbers(batch, width, dim, a.reduction, a.need_grad, a.with_lse, False)
     shapes = [() if a.reduction else (batch,), (batch,), (saved,)]
     return tuple(a.hidden.new_empty(shape, dtype=acc_dtype(a.hidden.dtype)) for shape in shapes)
+
+
+@register_fake("samplex::sampled_softmax_static")
+def _(
+    hidden: Tensor, weight: Tensor, target: Tensor, key: Tensor, law: int, num_samples: int, shared: bool,
+    table: Tensor | None, prefix: Tensor | None, bias: Tensor | None, class_weight: Tensor | None, scale: float,
+    label_smoothing: float, ignore_index: int, reduction: int, absolute: bool, need_grad: bool, need_hidden: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    batch, dim = hidden.shape
+    saved = saved_numbers(batch, 1 + num_samples, dim, reduction, need_grad, False, False)
+    acc = acc_dtype(hidden.dtype)
+    return (
+        hidden.new_empty(() if reduction else (batch,), dtype=acc),
+        hidden.new_empty((num_samples,) if shared else (batch, num_samples), dtype=torch.int64),
+        hidden.new_empty((saved,), dtype=acc),
+    )
 
 
 @register_fake("samplex::sampled_softmax_bwd")

@@ -204,17 +204,19 @@ class Fusion:
         e = arrived[0] if len(arrived) == 1 else _joined(arrived)
         weight, bias, optimizer = self.weight, self.bias, self.optimizer
         rule, own, key = optimizer.begin(weight)
-        tables: list[Tensor | None] = [*own, None, None]
-        bias_rule = rule
-        bias_tables: list[Tensor | None] = [None, None]
+        first, second, *_ = (*own, None, None)
+        changed = [weight]
+        bias_rule: tuple[float, ...] = ()
+        bias_first = bias_second = None
         if bias is not None:
             bias_rule, own, bias_key = optimizer.begin(bias)
-            bias_tables = [*own, None, None]
+            bias_first, bias_second, *_ = (*own, None, None)
             key = bias_key if key is None else key
+            changed.append(bias)
         # Below autograd: backward has gradients off, except for create_graph, which the loss refuses.
         with _below_autograd():
-            row_update_(weight, tables[0], tables[1], bias, bias_tables[0], bias_tables[1], *e, key, rule, bias_rule)
-        torch._C._increment_version([weight] if bias is None else [weight, bias])
+            row_update_(weight, first, second, bias, bias_first, bias_second, *e, key, rule, bias_rule)
+        torch._C._increment_version(changed)
         # A step was made, though not by step(): schedulers ask.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         if len(arrived) > 1 and self.on_late_update is not None:
@@ -225,6 +227,7 @@ def _joined(several: list[Entries]) -> Entries:
     """One set of entries of several; narrower ones are padded with ids of -1, which are skipped."""
 
     def ids_of(tensors: list[Tensor]) -> Tensor:
+        tensors = [t.unsqueeze(1) if t.dim() == 1 else t for t in tensors]
         width = max(t.shape[1] for t in tensors)
         return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1]), value=-1) for t in tensors])
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from samplex_cuda._checks import call, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import static_sample as ops
+from samplex_cuda.ops.fused_loss import StaticLaw
 from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
@@ -23,6 +24,9 @@ MAX_CLASSES = 1 << 52
 _uniform_sample = torch.ops.samplex.uniform_sample.default
 _log_uniform_sample = torch.ops.samplex.log_uniform_sample.default
 _alias_sample = torch.ops.samplex.alias_sample.default
+
+
+_UNIFORM, _LOG_UNIFORM = StaticLaw(0), StaticLaw(1)
 
 
 class StaticSampler(Sampler):
@@ -53,6 +57,10 @@ class StaticSampler(Sampler):
         raise NotImplementedError
 
     def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def law(self) -> StaticLaw:
+        """The distribution as a loss takes it that draws by itself (`Loss.forward_static`)."""
         raise NotImplementedError
 
     def _device(self, *tensors: object) -> torch.device:
@@ -203,6 +211,10 @@ class Uniform(StaticSampler):
     ) -> tuple[Tensor, Tensor]:
         return _uniform_sample(key, batch, count, self.num_classes, exclude, offsets)
 
+    def law(self) -> StaticLaw:
+        """See `StaticSampler.law`."""
+        return _UNIFORM
+
     def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
         return ops.uniform_log_prob(ids, self.num_classes, exclude, offsets)
 
@@ -276,6 +288,10 @@ class LogUniform(StaticSampler):
         self, key: Tensor, batch: int, count: int, exclude: Tensor | None, offsets: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return _log_uniform_sample(key, batch, count, self.num_classes, exclude, offsets)
+
+    def law(self) -> StaticLaw:
+        """See `StaticSampler.law`."""
+        return _LOG_UNIFORM
 
     def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
         return ops.log_uniform_log_prob(ids, self.num_classes, exclude, offsets)
@@ -362,6 +378,10 @@ class Unigram(StaticSampler):
         self, key: Tensor, batch: int, count: int, exclude: Tensor | None, offsets: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return _alias_sample(key, batch, count, self.table, self.prefix, exclude, offsets)
+
+    def law(self) -> StaticLaw:
+        """See `StaticSampler.law`."""
+        return StaticLaw(2, self.table, self.prefix)
 
     def _log_prob_op(self, ids: Tensor, exclude: Tensor | None, offsets: Tensor | None) -> Tensor:
         return ops.alias_log_prob(ids, self.table, self.prefix, exclude, offsets)
