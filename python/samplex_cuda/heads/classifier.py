@@ -176,7 +176,7 @@ class SampledClassifier(ExactAnswers):
         else:
             self.register_parameter("bias", None)
         self.sampler = sampler
-        self.follower = TableFollower(policy)
+        self.follower = TableFollower(policy, self.num_classes)
         self._fusion: Fusion | None = None
         self._sink: RowSink | None = None
         if class_weight is not None:
@@ -362,8 +362,6 @@ class SampledClassifier(ExactAnswers):
             if follower.active and follower.due():
                 self.update_sampler()
             draw, target_log_q = self._draw(spec, h, target, features, context, key)
-            if follower.active:
-                follower.touch(target[self._valid(target)], draw.ids.reshape(-1))
         offsets, known = (None, None)
         if positives is not None:
             offsets, known = known_positives(spec.loss.name, positives, h.shape[0], weight.device)
@@ -387,6 +385,8 @@ class SampledClassifier(ExactAnswers):
         )
         sink = self._fusion or (None if torch.compiler.is_compiling() else self._rows_of(weight, bias))
         loss, extra = run_loss(spec.loss, x, form, sink)
+        if follower.active:  # after the loss has accepted the ids: a refused batch leaves no trace
+            follower.touch(target[self._valid(target)], draw.ids.reshape(-1))
         if state is not None and index is not None and used is not None and extra is not None:
             spec.loss.update_state(state, index, used, extra.detach())
         return loss
@@ -506,7 +506,7 @@ class SampledClassifier(ExactAnswers):
             sampler, self.loss, self.num_classes, self.bias is not None, self.shared, self.stratified, update
         )
         self.sampler = sampler
-        self.follower = TableFollower(policy)
+        self.follower = TableFollower(policy, self.num_classes)
         if num_samples is not None:
             self.num_samples = num_samples
 
