@@ -39,7 +39,20 @@ void backward_rows(const LossBwdParams& p, int64_t begin, int64_t end) {
     if (p.coef_draw != nullptr) {
       combine(up, p.coef_loss, p.coef_lse, b * entries + P, m, static_cast<A*>(p.coef_draw) + b * m);
     }
-    combine(up, p.d_loss, p.d_lse, b * p.dim, p.dim, static_cast<T*>(p.d_hidden) + b * p.dim);
+    T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
+    const bool none = up.none(p, b);
+    if (none)
+      for (int64_t c = 0; c < p.dim; ++c) d_hidden[c] = from_acc<T>(A(0));
+    else
+      combine(up, p.d_loss, p.d_lse, b * p.dim, p.dim, d_hidden);
+    if (p.clean_hidden == nullptr) continue;
+    const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
+    A* clean = static_cast<A*>(p.clean_hidden) + b * p.dim;
+    const A factor = A(p.hidden_factor);
+    if (none)
+      for (int64_t c = 0; c < p.dim; ++c) clean[c] = 0;
+    else
+      for (int64_t c = 0; c < p.dim; ++c) clean[c] = factor * A(to_acc(hidden[c]));
   }
 }
 

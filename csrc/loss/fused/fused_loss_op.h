@@ -197,6 +197,12 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   params.coef_target = out_any(coef_target);
   params.coef_draw = scale_hidden ? nullptr : out_any(coef_draw);
   params.d_hidden = out_any(d_hidden);
+  params.denom = part_of(saved, at.denom, B, false);
+  params.hidden = in_any(hidden);
+  const bool sum_draws = need_rows && shared && m > 0 && B > 0;
+  const Tensor clean = sum_draws ? empty_pooled(hidden, {B, d}, acc) : d_hidden;
+  params.clean_hidden = sum_draws ? out_any(clean) : nullptr;
+  params.hidden_factor = scale_hidden ? factor : 1.0;
   params.batch = B;
   params.num_targets = P;
   params.num_samples = m;
@@ -205,10 +211,9 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   if (B > 0) SX_RUN(op, hidden, launch_loss_bwd, params);
 
   LossEntries entries_of{d_hidden, coef_target, coef_draw, std::nullopt, std::nullopt};
-  if (need_rows && shared && m > 0 && B > 0) {
+  if (sum_draws) {
     // One row per draw, already summed over the batch; a column of ones carries the bias along.
-    entries_of.draw_rows =
-        product(torch::stable::transpose(coef_draw, 0, 1), scale_hidden ? scaled_rows(hidden, factor) : as_acc(hidden));
+    entries_of.draw_rows = product(torch::stable::transpose(coef_draw, 0, 1), clean);
     if (with_bias) {
       const std::array<int64_t, 1> over_rows{0};
       Tensor bias = torch::stable::sum(coef_draw, over_rows);
