@@ -23,6 +23,7 @@ from samplex_cuda.losses import Loss, Needs
 from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, RowSink, run_loss
 from samplex_cuda.optim.fusion import Fusion
 from samplex_cuda.prediction import mean_weight, valid_targets
+from samplex_cuda.samplers.base import refuse_classes
 from samplex_cuda.tables import empty_table
 
 if TYPE_CHECKING:
@@ -614,6 +615,10 @@ class SampledClassifier(ExactAnswers):
             destination[f"{prefix}sampler_lag"] = lag
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.sampler is not None and refuse_classes(
+            self, self.num_classes, state_dict, prefix, args[-1]
+        ):
+            return
         # A checkpoint of nn.Linear has no `sampler.` entry at all: load it strictly all the same, and keep the sampler.
         without = not any(name.startswith(f"{prefix}sampler.") for name in state_dict)
         if without and self.sampler is not None:
