@@ -285,7 +285,7 @@ def test_opcheck(backend):
     key, leaves = torch.tensor([1, 2], device=backend.device), torch.tensor([[0], [-1], [3]], device=backend.device)
     ids = torch.randint(0, 11, (3, 4), device=backend.device)
     torch.library.opcheck(torch.ops.samplex.tree_sample.default, (key, x, *tables, 6, leaves, None))
-    more = (torch.randn(3, 9, device=backend.device), *(torch.randn(s, device=backend.device) for s in ((9,), (9, 4))))
+    more = (torch.randn(3, 9, device=backend.device), *(torch.randn(s, device=backend.device) for s in ((9,), (9, 5))))
     torch.library.opcheck(torch.ops.samplex.tree_project.default, more)
     for given in (ids, ids[:, 0].contiguous()):
         torch.library.opcheck(torch.ops.samplex.tree_sample_and_score.default, (key, *more, *tables, 6, given))

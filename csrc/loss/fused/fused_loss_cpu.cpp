@@ -41,7 +41,20 @@ void backward_rows(const LossBwdParams& p, int64_t begin, int64_t end) {
     if (p.coef_draw != nullptr) {
       combine(up, p.coef_loss, p.coef_lse, b * entries + P, m, static_cast<A*>(p.coef_draw) + b * m);
     }
-    combine(up, p.d_loss, p.d_lse, b * p.dim, p.dim, static_cast<T*>(p.d_hidden) + b * p.dim);
+    T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
+    const bool none = up.none(p, b);
+    if (none)
+      for (int64_t c = 0; c < p.dim; ++c) d_hidden[c] = from_acc<T>(A(0));
+    else
+      combine(up, p.d_loss, p.d_lse, b * p.dim, p.dim, d_hidden);
+    if (p.clean_hidden == nullptr) continue;
+    const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
+    A* clean = static_cast<A*>(p.clean_hidden) + b * p.dim;
+    const A factor = A(p.hidden_factor);
+    if (none)
+      for (int64_t c = 0; c < p.dim; ++c) clean[c] = 0;
+    else
+      for (int64_t c = 0; c < p.dim; ++c) clean[c] = factor * A(to_acc(hidden[c]));
   }
 }
 
@@ -62,12 +75,8 @@ void gather(const T* weight, const int64_t* ids, int64_t begin, int64_t end, int
 }
 
 template <typename A>
-void scale_add_range(const A* x, int64_t n, A factor, bool add, A* to) {
-  if (add) {
-    for (int64_t i = 0; i < n; ++i) to[i] += factor * x[i];
-  } else {
-    for (int64_t i = 0; i < n; ++i) to[i] = factor * x[i];
-  }
+void add_range(const A* x, int64_t begin, int64_t end, A* to) {
+  for (int64_t i = begin; i < end; ++i) to[i] += x[i];
 }
 
 template <typename A>
@@ -90,14 +99,12 @@ void gather_rows(DType dtype, const void* weight, const int64_t* ids, int64_t n,
   });
 }
 
-void scale_add(bool double_acc, const void* x, int64_t n, double factor, bool add, void* to) {
+void add_into(bool double_acc, const void* x, int64_t n, void* to) {
   parallel_for(n, 1 << 15, [&](int64_t begin, int64_t end) {
     if (double_acc)
-      scale_add_range(static_cast<const double*>(x) + begin, end - begin, factor, add,
-                      static_cast<double*>(to) + begin);
+      add_range(static_cast<const double*>(x), begin, end, static_cast<double*>(to));
     else
-      scale_add_range(static_cast<const float*>(x) + begin, end - begin, float(factor), add,
-                      static_cast<float*>(to) + begin);
+      add_range(static_cast<const float*>(x), begin, end, static_cast<float*>(to));
   });
 }
 

@@ -48,8 +48,15 @@ __global__ void __launch_bounds__(kBwdThreads) loss_bwd_kernel(LossBwdParams p) 
       static_cast<A*>(p.coef_draw)[b * m + k - P] = coef;
   }
   T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
+  const bool none = up.none(p, b);
   for (int64_t c = threadIdx.x; c < p.dim; c += kBwdThreads) {
-    d_hidden[c] = from_acc<T>(up.combine(p.d_loss, p.d_lse, b * p.dim + c));
+    d_hidden[c] = from_acc<T>(none ? A(0) : up.combine(p.d_loss, p.d_lse, b * p.dim + c));
+  }
+  if (p.clean_hidden == nullptr) return;
+  const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
+  A* clean = static_cast<A*>(p.clean_hidden) + b * p.dim;
+  for (int64_t c = threadIdx.x; c < p.dim; c += kBwdThreads) {
+    clean[c] = none ? A(0) : A(p.hidden_factor) * A(to_acc(hidden[c]));
   }
 }
 

@@ -7,9 +7,10 @@
 namespace samplex {
 inline namespace SX_ISA_NS {
 
-// 1 / denom; no row left (B = 0, or all ignored): large and finite, and 0 times it is 0.
+// 1 / denom; 0 if no row is left (B = 0, or all ignored), so that no upstream gradient makes a nan of it.
 template <typename A>
 SX_HOST_DEVICE inline A mean_factor(A denom) {
+  if (denom == A(0)) return A(0);
   return A(1) / (denom > std::numeric_limits<A>::min() ? denom : std::numeric_limits<A>::min());
 }
 
@@ -28,6 +29,17 @@ struct LossUpstream {
     A x = of_loss == A(0) ? A(0) : of_loss * static_cast<const A*>(loss_part)[at];
     if (of_lse != A(0)) x += of_lse * static_cast<const A*>(lse_part)[at];
     return x;
+  }
+
+  // Whether row b has no gradient at all. A class weight of 0 leaves the gradient of lse, so that all is looked at.
+  SX_HOST_DEVICE bool none(const LossBwdParams& p, int64_t b) const {
+    if (static_cast<const A*>(p.denom)[b] != A(0)) return false;
+    if (of_lse == A(0)) return true;
+    const int64_t entries = p.num_targets + p.num_samples;
+    for (int64_t k = 0; k < entries; ++k) {
+      if (!(static_cast<const A*>(p.coef_lse)[b * entries + k] == A(0))) return false;
+    }
+    return true;
   }
 };
 

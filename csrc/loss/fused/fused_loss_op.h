@@ -15,8 +15,6 @@ inline Tensor as_acc(const Tensor& t) {
   return t.scalar_type() == acc ? t : torch::stable::to(t, acc);
 }
 
-inline bool is_double(const Tensor& t) { return t.scalar_type() == ScalarType::Double; }
-
 // Rows of `weight` [n, d] in the accumulation type, in memory that is used again from step to step.
 inline Tensor gather_rows(const Tensor& weight, const Tensor& ids) {
   const int64_t n = ids.size(0), d = weight.size(1);
@@ -101,7 +99,7 @@ inline void add_shared_draws(const Tensor& saved, int64_t gradient, int64_t coef
   Tensor sum = view_of(saved, gradient, batch, d, d);
   const Tensor more = product(view_of(saved, coefs + num_targets, batch, m, num_targets + m), class_rows);
   if (saved.is_cpu())
-    cpu::scale_add(is_double(sum), more.const_data_ptr(), sum.numel(), 1.0, true, sum.mutable_data_ptr());
+    cpu::add_into(sum.scalar_type() == ScalarType::Double, more.const_data_ptr(), sum.numel(), sum.mutable_data_ptr());
   else
     torch::stable::copy_(sum, torch::stable::subtract(sum, more, -1.0));
 }
@@ -154,8 +152,8 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   const ScalarType acc = acc_type(hidden.scalar_type());
   const int64_t B = hidden.size(0), d = hidden.size(1), m = ids.size(ids.dim() - 1), entries = P + m;
   const bool shared = ids.dim() == 1;
-  // The whole batch has one upstream gradient, and it is at hand: [B, m] coefficients of shared draws stay as they are,
-  // and something smaller is multiplied. Not where it is 0, which wins over a nan in a coefficient.
+  // The whole batch has one upstream gradient, and it is at hand: it goes onto h [B, d] and not onto [B, m]
+  // coefficients of shared draws. Not where it is 0, which wins over a nan in a coefficient.
   const void* factor_at = part_of(saved, at.factor, 1, false);
   const bool one_factor = shared && m > 0 && B > 0 && need_rows && factor_at != nullptr && !grad_lse &&
                           backend_of(op, hidden) == Backend::kCpu;
@@ -175,6 +173,12 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   params.coef_target = out_any(coef_target);
   params.coef_draw = one_product ? nullptr : out_any(coef_draw);
   params.d_hidden = out_any(d_hidden);
+  params.denom = part_of(saved, at.denom, B, false);
+  params.hidden = in_any(hidden);
+  const bool sum_draws = need_rows && shared && m > 0 && B > 0;
+  const Tensor clean = sum_draws ? empty_pooled(hidden, {B, d}, acc) : d_hidden;
+  params.clean_hidden = sum_draws ? out_any(clean) : nullptr;
+  params.hidden_factor = one_product ? factor : 1.0;
   params.batch = B;
   params.num_targets = P;
   params.num_samples = m;
@@ -183,24 +187,13 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   if (B > 0) SX_RUN(op, hidden, launch_loss_bwd, params);
 
   LossEntries entries_of{d_hidden, coef_target, coef_draw, std::nullopt, std::nullopt};
-  if (need_rows && shared && m > 0 && B > 0) {
-    // One row per draw, already summed over the batch. The factor goes onto the smaller of h [B, d] and the sums [m,
-    // d].
-    const Tensor turned = torch::stable::transpose(coef_draw, 0, 1);
-    Tensor rows = as_acc(hidden);
-    if (one_product && B < m) {
-      const Tensor scaled = empty_pooled(rows, {B, d}, acc);
-      cpu::scale_add(is_double(rows), rows.const_data_ptr(), B * d, factor, false, scaled.mutable_data_ptr());
-      rows = scaled;
-    }
-    const Tensor sums = product(turned, rows);
-    if (one_product && B >= m)
-      cpu::scale_add(is_double(sums), sums.const_data_ptr(), m * d, factor, false, sums.mutable_data_ptr());
-    entries_of.draw_rows = sums;
+  if (sum_draws) {
+    // One row per draw, already summed over the batch.
+    entries_of.draw_rows = product(torch::stable::transpose(coef_draw, 0, 1), clean);
     if (with_bias && hidden.is_cpu()) {
       const Tensor bias = empty(hidden, {m}, acc);
-      cpu::column_sums(is_double(bias), coef_draw.const_data_ptr(), B, m, coef_draw.stride(0),
-                       one_product ? factor : 1.0, bias.mutable_data_ptr());
+      cpu::column_sums(acc == ScalarType::Double, coef_draw.const_data_ptr(), B, m, coef_draw.stride(0),
+                       params.hidden_factor, bias.mutable_data_ptr());
       entries_of.draw_bias = bias;
     } else if (with_bias) {
       const std::array<int64_t, 1> over_rows{0};

@@ -4,6 +4,9 @@
 // A forward keeps, for every row b and entry k (its P targets, then its m draws),
 //   coef_loss = d loss_b / d (h_b . w_k)   and   d_loss = d loss_b / d h_b,
 // and the same of a second output, lse, where the loss has one. The backward multiplies them by the upstream gradients.
+//
+// A row without a loss (an ignored target) has no part in a gradient, whatever numbers its h or the class rows hold:
+// its d_hidden is 0, and products over the batch read `clean_hidden`, because 0 * nan is nan.
 #pragma once
 
 #include <cstdint>
@@ -34,9 +37,13 @@ struct LossBwdParams {
   const void* d_loss;     // A [B, d]
   const void* coef_lse;   // A [B, P + m], with grad_lse
   const void* d_lse;      // A [B, d], with grad_lse
+  const void* denom;      // A [B]: 0 for a row without a loss
+  const void* hidden;     // [B, d] in `dtype`, with clean_hidden
   void* coef_target;      // A [B, P]
   void* coef_draw;        // A [B, m]; the CPU side takes nullptr for "not wanted"
   void* d_hidden;         // [B, d] in `dtype`
+  void* clean_hidden;     // A [B, d] or nullptr: hidden_factor * hidden, 0 in rows without any gradient
+  double hidden_factor;
   int64_t batch, num_targets, num_samples, dim;
   DType dtype;
 };
@@ -44,8 +51,8 @@ struct LossBwdParams {
 namespace cpu {
 // rows [n, d] in the accumulation type from `weight` [C, d] of this dtype; ids are within the table.
 void gather_rows(DType dtype, const void* weight, const int64_t* ids, int64_t n, int64_t d, void* rows);
-// to[i] = factor * x[i], or to[i] += factor * x[i]; `x` and `to` may be the same.
-void scale_add(bool double_acc, const void* x, int64_t n, double factor, bool add, void* to);
+// to[i] += x[i]
+void add_into(bool double_acc, const void* x, int64_t n, void* to);
 // sums[j] = factor * the sum of column j of x [rows, columns], whose rows are `stride` numbers apart.
 void column_sums(bool double_acc, const void* x, int64_t rows, int64_t columns, int64_t stride, double factor,
                  void* sums);

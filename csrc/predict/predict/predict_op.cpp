@@ -1,6 +1,7 @@
 // Schemas and checks of the passes over a chunk of logits. They work in place: the caller's loop over chunks keeps the
 // buffers. See predict_params.h.
 #include "common/glue.h"
+#include "common/numeric.h"
 #include "predict/predict/predict_params.h"
 
 namespace samplex::glue {
@@ -116,6 +117,10 @@ Tensor predict_dots(Tensor hidden, Tensor weight, Tensor ids) {
   p.num_classes = weight.size(0);
   Tensor dots = empty(weight, {p.batch, p.num_ids}, acc_type(weight.scalar_type()));
   if (p.batch == 0 || p.num_ids == 0) return dots;
+  if (p.num_classes == 0) {  // no id is a class, and there is no row to read instead
+    torch::stable::fill_(dots, negative_infinity<double>());
+    return dots;
+  }
   p.hidden = in_any(hidden);
   p.weight = in_any(weight);
   p.ids = in<int64_t>(ids);

@@ -40,7 +40,10 @@ void draw_block(const BigramSampleParams& p, PhiloxKey key, int64_t begin, int c
     const int64_t chosen = s.bits1 < s.entry->threshold ? s.column : s.entry->alias;
     s.position = s.unigram ? -1 : chosen;
     s.id = chosen;
-    if (s.unigram) {
+    if (!in_range(chosen, s.unigram ? u.num_classes : s.row->count)) {
+      s.id = kNoClass;
+      s.unigram = true;  // nothing to read
+    } else if (s.unigram) {
       __builtin_prefetch(p.pair_ids + s.row->begin + s.row->count / 2);
       __builtin_prefetch(u.prefix + chosen);
     } else {
@@ -51,15 +54,15 @@ void draw_block(const BigramSampleParams& p, PhiloxKey key, int64_t begin, int c
   for (int i = 0; i < count; ++i) {
     Pending& s = pending[i];
     if (s.unigram) {
-      s.position = pair_position(p, *s.row, s.id);
+      s.position = s.id < 0 ? -1 : pair_position(p, *s.row, s.id);
     } else {
-      s.id = p.pair_ids[s.row->begin + s.position];
+      s.id = pair_at(p, *s.row, s.position).id;
       __builtin_prefetch(u.prefix + s.id);
     }
   }
   for (int i = 0; i < count; ++i) {
     const Pending& s = pending[i];
-    u.ids[begin + i] = s.id;
+    u.ids[begin + i] = s.id < 0 ? 0 : s.id;
     u.log_q[begin + i] = bigram_log_q(p, *s.row, s.id, s.position);
   }
 }

@@ -82,12 +82,14 @@ SX_HOST_DEVICE inline bool nothing_left(const BigramRow& row) { return row.log_m
 
 // ------------------------------------------------------------------------------------------------ one draw
 struct BigramDraw {
-  int64_t id;
+  int64_t id;        // kNoClass where a table is damaged
   int64_t position;  // among the row's pairs; -1: to be looked up
 };
 
 SX_HOST_DEVICE inline BigramDraw pair_at(const BigramSampleParams& p, const BigramRow& row, int64_t position) {
-  return {p.pair_ids[row.begin + position], position};
+  if (!in_range(position, row.count)) return {kNoClass, -1};
+  const int64_t id = p.pair_ids[row.begin + position];
+  return {in_range(id, p.unigram.num_classes) ? id : kNoClass, position};
 }
 
 SX_HOST_DEVICE inline bool from_unigram(const BigramRow& row, uint64_t bits) { return uniform53(bits) < row.backoff; }
@@ -131,13 +133,15 @@ SX_HOST_DEVICE inline BigramDraw bigram_draw(const BigramSampleParams& p, const 
   if (rare || (row.left > 0 && uniform53(philox_u64(words, 0)) * mass < row.pair_mass)) {
     return pair_from_gaps(p, row, philox_u64(words, 1));
   }
-  return {alias_from_gaps(p.unigram, row.unigram, philox_u64(words, 1)), -1};
+  const int64_t id = alias_from_gaps(p.unigram, row.unigram, philox_u64(words, 1));
+  return {in_range(id, p.unigram.num_classes) ? id : kNoClass, -1};
 }
 
 // ------------------------------------------------------------------------------------------------ log q
-// For an id of [0, C) that is not excluded.
+// For an id that is not excluded; nan outside [0, C).
 SX_HOST_DEVICE inline float bigram_log_q(const BigramSampleParams& p, const BigramRow& row, int64_t id,
                                          int64_t position) {
+  if (!in_range(id, p.unigram.num_classes)) return quiet_nan<float>();
   const int64_t* prefix = p.unigram.prefix;
   double q = row.unigram_unit * double(prefix[id + 1] - prefix[id]);
   if (position >= 0) q = row.pair_unit * double(pair_weight(p, row, position)) + q;
@@ -165,7 +169,7 @@ SX_HOST_DEVICE inline void bigram_one(const BigramSampleParams& p, PhiloxKey key
     u.log_q[i] = 0.0f;
   } else {
     const BigramDraw drawn = bigram_draw(p, row, key, b, draw);
-    u.ids[i] = drawn.id;
+    u.ids[i] = drawn.id < 0 ? 0 : drawn.id;
     const int64_t position = drawn.position >= 0 ? drawn.position : pair_position(p, row, drawn.id);
     u.log_q[i] = bigram_log_q(p, row, drawn.id, position);
   }

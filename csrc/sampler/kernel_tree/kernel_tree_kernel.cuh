@@ -278,11 +278,14 @@ __global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
       }
       // A draw thread's own.
       int64_t node = 1, target = -1;
+      bool unknown = false;  // a given id is no class: nan, and no access
       uint64_t group = 0;
       const int64_t in_hand = p.num_samples - base;
       const uint64_t everyone = in_hand >= kKernelTreeDraws ? ~uint64_t(0) : (uint64_t(1) << in_hand) - 1;
       if (mine) {
         target = p.given != nullptr ? p.given[at] : kernel_tree_component(tree, out, row, kernel_tree_key(p), b, k);
+        unknown = p.given != nullptr && uint64_t(target) >= uint64_t(tree.num_classes);
+        if (unknown) target = 0;
         group = everyone;
       }
       if (tid < kKernelTreeDraws) {
@@ -362,7 +365,8 @@ __global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
       if (mine) {
         const double log_tree = kernel_tree_log(s.product[tid], s.scaled[tid]) + s.share[tid];
         if (p.given != nullptr) {
-          p.log_q[at] = kernel_tree_given_log_q(tree, out, row, target, log_tree);
+          const float log_q = kernel_tree_given_log_q(tree, out, row, target, log_tree);
+          p.log_q[at] = unknown ? quiet_nan<float>() : log_q;
         } else {
           p.ids[at] = s.id[tid];
           p.log_q[at] = kernel_tree_log_q(tree, row, log_tree);

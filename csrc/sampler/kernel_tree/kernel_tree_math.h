@@ -90,9 +90,16 @@ SX_HOST_DEVICE inline KernelTreeExcluded kernel_tree_excluded(const KernelTreeSa
 SX_HOST_DEVICE inline KernelTreeRow kernel_tree_find_row(const KernelTreeSampleParams& p, int64_t b) {
   KernelTreeRow row = {0, 0, 0, p.tree.epsilon, 1.0, 0.0};
   if (p.exclude == nullptr) return row;
-  row.begin = p.exclude_offsets != nullptr ? p.exclude_offsets[b] : b * p.exclude_width;
-  row.end = p.exclude_offsets != nullptr ? p.exclude_offsets[b + 1] : row.begin + p.exclude_width;
+  row.begin = b * p.exclude_width;
+  row.end = row.begin + p.exclude_width;
+  if (p.exclude_offsets != nullptr) {
+    // Clamped: on CUDA nobody has looked at the offsets before.
+    const int64_t begin = p.exclude_offsets[b], end = p.exclude_offsets[b + 1];
+    row.begin = begin < 0 ? 0 : begin < p.exclude_size ? begin : p.exclude_size;
+    row.end = end < row.begin ? row.begin : end < p.exclude_size ? end : p.exclude_size;
+  }
   while (row.begin < row.end && p.exclude[row.begin] < 0) ++row.begin;
+  while (row.begin < row.end && p.exclude[row.end - 1] >= p.tree.num_classes) --row.end;
   for (int64_t i = row.begin; i < row.end; ++i) row.distinct += i == row.begin || p.exclude[i] != p.exclude[i - 1];
   return row;
 }

@@ -56,7 +56,10 @@ inline void first_attempt(const StaticSampleParams& p, Block& s) {
         const AliasEntry& entry = p.table[ids[i]];
         const bool own = s.bits1[i] < entry.threshold;
         s.log_weight[i] = own ? entry.log_weight : entry.log_weight_alias;
-        ids[i] = own ? ids[i] : entry.alias;
+        const int64_t id = own ? ids[i] : entry.alias;
+        const bool known = in_range(id, p.num_classes);
+        ids[i] = known ? id : 0;
+        if (!known) s.log_weight[i] = quiet_nan<double>();
       }
       break;
   }
@@ -106,7 +109,7 @@ inline void draw_block(const StaticSampleParams& p, const StaticRow& whole, Phil
     }
     if (is_excluded(p, row, ids[i])) {
       const StaticDraw drawn = draw_excluding(p, row, key, s.b[i], s.first + i - s.b[i] * p.num_samples, 1);
-      ids[i] = drawn.id;
+      ids[i] = class_of(drawn);
       s.log_weight[i] = drawn.log_weight;
     }
     log_q[i] = float(s.log_weight[i] - row.log_mass);

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kStaticBlock, 2) static_sample_kernel(StaticSa
     } else {
       const StaticDraw drawn =
           p.exclude != nullptr ? draw_excluding(p, row, key, b, draw, 0) : draw_at(p, row, key, b, draw, 0);
-      p.ids[i] = drawn.id;
+      p.ids[i] = class_of(drawn);
       p.log_q[i] = float(drawn.log_weight - row.log_mass);
     }
   }

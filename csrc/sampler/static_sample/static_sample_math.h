@@ -12,6 +12,9 @@
 // under the key up to kRejections times, then invert the distribution function over the gaps between the excluded ids;
 // both parts have the conditional law, so has their mixture. The mass left is summed over those gaps: 1 - p would lose
 // every digit when one class holds nearly all the mass.
+//
+// A table may come from a damaged file. An index read from it is checked before it is used: one out of range makes
+// kNoClass, a draw of class 0 with log_q = nan, and no access.
 #pragma once
 
 #include "common/numeric.h"
@@ -22,6 +25,9 @@ namespace samplex {
 inline namespace SX_ISA_NS {
 
 constexpr int kRejections = 8;
+constexpr int64_t kNoClass = -1;  // what a bad entry of a table gives
+
+SX_HOST_DEVICE inline bool in_range(int64_t index, int64_t size) { return uint64_t(index) < uint64_t(size); }
 
 // ------------------------------------------------------------------------------------------------ excluded ids of a
 // row Visits the maximal runs [lo, hi) of classes that are not excluded. Duplicates are harmless.
@@ -38,8 +44,8 @@ struct GapWalk {
     while (position < end) {
       const int64_t id = ids[position++];
       lo = next_class;
-      hi = id;
-      if (id >= next_class) next_class = id + 1;
+      hi = id < num_classes ? id : num_classes;
+      if (id >= next_class) next_class = id < num_classes ? id + 1 : num_classes;
       if (lo < hi) return true;
     }
     lo = next_class;
@@ -203,6 +209,7 @@ SX_HOST_DEVICE inline StaticDraw alias_draw(const AliasEntry* table, int64_t num
   const AliasEntry entry = table[column];
   // Strictly below: threshold 0 never takes the column's own class.
   const bool own = bits1 < entry.threshold;
+  if (!own && !in_range(entry.alias, num_classes)) return {kNoClass, quiet_nan<double>()};
   return {own ? column : entry.alias, own ? entry.log_weight : entry.log_weight_alias};
 }
 
@@ -232,8 +239,12 @@ SX_HOST_DEVICE inline StaticDraw draw_excluding(const StaticSampleParams& p, con
   }
   const uint64_t bits = philox_u64(philox_at(key, b, draw, kRejections), 0);
   const int64_t id = p.law == StaticLaw::kAlias ? alias_from_gaps(p, row, bits) : log_uniform_from_gaps(p, row, bits);
+  if (!in_range(id, p.num_classes)) return {kNoClass, quiet_nan<double>()};
   return {id, log_weight_of(p, id)};
 }
+
+// What the caller sees of a draw: a class in any case.
+SX_HOST_DEVICE inline int64_t class_of(const StaticDraw& drawn) { return drawn.id < 0 ? 0 : drawn.id; }
 
 // Nothing left: the row's first excluded id stands in with log_q = 0, and the loss masks it.
 SX_HOST_DEVICE inline int64_t stand_in(const StaticSampleParams& p, const StaticRow& row) {

@@ -42,9 +42,10 @@ struct Found {
 void write_topk(const TreeTopkParams& p, int64_t b, const TreeBeamLevel& leaves, std::vector<Found>& found) {
   found.clear();
   for (int64_t i = 0; i < leaves.count; ++i) {
-    found.push_back({float(leaves.log_p[i]), p.tree.leaf_class[leaves.node[i] - (int64_t(1) << p.tree.depth)]});
+    const int64_t id = class_at(p.tree, leaves.node[i] - (int64_t(1) << p.tree.depth));
+    if (id >= 0) found.push_back({float(leaves.log_p[i]), id});
   }
-  const int64_t count = std::min(p.k, leaves.count);
+  const int64_t count = std::min(p.k, int64_t(found.size()));
   std::partial_sort(found.begin(), found.begin() + count, found.end(), [](const Found& a, const Found& b) {
     return a.log_p > b.log_p || (a.log_p == b.log_p && a.id < b.id);
   });

@@ -303,8 +303,9 @@ inline void write_block(const TreeSampleParams& p, TreeBlock& s) {
   const int count = s.count;
   const int64_t leaves = int64_t(1) << p.tree.depth;
   for (int g = 0; g < count; ++g) {
-    const int64_t id = p.tree.leaf_class[s.node[g] - leaves];
+    const int64_t id = class_at(p.tree, s.node[g] - leaves);
     p.ids[s.at[g]] = id < 0 ? 0 : id;
+    if (id < 0) s.product[g] = quiet_nan<double>();
   }
   for (int g = 0; g < count; ++g) s.product[g] = tree_log_p(s.minor[g], s.product[g]);
   for (int g = 0; g < count; ++g) {
@@ -337,10 +338,11 @@ inline void follow_block(const TreeSampleParams& p, int64_t first, int64_t last,
   const int count = int(last - first);
   int64_t leaf[kTreeBlock];  // heap index
   for (int g = 0; g < count; ++g) {
-    leaf[g] = (int64_t(1) << tree.depth) + tree.class_leaf[p.given[first + g]];
+    const int64_t at = leaf_of(tree, p.given[first + g]);
+    leaf[g] = (int64_t(1) << tree.depth) + (at < 0 ? 0 : at);
     s.x[g] = p.x + (first + g) / p.num_samples * tree.dim;
     s.minor[g] = 0;
-    s.product[g] = 1;
+    s.product[g] = at < 0 ? quiet_nan<double>() : 1.0;
   }
   for (int level = 0; level < tree.depth; ++level) {
     for (int g = 0; g < count; ++g) s.node[g] = leaf[g] >> (tree.depth - level);
@@ -448,7 +450,8 @@ inline void tree_log_prob_all_rows(const TreeAllParams& p, int64_t begin, int64_
     }
     for (int64_t leaf = leaves; leaf < 2 * leaves; ++leaf) product[leaf] = tree_log_p(minor[leaf], product[leaf]);
     for (int64_t id = 0; id < tree.num_classes; ++id) {
-      p.log_p[b * tree.num_classes + id] = float(product[leaves + tree.class_leaf[id]]);
+      const int64_t leaf = leaf_of(tree, id);
+      p.log_p[b * tree.num_classes + id] = leaf < 0 ? quiet_nan<float>() : float(product[leaves + leaf]);
     }
   }
 }

@@ -114,7 +114,8 @@ __global__ void __launch_bounds__(kTreeSortThreads) tree_all_kernel(TreeAllParam
     const int64_t b = i / classes;
     const float* logits = p.logits + (b << p.tree.depth);
     const auto logit = [&](int64_t node, int) { return logits[node]; };
-    p.log_p[i] = float(path_log_p(p.tree, p.tree.class_leaf[i - b * classes], logit));
+    const int64_t leaf = leaf_of(p.tree, i - b * classes);
+    p.log_p[i] = leaf < 0 ? quiet_nan<float>() : float(path_log_p(p.tree, leaf, logit));
   }
 }
 
@@ -191,8 +192,9 @@ __global__ void __launch_bounds__(kTreeSortThreads, 4) tree_topk_kernel(TreeTopk
   }
   const int64_t leaves = int64_t(1) << tree.depth;
   for (int i = threadIdx.x; i < size; i += kTreeSortThreads) {
-    const bool found = i < p.beam && beam.node[i] != kNowhere;
-    const int64_t id = found ? tree.leaf_class[beam.node[i] - leaves] : kNowhere;
+    const int64_t at = i < p.beam && beam.node[i] != kNowhere ? class_at(tree, beam.node[i] - leaves) : -1;
+    const bool found = at >= 0;
+    const int64_t id = found ? at : kNowhere;
     beam.put(i, id, TreePath(), found ? double(float(beam.log_p[i])) : kNone);
   }
   beam.sort();

@@ -5,6 +5,9 @@
 // has
 //   log p = -sum of |z| where it takes the less likely child - log of the product of all (1 + e),
 // which never forms 1 - sigmoid and takes one logarithm for the whole path.
+//
+// A table may come from a damaged file. A leaf or a class read from it is checked before it is used: one out of range
+// gives class 0 or no class, log_q = nan, and no access.
 #pragma once
 
 #include "common/numeric.h"
@@ -64,6 +67,19 @@ SX_HOST_DEVICE inline float tree_logit(const TreeTable& tree, int64_t node, cons
   return tree_sum(lanes) + to_acc(w[tree.dim]);
 }
 
+// The leaf of a class, or -1.
+SX_HOST_DEVICE inline int64_t leaf_of(const TreeTable& tree, int64_t id) {
+  if (uint64_t(id) >= uint64_t(tree.num_classes)) return -1;
+  const int64_t leaf = tree.class_leaf[id];
+  return uint64_t(leaf) < uint64_t(1) << tree.depth ? leaf : -1;
+}
+
+// The class of a leaf in [0, 2^depth), or -1: padding, which only a row with a nan comes to, or a damaged table.
+SX_HOST_DEVICE inline int64_t class_at(const TreeTable& tree, int64_t leaf) {
+  const int64_t id = tree.leaf_class[leaf];
+  return uint64_t(id) < uint64_t(tree.num_classes) ? id : -1;
+}
+
 // log p of a path from its two parts; 0 * product keeps a nan, which exact_log does not.
 SX_HOST_DEVICE inline double tree_log_p(double minor, double product) {
   return (-minor - exact_log(product)) + 0.0 * product;
@@ -94,9 +110,16 @@ struct TreeExcluded {
 
 SX_HOST_DEVICE inline TreeExcluded excluded_of(const TreeSampleParams& p, int64_t b) {
   if (p.exclude == nullptr) return {nullptr, nullptr, 0};
-  int64_t begin = p.exclude_offsets != nullptr ? p.exclude_offsets[b] : b * p.exclude_width;
-  const int64_t end = p.exclude_offsets != nullptr ? p.exclude_offsets[b + 1] : begin + p.exclude_width;
+  int64_t begin = b * p.exclude_width, end = begin + p.exclude_width;
+  if (p.exclude_offsets != nullptr) {
+    // Clamped: on CUDA nobody has looked at the offsets before.
+    begin = p.exclude_offsets[b] < 0 ? 0 : p.exclude_offsets[b];
+    begin = begin < p.exclude_size ? begin : p.exclude_size;
+    end = p.exclude_offsets[b + 1] < p.exclude_size ? p.exclude_offsets[b + 1] : p.exclude_size;
+  }
   while (begin < end && p.exclude[begin] < 0) ++begin;
+  while (begin < end && p.exclude[end - 1] >= int64_t(1) << p.tree.depth) --end;
+  if (begin >= end) return {nullptr, nullptr, 0};
   return {p.exclude + begin, p.left + begin * (p.tree.depth + 1), end - begin};
 }
 
@@ -171,7 +194,8 @@ SX_HOST_DEVICE inline double path_log_p(const TreeTable& tree, int64_t leaf, con
 template <typename Logit>
 SX_HOST_DEVICE inline float given_log_q(const TreeSampleParams& p, const TreeExcluded& out, int64_t id,
                                         const Logit& logit) {
-  const int64_t leaf = p.tree.class_leaf[id];
+  const int64_t leaf = leaf_of(p.tree, id);
+  if (leaf < 0) return quiet_nan<float>();
   if (out.count == 0) return float(path_log_p(p.tree, leaf, logit));
   for (int64_t i = 0; i < out.count; ++i) {
     if (out.leaves[i] == leaf) return out.left[0] == 0.0 && i == 0 ? 0.0f : negative_infinity<float>();
@@ -190,7 +214,10 @@ SX_HOST_DEVICE inline TreeDraw tree_draw(const TreeSampleParams& p, const TreeEx
                                          int64_t draw, const Logit& logit) {
   const TreeTable& tree = p.tree;
   // Nothing left: the first excluded class stands in, and the loss masks it.
-  if (out.count > 0 && out.left[0] == 0.0) return {tree.leaf_class[out.leaves[0]], 0.0f};
+  if (out.count > 0 && out.left[0] == 0.0) {
+    const int64_t id = class_at(tree, out.leaves[0]);
+    return {id < 0 ? 0 : id, id < 0 ? quiet_nan<float>() : 0.0f};
+  }
   TreePath path;
   TreeRange at = {0, out.count};
   int64_t node = 1;
@@ -212,10 +239,10 @@ SX_HOST_DEVICE inline TreeDraw tree_draw(const TreeSampleParams& p, const TreeEx
     at = below(tree, out, at, level, right);
     node = 2 * node + right;
   }
-  const int64_t id = tree.leaf_class[node - (int64_t(1) << tree.depth)];
+  const int64_t id = class_at(tree, node - (int64_t(1) << tree.depth));
   const double log_left = out.count > 0 ? exact_log(out.left[0]) : 0.0;
   // A row with a nan goes anywhere, padding too: the id stays a class, the nan is in log_q.
-  return {id < 0 ? 0 : id, float(path.log_p() - log_left)};
+  return {id < 0 ? 0 : id, id < 0 ? quiet_nan<float>() : float(path.log_p() - log_left)};
 }
 
 }  // namespace SX_ISA_NS

@@ -178,7 +178,10 @@ class Descent {
     };
     if (p_.given != nullptr) {
       const int shift = p_.tree.depth - 1 - at.level;
-      sort([&](int32_t draw) { return (p_.tree.class_leaf[p_.given[draw]] >> shift & 1) != 0; });
+      sort([&](int32_t draw) {
+        const int64_t leaf = leaf_of(p_.tree, p_.given[draw]);
+        return leaf >= 0 && (leaf >> shift & 1) != 0;
+      });
     } else {
       const double* u = uniforms_ + at.level * stride_;
       const double total = node.sum_right + node.sum_left;
@@ -198,10 +201,12 @@ class Descent {
 
   void finish(const Place& at) {
     const float log_q = tree_shared_log(at.q);
-    const int64_t id = p_.tree.leaf_class[at.node - (int64_t(1) << p_.tree.depth)];
+    const int64_t id = class_at(p_.tree, at.node - (int64_t(1) << p_.tree.depth));
     for (int64_t i = at.begin; i < at.end; ++i) {
-      p_.log_q[order_[i]] = log_q;
-      if (p_.ids != nullptr) p_.ids[order_[i]] = id < 0 ? 0 : id;  // padding: only where no row has a law
+      const int32_t draw = order_[i];
+      const bool known = p_.given != nullptr ? leaf_of(p_.tree, p_.given[draw]) >= 0 : id >= 0;
+      p_.log_q[draw] = known ? log_q : quiet_nan<float>();
+      if (p_.ids != nullptr) p_.ids[draw] = id < 0 ? 0 : id;  // padding: only where no row has a law
     }
   }
 

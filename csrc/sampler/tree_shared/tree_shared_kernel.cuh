@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kTreeSharedThreads, kTreeSharedResident) tree_
       for (int64_t c = 0; c < tree.dim; ++c) zero = zero + 0.0f * x[c];
       rows.mass[b] = zero == 0.0f ? 1.0 : 0.0;
     }
-    const int64_t leaf = p.given != nullptr ? tree.class_leaf[p.given[draw]] : 0;
-    double q = 1.0;
+    const int64_t leaf = p.given != nullptr ? leaf_of(tree, p.given[draw]) : 0;
+    double q = leaf < 0 ? quiet_nan<double>() : 1.0;
     int64_t node = 1;
     uint64_t bits = 0, next_bits = 0;
     double place = 0.0, low = 0.0;  // of a draw in strata: where it is, and where the node's interval begins
@@ -111,8 +111,9 @@ __global__ void __launch_bounds__(kTreeSharedThreads, kTreeSharedResident) tree_
     if (threadIdx.x == 0) {
       p.log_q[draw] = tree_shared_log(q);
       if (p.ids != nullptr) {
-        const int64_t id = tree.leaf_class[node - leaves];
+        const int64_t id = class_at(tree, node - leaves);
         p.ids[draw] = id < 0 ? 0 : id;
+        if (id < 0) p.log_q[draw] = quiet_nan<float>();
       }
     }
   }

@@ -24,6 +24,7 @@ from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, RowSink, Stati
 from samplex_cuda.optim.fusion import Fusion
 from samplex_cuda.prediction import mean_weight, valid_targets
 from samplex_cuda.rng import Key, key_tensor
+from samplex_cuda.samplers.base import refuse_classes
 from samplex_cuda.samplers.static import StaticSampler
 from samplex_cuda.tables import empty_table
 
@@ -181,7 +182,7 @@ class SampledClassifier(ExactAnswers):
         else:
             self.register_parameter("bias", None)
         self.sampler = sampler
-        self.follower = TableFollower(policy)
+        self.follower = TableFollower(policy, self.num_classes)
         self._fusion: Fusion | None = None
         self._sink: RowSink | None = None
         if class_weight is not None:
@@ -394,8 +395,6 @@ class SampledClassifier(ExactAnswers):
             if follower.active and follower.due():
                 self.update_sampler()
             draw, target_log_q = self._draw(spec, h, target, features, context, key)
-            if follower.active:
-                follower.touch(target[self._valid(target)], draw.ids.reshape(-1))
         offsets, known = (None, None)
         if positives is not None:
             offsets, known = known_positives(spec.loss.name, positives, h.shape[0], weight.device)
@@ -419,6 +418,8 @@ class SampledClassifier(ExactAnswers):
         )
         sink = self._fusion or (None if compiling else self._rows_of(weight, bias))
         loss, extra = run_loss(spec.loss, x, form, sink)
+        if follower.active:  # after the loss has accepted the ids: a refused batch leaves no trace
+            follower.touch(target[self._valid(target)], draw.ids.reshape(-1))
         if state is not None and index is not None and used is not None and extra is not None:
             spec.loss.update_state(state, index, used, extra.detach())
         return loss
@@ -538,7 +539,7 @@ class SampledClassifier(ExactAnswers):
             sampler, self.loss, self.num_classes, self.bias is not None, self.shared, self.stratified, update
         )
         self.sampler = sampler
-        self.follower = TableFollower(policy)
+        self.follower = TableFollower(policy, self.num_classes)
         if num_samples is not None:
             self.num_samples = num_samples
 
@@ -646,6 +647,8 @@ class SampledClassifier(ExactAnswers):
             destination[f"{prefix}sampler_lag"] = lag
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.sampler is not None and refuse_classes(self, self.num_classes, state_dict, prefix, args[-1]):
+            return
         # A checkpoint of nn.Linear has no `sampler.` entry at all: load it strictly all the same, and keep the sampler.
         without = not any(name.startswith(f"{prefix}sampler.") for name in state_dict)
         if without and self.sampler is not None:

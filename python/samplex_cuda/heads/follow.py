@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import describe
+
 __all__ = ["Staleness", "TableFollower"]
 
 
@@ -33,6 +35,7 @@ class TableFollower:
 
     Args:
         policy: "step", an int k, "epoch", or None: nothing is recorded.
+        num_classes: rows of the table; recorded ids outside of it are dropped. None: unknown.
 
     Example:
         >>> import torch
@@ -43,8 +46,9 @@ class TableFollower:
         Staleness(steps=1, rows=-1)
     """
 
-    def __init__(self, policy: str | int | None) -> None:
+    def __init__(self, policy: str | int | None, num_classes: int | None = None) -> None:
         self.policy = policy
+        self.num_classes = num_classes
         self.active = policy is not None
         self.touched: list[Tensor] = []  # ids since the sampler was brought up to date
         self.steps = 0  # training forwards since then
@@ -82,7 +86,16 @@ class TableFollower:
             return Staleness(0, 0)
         if self.stale or (self.policy == "epoch" and self.steps):
             return Staleness(self.steps, -1)
-        return Staleness(self.steps, torch.cat(self.touched).unique().numel() if self.touched else 0)
+        return Staleness(self.steps, self.changed().numel() if self.touched else 0)
+
+    def changed(self) -> Tensor:
+        """Distinct recorded rows of the table, ascending; at least one list must have been recorded.
+
+        A loss on a GPU does not raise on an id out of range, and a checkpoint may hold one: these are dropped here.
+        """
+        ids = torch.cat(self.touched).unique()
+        inside = ids >= 0
+        return ids[inside if self.num_classes is None else inside & (ids < self.num_classes)]
 
     @torch.no_grad()
     def flush(self, sampler: Any, weight: Tensor, bias: Tensor | None) -> None:
@@ -91,7 +104,7 @@ class TableFollower:
         if self.stale or self.policy is None or (self.policy == "epoch" and self.steps):
             sampler.rebuild(weight, bias) if with_bias else sampler.rebuild(weight)
         elif self.touched:
-            ids = torch.cat(self.touched).unique()
+            ids = self.changed()
             rows = weight[ids]
             sampler.update(ids, rows, bias[ids]) if with_bias and bias is not None else sampler.update(ids, rows)
         self.reset()
@@ -105,7 +118,7 @@ class TableFollower:
         """What a checkpoint must hold besides the sampler: int64 [2 + n] of steps, stale, touched ids; or None."""
         if self.policy is None or not (self.steps or self.touched or self.stale):
             return None
-        ids = torch.cat(self.touched).unique().cpu() if self.touched else torch.empty(0, dtype=torch.int64)
+        ids = self.changed().cpu() if self.touched else torch.empty(0, dtype=torch.int64)
         return torch.cat([torch.tensor([self.steps, int(self.stale)]), ids])
 
     def restore(self, lag: Tensor | None, device: torch.device) -> None:
@@ -113,6 +126,8 @@ class TableFollower:
         self.reset()
         if lag is None or self.policy is None:
             return
-        self.steps, self.stale = int(lag[0]), bool(lag[1])
+        if not isinstance(lag, Tensor) or lag.dtype != torch.int64 or lag.dim() != 1 or lag.shape[0] < 2:
+            raise ValueError(f"SampledClassifier: sampler_lag must be int64 [2 + n], got {describe(lag)}")
+        self.steps, self.stale = max(0, int(lag[0])), bool(lag[1])
         if lag.shape[0] > 2:
             self.touched = [lag[2:].to(device)]

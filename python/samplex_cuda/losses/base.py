@@ -213,6 +213,8 @@ class ScoreLoss(Loss):
                 for g, s in zip(found, (at_target, at_draws), strict=True)
             )
             coef_target = torch.where(valid, coef_target, 0.0)
+            # The derivative at a nan of an ignored row is 0 * nan.
+            coef_draws = torch.where(counts.unsqueeze(1), coef_draws, 0.0)
             if masked is not None:
                 coef_draws = coef_draws.masked_fill(masked, 0.0)
             coef = torch.cat([coef_target, coef_draws], 1)

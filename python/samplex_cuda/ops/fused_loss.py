@@ -8,6 +8,7 @@ to a sink, which decides the form of the weight gradient: `RowSink` makes coales
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -283,14 +284,22 @@ class _CoalescedFlag:
 
     Autograd's accumulation makes a shallow copy of a sparse gradient and drops the flag, so every optimizer would sort
     and sum the rows again. This hook runs after the accumulation and sets the flag again, if the gradient still has the
-    very indices that the sink delivered: a sum of two gradients has others, and is left alone.
+    very indices that the sink delivered: a sum of two gradients has others, and is left alone. Backwards may run in
+    several threads, so what was delivered is kept by the number of the backward.
     """
 
     def __init__(self) -> None:
-        self.indices: Tensor | None = None
+        self.indices: dict[int, Tensor] = {}
+
+    def deliver(self, indices: Tensor) -> None:
+        """Remembers the indices of a gradient until autograd has accumulated it."""
+        if len(self.indices) >= _MOST_BACKWARDS:  # those of backwards that never accumulate (torch.autograd.grad)
+            for task in list(self.indices)[: -_MOST_BACKWARDS // 2]:
+                self.indices.pop(task, None)
+        self.indices[_task_id()] = indices
 
     def __call__(self, parameter: Tensor) -> None:
-        given, self.indices = self.indices, None
+        given = self.indices.pop(_task_id(), None)
         grad = parameter.grad
         if given is None or grad is None or not grad.is_sparse or grad.is_coalesced():
             return
@@ -298,7 +307,10 @@ class _CoalescedFlag:
             grad._coalesced_(True)
 
 
+_MOST_BACKWARDS = 16  # at a time that keep the flag
+_task_id = torch._C._current_graph_task_id
 _flags: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> its _CoalescedFlag
+_flags_lock = threading.Lock()
 
 
 class TableGradient:
@@ -315,8 +327,12 @@ class TableGradient:
         if sparse and parameter is not None and parameter.requires_grad and parameter.is_leaf:
             self.flag = _flags.get(parameter)
             if self.flag is None:
-                self.flag = _flags[parameter] = _CoalescedFlag()
-                parameter.register_post_accumulate_grad_hook(self.flag)
+                with _flags_lock:  # a second hook, registered while the first runs, would break another's backward
+                    self.flag = _flags.get(parameter)
+                    if self.flag is None:
+                        self.flag = _CoalescedFlag()
+                        parameter.register_post_accumulate_grad_hook(self.flag)
+                        _flags[parameter] = self.flag
 
     def __call__(
         self, row_ids: Tensor, rows: Tensor, count: Tensor, size: tuple[int, ...], dtype: torch.dtype | None
@@ -326,7 +342,7 @@ class TableGradient:
             return _rows_to_dense(row_ids, rows, count, size, dtype)
         made = rows_to_coo(row_ids, rows, count, size, dtype)
         if self.flag is not None:
-            self.flag.indices = made._indices()
+            self.flag.deliver(made._indices())
         return made
 
 

@@ -9,6 +9,7 @@ weight) is noticed before anything has changed.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ __all__ = ["Fusion", "fusion_of"]
 _NAME = "fuse_optimizer"
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+_task_id = torch._C._current_graph_task_id
 _fusions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to its Fusion
 
 
@@ -104,8 +106,9 @@ class Fusion:
         self.weight, self.bias = weight, bias
         self.optimizer, self.accumulate, self.grad_scaler = optimizer, accumulate, grad_scaler
         self.on_late_update = on_late_update
-        self._arrived: list[Entries] = []  # of the running backward
-        self._task = -1  # its number
+        # Of each running backward, by its number: the version of the weight, and what its losses gave.
+        self._arrived: dict[int, tuple[int, list[Entries]]] = {}
+        self._lock = threading.RLock()  # of everything below: backwards may run in several threads
         self._kept: list[Entries] = []  # of earlier ones, with accumulate
         self._backwards = 0  # since the last update
         self._overflow = False  # one of them held an inf or nan, under a GradScaler
@@ -126,7 +129,7 @@ class Fusion:
         for p in (self.weight, self.bias):
             if p is not None and fusion_of(p) is self:
                 del _fusions[p]
-        self._arrived, self._kept = [], []
+        self._arrived, self._kept = {}, []
 
     @property
     def pending(self) -> int:
@@ -136,22 +139,34 @@ class Fusion:
     # -------------------------------------------------------------------------------------------- inside backward
     def deliver(self, grad: LossGrad, need: tuple[bool, bool, bool]) -> tuple[Tensor | None, None, None]:
         """See `Sink.deliver`: the gradient of hidden; those of weight and bias are stored until the weight's hook."""
-        if grad.version != self.weight._version:
+        self._check_version(grad.version)
+        d_hidden, found = entries(grad, self.bias is not None)
+        if need[1]:
+            if self.grad_scaler is not None and self.grad_scaler.is_enabled():
+                found = self._unscaled(found)
+            task = _task_id()
+            mine = self._arrived.get(task)
+            if mine is None:
+                mine = self._begin(task, grad.version)
+            mine[1].append(found)
+        return d_hidden if need[0] else None, None, None
+
+    def _begin(self, task: int, version: int) -> tuple[int, list[Entries]]:
+        with self._lock:
+            if self._arrived:
+                # Another backward runs beside this one, or never came to the weight (torch.autograd.grad of h alone):
+                # what this one may leave behind is dropped at its end.
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._arrived.pop(task, None))
+            self._arrived[task] = mine = (version, [])
+        return mine
+
+    def _check_version(self, version: int) -> None:
+        if version != self.weight._version:
             raise RuntimeError(
                 f"{_NAME}: the weight was changed after this loss was computed, by another backward's update or in "
                 "place, so its gradient is out of date: call backward once after each forward, add the losses before "
                 "one backward, or use accumulate=k to sum k backwards"
             )
-        d_hidden, found = entries(grad, self.bias is not None)
-        if need[1]:
-            if self.grad_scaler is not None and self.grad_scaler.is_enabled():
-                found = self._unscaled(found)
-            # A backward that never came to the weight (torch.autograd.grad of h alone) leaves entries behind.
-            task = torch._C._current_graph_task_id()
-            if task != self._task:
-                self._arrived, self._task = [], task
-            self._arrived.append(found)
-        return d_hidden if need[0] else None, None, None
 
     def _unscaled(self, e: Entries) -> Entries:
         inverse = 1.0 / self.grad_scaler.get_scale()
@@ -164,10 +179,12 @@ class Fusion:
         for ids, coef, rows in ((e.ids_a, coef_a, e.rows_a), (e.ids_b, coef_b, rows_b)):
             if rows.numel() == 0 or ids.numel() == 0:
                 continue
-            most = rows.abs().amax().to(torch.float32) * ids.numel()
+            most = rows.abs().amax(1).to(torch.float32) * ids.numel()
             if coef is not None:
-                most = most * coef.abs().amax().to(torch.float32)
-            self._overflow = self._overflow or not bool(most.isfinite())
+                # A row without coefficients has no part in the update, whatever its numbers are.
+                largest = coef.abs().amax(1).to(torch.float32)
+                most = torch.where(largest == 0, 0.0, most * largest)
+            self._overflow = self._overflow or not bool(most.isfinite().all())
         return unscaled
 
     def _on_bias(self, grad: Tensor | None) -> None:
@@ -175,7 +192,7 @@ class Fusion:
             self._refuse("bias")
 
     def _refuse(self, name: str) -> None:
-        self._arrived = []
+        self._arrived.pop(_task_id(), None)
         raise RuntimeError(
             f"{_NAME}: head.{name} got a gradient from elsewhere than the head's sampled loss (a tied weight, a "
             "penalty, a loss without row gradients); a fused optimizer cannot join them: do not fuse, or untie it"
@@ -183,11 +200,17 @@ class Fusion:
 
     def _on_weight(self, grad: Tensor | None) -> None:
         """Autograd calls this when all gradients of the weight have arrived; None is what the losses gave."""
-        arrived, self._arrived = self._arrived, []
+        version, arrived = self._arrived.pop(_task_id(), (0, []))
         if grad is not None:
             self._refuse("weight")
-        if not arrived or self._task != torch._C._current_graph_task_id():
+        if not arrived:
             return
+        with self._lock:
+            self._check_version(version)
+            self._count(arrived)
+
+    def _count(self, arrived: list[Entries]) -> None:
+        """Takes the entries of one backward; updates the rows with every `accumulate`-th."""
         self._backwards += 1
         if self.accumulate > 1:
             # Own copies: h and the ids belong to the caller again once backward is over.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +32,30 @@ def check_int64(op: str, name: str, t: object) -> Tensor:
     if t.dtype != torch.int64:
         raise TypeError(f"{op}: {name} must be int64, got {describe(t)}")
     return t
+
+
+def refuse_classes(
+    owner: torch.nn.Module, num_classes: int, state_dict: dict[str, Any], prefix: str, errors: list[str]
+) -> bool:
+    """Whether a state dict brings a sampler inside `owner` another number of classes; `errors` then says which."""
+    for name, part in owner.named_modules():
+        if not isinstance(part, Sampler):
+            continue
+        found = part._stored(state_dict, f"{prefix}{name}." if name else prefix)
+        try:
+            classes = None if found is None else part._stored_classes(found)
+        except (AttributeError, IndexError):
+            continue  # not a table: the sampler itself refuses it
+        if classes is not None and classes != num_classes:
+            errors.append(
+                f"{part._op}: the state dict has a sampler of {classes} classes, this {type(owner).__name__} has "
+                f"{num_classes}: make it with {classes} classes, or load the weights alone "
+                f"({{name: t for name, t in state.items() if not name.startswith('{prefix}')}}, strict=False)"
+            )
+            for own, t in owner.state_dict(prefix=prefix).items():  # what the parts load now leaves them as they are
+                state_dict[own] = t
+            return True
+    return False
 
 
 class Sampler(torch.nn.Module):
@@ -236,6 +260,51 @@ class Sampler(torch.nn.Module):
         left = self.log_prob(h, drawn.ids, context=context).double() - drawn.log_q.double()
         # The stand-in of a row with nothing left is one of its excluded ids.
         return torch.where(_holds(exclude, drawn.ids[:, 0]), -torch.inf, left[:, 0])
+
+    # -------------------------------------------------------------------------------------------- state dicts
+    def _stored_error(self, found: dict[str, Any]) -> str | None:
+        """What is wrong with tables from a state dict, by buffer name, all of them there; None if nothing is."""
+        return None
+
+    def _stored_classes(self, found: dict[str, Any]) -> int | None:
+        """C of tables from a state dict that may have another one than this sampler; None: C cannot change."""
+        return None
+
+    def _stored(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any] | None:
+        """The entries of a state dict for this sampler's own buffers; None if one is not there."""
+        names = [name for name in self._buffers if name not in self._non_persistent_buffers_set]
+        names = [name for name in names if self._buffers[name] is not None]
+        found = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        return found if found and len(found) == len(names) else None
+
+    def _refuses(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> bool:
+        """Whether the tables of a state dict cannot be loaded; `errors` then says why, and nothing has changed."""
+        found = self._stored(state_dict, prefix)
+        wrong = None
+        if found is not None:
+            try:
+                wrong = self._stored_error(found)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                wrong = f"the tables do not fit each other ({error})"
+        if wrong is not None:
+            errors.append(
+                f"{self._op}: {wrong}. The file is damaged or its sampler is not a {type(self).__name__} of these "
+                f"options; the sampler is unchanged"
+            )
+        return wrong is not None
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        if not self._refuses(state_dict, prefix, errors):
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
     # -------------------------------------------------------------------------------------------- checks
     def _check_count(self, num_samples: int) -> int:

@@ -15,6 +15,7 @@ from samplex_cuda.ops import bigram_sample as ops
 from samplex_cuda.ops.static_sample import build_alias, sort_exclude
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
+from samplex_cuda.samplers.stored import bigram_error
 
 __all__ = ["Bigram"]
 
@@ -226,7 +227,15 @@ class Bigram(Sampler):
                 raise ValueError(f"bigram: context must have {batch} ids, one for each row, got {describe(context)}")
         return rows
 
+    def _stored_error(self, found: dict[str, Any]) -> str | None:
+        return bigram_error(found, _LEAST_BACKOFF)
+
+    def _stored_classes(self, found: dict[str, Any]) -> int | None:
+        return found["table"].shape[0]
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self._refuses(state_dict, prefix, args[-1]):
+            return
         # Tables of other sizes are as good: the buffers take the shapes of what is loaded.
         if all(prefix + name in state_dict for name in _BUFFERS):
             for name in _BUFFERS:
@@ -234,7 +243,7 @@ class Bigram(Sampler):
                 if own.shape != value.shape:
                     setattr(self, name, torch.empty_like(value, device=own.device))
             self.num_classes = self.table.shape[0]
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super(Sampler, self)._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Bigram:
         # `.half()` of a model is not about the law: the shares stay float64, and follow the device.

@@ -22,6 +22,7 @@ from samplex_cuda.ops import kernel_tree as ops
 from samplex_cuda.ops.static_sample import sort_exclude
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
+from samplex_cuda.samplers.stored import finite_error, shape_error
 from samplex_cuda.tables import empty_table
 
 __all__ = ["KernelSampler", "Quadratic", "RandomFourier"]
@@ -179,7 +180,7 @@ class KernelSampler(Sampler):
         for begin in range(0, self.num_classes, chunk):
             end = min(begin + chunk, self.num_classes)
             ids = torch.arange(begin, end, device=query.device).expand(query.shape[0], -1).contiguous()
-            out[:, begin:end] = ops.kernel_tree_log_prob(query, phi, ids, self.rows, self.sums, *self._law())
+            out[:, begin:end] = call(ops.kernel_tree_log_prob, query, phi, ids, self.rows, self.sums, *self._law())
         return out
 
     def _law(self) -> tuple[int, str, float, float]:
@@ -385,6 +386,15 @@ class KernelSampler(Sampler):
                     raise ValueError(f"{self._op}: {what} must be finite, got nan or inf in row {bad}")
 
     # -------------------------------------------------------------------------------------------- module
+    def _stored_error(self, found: dict[str, Any]) -> str | None:
+        for name, value in found.items():
+            own = self.get_buffer(name)
+            if wrong := shape_error(name, value, tuple(own.shape), own.dtype, str(list(own.shape))):
+                return f"{wrong}; make the sampler with the class table and the options of the saved one"
+            if wrong := finite_error(name, value):
+                return wrong
+        return None
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         if prefix + "shift" in state_dict:

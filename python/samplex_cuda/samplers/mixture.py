@@ -12,7 +12,8 @@ from samplex_cuda._checks import describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import uniform_sample
 from samplex_cuda.rng import Key, fold_in, key_tensor
-from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
+from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, refuse_classes
+from samplex_cuda.samplers.stored import shape_error
 
 __all__ = ["Mixture"]
 
@@ -175,6 +176,18 @@ class Mixture(Sampler):
         """Hands the class table (and bias) to every component that follows it."""
         for sampler in self._parts():
             sampler.rebuild(weight, bias) if sampler.has_bias else sampler.rebuild(weight)
+
+    def _stored_error(self, found: dict[str, Any]) -> str | None:
+        weights, count = found["weights"], len(self._parts())
+        if wrong := shape_error("weights", weights, (count,), torch.float64, f"[{count}]"):
+            return f"{wrong}; make the mixture with the components of the saved one"
+        if not bool(((weights > 0) & (weights <= 1)).all()) or abs(float(weights.sum()) - 1.0) > 1e-9:
+            return f"weights must be positive with sum 1, got {weights.tolist()}"
+        return None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if not refuse_classes(self, self.num_classes, state_dict, prefix, args[-1]):
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Mixture:
         # `.half()` of a model is not about the law: the weights stay float64, and follow the device.

@@ -16,6 +16,7 @@ from samplex_cuda.ops.fused_loss import StaticLaw
 from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
+from samplex_cuda.samplers.stored import alias_error, shape_error
 
 __all__ = ["LogUniform", "StaticSampler", "Uniform", "Unigram"]
 
@@ -169,7 +170,7 @@ class StaticSampler(Sampler):
         """
         batch = 1 if h is None else self._check_batch(h, None, None)
         ids = torch.arange(self.num_classes, device=self._device(h))
-        return self._log_prob_op(ids.unsqueeze(0), None, None).expand(batch, -1)
+        return call(self._log_prob_op, ids.unsqueeze(0), None, None).expand(batch, -1)
 
     def collision(self) -> float:
         """The probability that two draws are of one class, sum of q squared."""
@@ -389,6 +390,12 @@ class Unigram(StaticSampler):
     def _sum_of_squares(self) -> float:
         share = self.prefix.diff().double() / float(self.prefix[-1])
         return float(share.square().sum())
+
+    def _stored_error(self, found: dict[str, Any]) -> str | None:
+        size = (self.num_classes, 4)
+        if wrong := shape_error("table", found["table"], size, torch.int64, str(list(size))):
+            return f"{wrong}; make the sampler with counts of as many classes"
+        return alias_error(("table", "prefix"), found["table"], found["prefix"])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self._collision = None

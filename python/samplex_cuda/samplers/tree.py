@@ -16,6 +16,7 @@ from samplex_cuda.ops import tree_shared
 from samplex_cuda.ops.static_sample import sort_exclude
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
+from samplex_cuda.samplers.stored import closed_bias, tree_error
 
 __all__ = ["Tree"]
 
@@ -30,7 +31,8 @@ class Tree(Sampler):
     Args:
         weights: [2^depth, k] float, row i for node i of the heap (root 1, children 2i and 2i + 1; row 0 is not used).
         bias: [2^depth]; +inf sends every row right, -inf left.
-        leaf_class: [2^depth] int64, the class at each leaf, every class once; -1 for padding.
+        leaf_class: [2^depth] int64, the class at each leaf, every class once; -1 for padding. A node with classes on
+            one side only sends every row there, whatever its bias.
         mean: [K] of the features; None: features are taken as they are.
         projection: [K, k]; None with mean None.
         dtype: of the stored nodes, float32 or bfloat16 (half the memory traffic, probabilities of the rounded tree).
@@ -80,6 +82,7 @@ class Tree(Sampler):
             raise ValueError("tree: leaf_class must hold every class of [0, C) once and -1 elsewhere")
         if bool(weights[1:].isnan().any() | weights[1:].isinf().any() | bias[1:].isnan().any()):
             raise ValueError("tree: weights must be finite and bias not nan")
+        bias = closed_bias(leaf_class, bias.detach())
         class_leaf = torch.empty(classes, dtype=torch.int64, device=leaf_class.device)
         class_leaf[leaf_class[real]] = real
         self._dim = dim
@@ -217,7 +220,7 @@ class Tree(Sampler):
     def project(self, x: Tensor | None) -> Tensor:
         """Features [*, K] of any floating dtype to [B, k] float32, what the nodes see."""
         flat = self._features(x)
-        return flat if self._identity else ops.tree_project(flat, self.mean, self.projection)
+        return flat if self._identity else call(ops.tree_project, flat, self.mean, self.projection)
 
     def _features(self, x: Tensor | None) -> Tensor:
         """Features [*, K] of any floating dtype as [B, K] float32."""
@@ -271,7 +274,7 @@ class Tree(Sampler):
             return Draw(*drawn, not stratified)
         leaves, offsets = self._excluded_leaves(exclude, x)
         pair = key_tensor(self._op, key, x.device)
-        return Draw(*ops.tree_sample(pair, x, *self._tables(), count, leaves, offsets))
+        return Draw(*call(ops.tree_sample, pair, x, *self._tables(), count, leaves, offsets))
 
     def log_prob(
         self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None
@@ -327,7 +330,7 @@ class Tree(Sampler):
 
     def log_prob_all(self, h: Tensor | None = None) -> Tensor:
         """Log-probability of every class, [B, C] float32."""
-        return ops.tree_log_prob_all(self.project(h), *self._tables())
+        return call(ops.tree_log_prob_all, self.project(h), *self._tables())
 
     def topk(self, h: Tensor, k: int, *, beam: int | None = None) -> tuple[Tensor, Tensor]:
         """The k most probable classes by beam search, in O(beam k log C); exact where the beam covers the level.
@@ -351,7 +354,7 @@ class Tree(Sampler):
             beam = min(512, max(64, 4 * k))
         if not k <= beam <= 512:
             raise ValueError(f"tree: beam must be in [k, 512] = [{k}, 512], got {beam!r}")
-        return ops.tree_topk(self.project(h), *self._tables(), k, beam)
+        return call(ops.tree_topk, self.project(h), *self._tables(), k, beam)
 
     def update(self, ids: Tensor, rows: Tensor) -> None:
         """Nothing to do: the tree does not depend on the class table."""
@@ -374,10 +377,18 @@ class Tree(Sampler):
         leaves = torch.where(ids < 0, -1, self.class_leaf[ids.clamp(0, self.num_classes - 1)])
         return sort_exclude(leaves if isinstance(exclude, Tensor) else (exclude[0], leaves))
 
+    def _stored_error(self, found: dict[str, Any]) -> str | None:
+        return tree_error(found)
+
+    def _stored_classes(self, found: dict[str, Any]) -> int | None:
+        return found["class_leaf"].shape[0]
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A tree of another size is as good: the buffers take the shapes of what is loaded.
         names = ("nodes", "leaf_class", "class_leaf", "mean", "projection")
         state_dict.setdefault(f"{prefix}fit_options", self.fit_options)  # checkpoints of 0.1 have none
+        if self._refuses(state_dict, prefix, args[-1]):
+            return
         options = state_dict[f"{prefix}fit_options"]
         if options.shape != self.fit_options.shape:
             self.fit_options = torch.empty_like(options, device=self.nodes.device)
@@ -391,7 +402,7 @@ class Tree(Sampler):
                     setattr(self, name, torch.empty_like(value, device=own.device))
             self._dim = found["projection"].shape[1]
             self._identity = False
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super(Sampler, self)._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Tree:
         before = self.nodes.dtype
