@@ -1,6 +1,12 @@
 """Trains in child processes and kills them with SIGKILL: at random moments, and in the middle of writing a checkpoint.
 
-    python training_kill.py FOLDER KILLS SEED
+    python training_kill.py FOLDER KILLS SEED KIND
+
+KIND is what is killed:
+  quadratic   training with a sampler that follows the table
+  tree        training with a tree that is fitted anew every few steps, so that kills fall into a fit
+  evaluation  training that evaluates after every step
+  conversion  reading a file into its cache (see `kill_conversions`)
 
 One process imports torch, trains a few steps to load the rest, and forks a child for each start, so that a start costs
 milliseconds. Prints a JSON report.
@@ -11,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -22,6 +29,8 @@ from typing import Any
 import torch
 from training_cases import case
 
+from samplex_cuda import data
+from samplex_cuda.data import cache as data_cache
 from samplex_cuda.training import Trainer, checkpoint, read_metrics
 
 EVERY = 3  # steps between two checkpoints
@@ -29,17 +38,26 @@ FURTHEST = 9  # steps that a start does, about, before its kill
 CALLS = ("write", "fsync", "rename", "replace")  # what puts a checkpoint onto the disk
 
 
+KINDS = {  # sampler, settings
+    "quadratic": ("quadratic", ["training.eval_every=8"]),
+    "tree": ("tree", ["training.eval_every=8", "sampler.refit_steps=2", "sampler.features=hidden"]),
+    "evaluation": ("uniform", ["training.eval_every=1"]),
+}
+kind = "quadratic"  # of this process
+
+
 def trainer_of(folder: Path, steps: int) -> Trainer:
     """A new run, or the one in the folder from its newest checkpoint on."""
+    sampler, settings = KINDS[kind]
     run, data, valid = case(
         "mlp",
-        "quadratic",
+        sampler,
         f"training.steps={steps}",
-        "training.epochs=1000",
+        "training.epochs=100000",
         f"training.checkpoint_every={EVERY}",
-        "training.eval_every=8",
         "training.log_every=7",
         "training.keep=2",
+        *settings,
     )
     if (folder / "config.toml").exists():
         return Trainer.resume(folder, data, valid)
@@ -112,7 +130,8 @@ def half_written(parts: Path) -> list[str]:
     return found
 
 
-def main(folder: str, kills: int, seed: int) -> None:
+def train_with_kills(folder: str, kills: int, seed: int) -> dict[str, Any]:
+    """A run that is killed again and again, beside one that is not."""
     torch.set_num_threads(1)
     steps = FURTHEST * kills + 60
     trainer_of(Path(folder, "warm"), 2).fit()
@@ -143,8 +162,74 @@ def main(folder: str, kills: int, seed: int) -> None:
         "records": [[{k: v for k, v in r.items() if k != "seconds"} for r in read_metrics(p)] for p in (whole, parts)],
         "left_at_the_end": [str(p) for p in parts.rglob(".tmp-*")] + [str(p) for p in parts.rglob(".old-*")],
     }
+    return report
+
+
+# ------------------------------------------------------------------------------------------------ conversions
+CONVERSION_CALLS = ("fsync", "rename", "mkdir", "unlink")  # and each append to an array
+
+
+def convert(source: Path, cache: Path) -> dict[str, Any]:
+    """The arrays of a ratings table, from its cache or converted now."""
+    found = data.interactions_file(source, cache_dir=cache)
+    return {"items": found.items.tolist(), "indptr": found.indptr.tolist()}
+
+
+def kill_conversions(folder: str, kills: int, seed: int) -> dict[str, Any]:
+    """Converts a file in children that die on the way; at the end once more, to the end."""
+    rng = random.Random(seed)
+    source, cache = Path(folder, "ratings.tsv"), Path(folder, "cache")
+    lines = (f"{rng.randrange(200)}\t{rng.randrange(500)}\t{n}\n" for n in range(3000))
+    source.write_text("user\titem\ttimestamp\n" + "".join(lines))
+    whole = convert(source, Path(folder, "whole"))
+    report: dict[str, Any] = {"killed": 0, "left_between": 0, "kills": kills}
+    for number in range(kills):
+        for path in cache.glob("*.sxcache"):
+            shutil.rmtree(path)
+        fatal = rng.randrange(1, 40) if number % 2 == 0 else 0
+        pid = os.fork()
+        if pid == 0:
+            count = 0
+
+            def deadly(real: Callable[..., Any], fatal: int = fatal) -> Callable[..., Any]:
+                def call(*args: Any, **options: Any) -> Any:
+                    nonlocal count
+                    count += 1
+                    if count == fatal:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return real(*args, **options)
+
+                return call
+
+            for name in CONVERSION_CALLS:
+                setattr(os, name, deadly(getattr(os, name)))
+            data_cache.ArrayWriter.append = deadly(data_cache.ArrayWriter.append)  # type: ignore[method-assign]
+            try:
+                convert(source, cache)
+            finally:
+                os._exit(0)
+        if not fatal:
+            time.sleep(rng.uniform(0.0, 0.03))
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+        report["killed"] += os.WIFSIGNALED(status)
+        report["left_between"] += any(cache.glob(".*")) if cache.exists() else 0
+    for path in cache.glob("*.sxcache"):
+        shutil.rmtree(path)
+    report["same"] = convert(source, cache) == whole and convert(source, cache) == whole
+    report["left_at_the_end"] = sorted(str(p.relative_to(cache)) for p in cache.rglob(".*"))
+    return report
+
+
+def main(folder: str, kills: int, seed: int, what: str) -> None:
+    global kind
+    if what == "conversion":
+        report = kill_conversions(folder, kills, seed)
+    else:
+        kind = what
+        report = train_with_kills(folder, kills, seed)
     print(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else "quadratic")

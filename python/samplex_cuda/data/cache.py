@@ -19,11 +19,16 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from samplex_cuda.data.lines import BadLines
+
+try:
+    import fcntl
+except ImportError:  # no such locks on this system: what killed conversions leave is judged by its age alone
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["ArrayWriter", "Conversion", "Converted", "converted"]
 
@@ -31,7 +36,7 @@ VERSION = 1  # of the layout; a cache of another version is converted again
 VERIFY = ("size", "cache", "all")
 
 _HEADER = 128  # bytes of an npy header that has room for any length
-_STALE = 3600.0  # seconds after which a directory that nobody writes to is the rest of a killed conversion
+_STALE = 3600.0  # seconds after which a directory without a lock is the rest of a killed conversion
 _PIECE = 1 << 22
 
 logger = logging.getLogger("samplex_cuda.data")
@@ -276,8 +281,37 @@ def _replace_meta(folder: Path, meta: dict[str, Any]) -> None:
     _sync(folder)
 
 
+def _lock_of(aside: Path) -> Path:
+    return aside.with_name(aside.name.removesuffix(".tmp") + ".lock")
+
+
+def _locked(path: Path, mode: str) -> IO[str] | None:
+    """The file with its lock, which ends with the process; None if another process has it or there are no locks."""
+    if fcntl is None:
+        return None
+    file = None
+    try:
+        file = path.open(mode)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        if file is not None:
+            file.close()
+        return None
+    return file
+
+
 def _clear_rests(folder: Path) -> None:
+    """Removes what killed conversions have left: those whose lock is free, and those without one that are old."""
+    for lock in folder.parent.glob(f".{folder.name}.*.lock"):
+        file = _locked(lock, "r")
+        if file is None:
+            continue
+        with file:
+            shutil.rmtree(lock.with_suffix(".tmp"), ignore_errors=True)
+            lock.unlink(missing_ok=True)
     for rest in folder.parent.glob(f".{folder.name}.*.tmp"):
+        if _lock_of(rest).exists():
+            continue
         try:
             newest = max([rest.stat().st_mtime, *(file.stat().st_mtime for file in rest.iterdir())])
         except OSError:
@@ -318,8 +352,11 @@ def _convert(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _clear_rests(folder)
+        held = _locked(_lock_of(aside), "w")
         aside.mkdir()
     except OSError as error:
+        with contextlib.suppress(OSError):
+            _lock_of(aside).unlink()
         raise OSError(
             f"{where}: the cache folder {folder.parent} cannot be written to ({error.strerror}); cache_dir or the "
             "variable SAMPLEX_CACHE_DIR names another"
@@ -360,6 +397,10 @@ def _convert(
         conversion.abandon()
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    finally:
+        if held is not None:
+            _lock_of(aside).unlink(missing_ok=True)
+            held.close()
     return meta
 
 
