@@ -227,6 +227,19 @@ def test_a_bad_number_spoils_its_own_row_only(backend, loss, bad, where, samples
     assert not found["d_weight"][touched].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [24, 32, 40])
+@pytest.mark.parametrize("loss", ["negative_sampling", "nce"])
+def test_a_draw_of_score_minus_infinity_has_no_loss(backend, loss, dim, dtype):
+    """An infinite weight in the first column: lanes behind the last one must not multiply it by their zeros."""
+    case = make_case(4, 8, dim, loss=loss, classes=1000, dtype=dtype)
+    case.ids = torch.arange(32).reshape(4, 8)
+    case.target = torch.arange(900, 904)
+    case.h[2, 0] = 1.0
+    case.weight[case.ids[2, 5], 0] = -INF
+    assert run_ours(case, backend.device)["loss"].isfinite().all()
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_nan_h_without_a_regulariser(backend, shared):
     case = make_case(4, 3, 16, shared=shared)

@@ -64,11 +64,8 @@ def test_the_usual_form_without_its_second_output(simd_level, row):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-@pytest.mark.parametrize("where", ["h", "weight of a draw", "weight of the target", "log_q"])
-def test_a_bad_number_in_the_usual_form_spoils_its_own_row_only(simd_level, where, bad, dtype):
-    case = make_case(6, 20, 32, classes=4000, form=LossAlone, dtype=dtype)
+def check_bad_number(where, bad, dtype, dim, device="cpu"):
+    case = make_case(6, 20, dim, classes=4000, form=LossAlone, dtype=dtype).to(device)
     if where == "h":
         case.h[2, 5] = bad
     elif where == "log_q":
@@ -77,12 +74,29 @@ def test_a_bad_number_in_the_usual_form_spoils_its_own_row_only(simd_level, wher
         case.weight[case.ids[2, 11] if where == "weight of a draw" else case.target[2], 5] = bad
     h, weight = leaf(case.h), leaf(case.weight)
     loss = case.call(reduction="none", sparse=False, h=h, weight=weight)
-    want = reference(case.h.double(), case.weight.double(), case.target, case.ids, case.log_q, **case.options)[0]
-    others = torch.arange(6) != 2
+    c = case.to(torch.device("cpu"))
+    want = reference(c.h.double(), c.weight.double(), c.target, c.ids, c.log_q, **c.options)[0].to(device)
+    others = torch.arange(6, device=device) != 2
     torch.testing.assert_close(loss[others], want[others].float())
     assert loss[2].isfinite() == want[2].isfinite()
     d_h, _ = torch.autograd.grad(loss[others].sum(), [h, weight])
     assert d_h[others].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("where", ["h", "weight of a draw", "weight of the target", "log_q"])
+def test_a_bad_number_in_the_usual_form_spoils_its_own_row_only(simd_level, where, bad, dtype):
+    check_bad_number(where, bad, dtype, 32)
+
+
+@pytest.mark.parametrize("dim", [24, 32, 40, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("where", ["h", "weight of a draw", "weight of the target", "log_q"])
+def test_an_infinite_number_in_the_usual_form_on_every_backend(backend, where, dtype, dim):
+    """Lanes behind the last column must not multiply it by their zeros."""
+    for bad in (float("inf"), -float("inf")):
+        check_bad_number(where, bad, dtype, dim, backend.device)
 
 
 @pytest.mark.parametrize("targets", [1, 3])

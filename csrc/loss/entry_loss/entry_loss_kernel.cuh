@@ -268,17 +268,18 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
   const auto load_row = [&](const T* from, float* to) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      load_values<kWidth>(from + (column(chunk) < dim ? column(chunk) : 0), to + chunk * kWidth);
+      const bool real = column(chunk) < dim;
+      load_values<kWidth>(from + (real ? column(chunk) : 0), to + chunk * kWidth);
+      if (real) continue;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) to[chunk * kWidth + i] = 0;  // 0 times an infinite number would be nan
     }
   };
 
   float h[kElements], sum[kElements];
   load_row(hidden, h);
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) {
-    if (column(i / kWidth) >= dim) h[i] = 0;
-    sum[i] = 0;
-  }
+  for (int i = 0; i < kElements; ++i) sum[i] = 0;
   float loss = 0, pull = 0, base = 0;
   if constexpr (kRelative) {
     float total = 0;

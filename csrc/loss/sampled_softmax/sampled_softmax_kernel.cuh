@@ -97,6 +97,9 @@ struct OnePass {
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const bool real = kFull || column(chunk) < dim;
       load_values<kWidth>(real ? mine + chunk * kGroup * kWidth : row, out + chunk * kWidth);
+      if (real) continue;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) out[chunk * kWidth + i] = 0;  // 0 times an infinite number would be nan
     }
   }
 
@@ -335,10 +338,7 @@ struct OnePass {
     if (row.num_targets == 0) return zero_row<kWarpSize, float>(p, b);  // the whole block
     load_row(hidden, h);
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      if (!kFull && column(i / kWidth) >= dim) h[i] = 0;
-      push[i] = 0;
-    }
+    for (int i = 0; i < kElements; ++i) push[i] = 0;
     // Without smoothing only targets pull; target k is in group k / kRows of a round, or alone in group k.
     const int pullers = p.label_smoothing > 0 || p.num_targets > kGroups ? kGroups : int(p.num_targets);
     if (seeded) {
