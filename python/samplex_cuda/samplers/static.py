@@ -95,18 +95,6 @@ class StaticSampler(Sampler):
             >>> sampler.sample(None, 6, shared=True).ids.shape
             torch.Size([6])
         """
-        if not shared and type(exclude) is Tensor and type(num_samples) is int and h is not None and batch_size is None:
-            # The form of a training step, with nothing to convert: the op checks the rest.
-            size = exclude.shape
-            if (
-                len(size) == 1
-                and exclude.dtype is torch.int64
-                and h.dim() == 2
-                and h.shape[0] == size[0]
-                and h.device == exclude.device
-            ):
-                pair = key_tensor(self._op, key, self._device(h, exclude))
-                return Draw(*call(self._sample_op, pair, size[0], num_samples, exclude.unsqueeze(1), None))
         count = self._check_count(num_samples)
         if shared:
             self._check_shared(exclude)
