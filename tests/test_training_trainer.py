@@ -217,12 +217,15 @@ class Explodes(nn.Module):
         return h
 
 
+EXPLODES = "test_training_trainer:Explodes"
+
+
 @pytest.mark.parametrize("fused", ["true", "false"])
 def test_a_nan_stops_and_leaves_the_batch(tmp_path, fused):
-    run, train, valid = case("linear", "uniform", "model.name=test_training_trainer:Explodes",
+    run, train, valid = case("linear", "uniform", f"model.name={EXPLODES}",
                              f"optimizer.fused={fused}", "training.accumulate=2")  # fmt: skip
     events = []
-    trainer = Trainer(run, train, valid, tmp_path / "run", on_event=events.append)
+    trainer = Trainer(run, train, valid, tmp_path / "run", trust_model=EXPLODES, on_event=events.append)
     with pytest.raises(
         NonFiniteLossError, match=r"trainer: step \d+: .* the batch is in .*step-\d+.safetensors"
     ) as info:
@@ -241,10 +244,10 @@ def test_a_nan_stops_and_leaves_the_batch(tmp_path, fused):
 
 @pytest.mark.parametrize("fused", ["true", "false"])
 def test_a_nan_is_skipped_by_choice(tmp_path, fused):
-    run, train, _ = case("linear", "uniform", "model.name=test_training_trainer:Explodes",
+    run, train, _ = case("linear", "uniform", f"model.name={EXPLODES}",
                          f"optimizer.fused={fused}", "training.accumulate=2", "training.on_nan=skip")  # fmt: skip
     events = []
-    trainer = Trainer(run, train, None, tmp_path / "run", on_event=events.append)
+    trainer = Trainer(run, train, None, tmp_path / "run", trust_model=EXPLODES, on_event=events.append)
     before = {}
 
     def on_event(event):
@@ -267,9 +270,9 @@ def test_a_nan_is_skipped_by_choice(tmp_path, fused):
 def test_nothing_of_a_skipped_step_stays(tmp_path):
     outcome = []
     for fused in ("true", "false"):
-        run, train, _ = case("linear", "uniform", "model.name=test_training_trainer:Explodes", "training.seed=3",
+        run, train, _ = case("linear", "uniform", f"model.name={EXPLODES}", "training.seed=3",
                              f"optimizer.fused={fused}", "training.accumulate=2", "training.on_nan=skip")  # fmt: skip
-        trainer = Trainer(run, train, None, tmp_path / fused)
+        trainer = Trainer(run, train, None, tmp_path / fused, trust_model=EXPLODES)
         trainer.fit()
         outcome.append(trainer)
     # One of them was the second batch of its step: the first one had been through backward.

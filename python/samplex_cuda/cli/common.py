@@ -256,15 +256,16 @@ def run(name: str, as_json: bool, body: Callable[[Output], tuple[dict[str, Any],
     raise typer.Exit(code)
 
 
-def resume_command(run_dir: Path | str) -> str:
-    """What to type to go on with a run.
+def resume_command(run_dir: Path | str, trust_model: str | None = None) -> str:
+    """What to type to go on with a run, whose model was trusted where it has an import path.
 
     Example:
         >>> from samplex_cuda.cli.common import resume_command
         >>> resume_command("runs/my run")
         "samplex train --resume 'runs/my run'"
     """
-    return f"samplex train --resume {shlex.quote(str(run_dir))}"
+    trust = f" --trust-model {shlex.quote(trust_model)}" if trust_model else ""
+    return f"samplex train --resume {shlex.quote(str(run_dir))}{trust}"
 
 
 def read_config(run_dir: Path) -> Config:
@@ -318,6 +319,7 @@ def beside(path: Path, write: Callable[[Path], None]) -> None:
         'whole'
     """
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    temporary.unlink(missing_ok=True)
     try:
         write(temporary)
         with temporary.open("rb") as file:

@@ -27,11 +27,13 @@ FORMATS = (".jsonl", ".npy", ".npz", ".parquet")
 _ROWS = 1 << 14  # rows that are ranked at a time are at most so many
 
 
-def _load(out: Output, run_dir: Path, which: str, device: str) -> tuple[Any, SampledClassifier, Any, dict[str, Any]]:
+def _load(
+    out: Output, run_dir: Path, which: str, device: str, trust_model: str | None
+) -> tuple[Any, SampledClassifier, Any, dict[str, Any]]:
     read_config(run_dir)
     check_device(device)
     with out.busy(f"loading {run_dir} ({which})"):
-        return load_model(run_dir, which, device=device)
+        return load_model(run_dir, which, device=device, trust_model=trust_model)
 
 
 class _Bar:
@@ -71,6 +73,7 @@ def evaluate(
     batch_size: int | None,
     exclude_history: bool | None,
     device: str,
+    trust_model: str | None = None,
 ) -> tuple[dict[str, Any], int]:
     """Exact metrics of a trained model; returns the JSON object and the exit code.
 
@@ -80,7 +83,7 @@ def evaluate(
         ...          which="best", rows=0, batch_size=None, exclude_history=None, device="cpu")  # doctest: +SKIP
     """
     with checked():
-        encoder, head, config, meta = _load(out, run_dir, which, device)
+        encoder, head, config, meta = _load(out, run_dir, which, device, trust_model)
         with out.busy("reading the data"):
             dataset = open_labelled(config, meta, path, form, part)
         for note in dataset.notes:
@@ -248,6 +251,7 @@ def predict(
     batch_size: int,
     exclude_history: bool,
     device: str,
+    trust_model: str | None = None,
 ) -> tuple[dict[str, Any], int]:
     """The k most probable classes of each row of a file; returns the JSON object and the exit code.
 
@@ -262,7 +266,7 @@ def predict(
     if target.suffix == ".parquet":
         _pyarrow()
     with checked():
-        encoder, head, config, meta = _load(out, run_dir, which, device)
+        encoder, head, config, meta = _load(out, run_dir, which, device, trust_model)
         if k > head.num_classes:
             raise UserError(f"-k must be at most the {head.num_classes} classes of the model, got {k}")
         with out.busy(f"reading {path}"):

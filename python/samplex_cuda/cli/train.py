@@ -181,7 +181,10 @@ class Display:
         self.out.say(f"step {event['step']:,}/{self.steps:,}  valid: {values}{best}")
 
     def _on_refused(self, event: dict[str, Any]) -> None:
-        self.out.warn(f"{event['reason']}; the checkpoint before it is used")
+        self.out.warn(f"{event['reason']}; {event['instead']}")
+
+    def _on_damaged(self, event: dict[str, Any]) -> None:
+        self.out.say(f"the damaged checkpoint is kept as {event['path']}")
 
     def _on_checkpoint_failed(self, event: dict[str, Any]) -> None:
         self.out.warn(f"step {event['step']:,}: {event['reason']}")
@@ -227,6 +230,8 @@ def train(
     settings: list[str],
     run_dir: Path | None,
     resume: Path | None,
+    restart: bool = False,
+    trust_model: str | None = None,
 ) -> tuple[dict[str, Any], int]:
     """Trains; returns the JSON object and the exit code.
 
@@ -245,13 +250,18 @@ def train(
         (0, 'finished')
     """
     begin = time.perf_counter()
+    # A name on this command line is the user's own word; one in a file is not.
+    named = [setting.partition("=")[2].strip() for setting in settings if setting.startswith("model.name=")]
+    trust_model = trust_model or (named[-1] if named and ":" in named[-1] else None)
     with Display(out) as display:
         if resume is not None:
             folder = resume
             if (folder / "config.toml").is_file():  # else the trainer says so
                 check_device(configs.override(read_config(folder), settings).training.device)
-            with _hint(out, folder), checked(), out.busy(f"resuming {folder}"):
-                trainer = Trainer.resume(folder, settings=settings, on_event=display)
+            with _hint(out, folder, trust_model), checked(), out.busy(f"resuming {folder}"):
+                trainer = Trainer.resume(
+                    folder, settings=settings, trust_model=trust_model, restart=restart, on_event=display
+                )
         else:
             chosen = configs.load(config) if config is not None else configs.Config()
             chosen = configs.override(chosen, settings)
@@ -261,8 +271,12 @@ def train(
                 raise UserError(
                     f"{folder}: holds a run already; go on with it by: {resume_command(folder)}, or give another --out"
                 )
-            with _hint(out, folder), checked(), out.busy(f"reading the data of {chosen.data.path or '(no data.path)'}"):
-                trainer = Trainer(chosen, run_dir=folder, on_event=display)
+            with (
+                _hint(out, folder, trust_model),
+                checked(),
+                out.busy(f"reading the data of {chosen.data.path or '(no data.path)'}"),
+            ):
+                trainer = Trainer(chosen, run_dir=folder, trust_model=trust_model, on_event=display)
         display.follows = trainer.head.sampler_update is not None
         display.name = trainer.config.sampler.name if trainer.head.loss.needs.draws else "full softmax"
         _introduce(out, trainer)
@@ -273,20 +287,20 @@ def train(
             result = Result("interrupted", trainer.progress.step, {}, None, 0, "not saved", signal.SIGINT)
         except NonFiniteLossError as error:
             display._stop()
-            return _not_finite(out, folder, error)
+            return _not_finite(out, folder, error, trust_model)
     return _report(out, trainer, result, started, time.perf_counter() - begin)
 
 
 @contextlib.contextmanager
-def _hint(out: Output, folder: Path) -> Iterator[None]:
+def _hint(out: Output, folder: Path, trust_model: str | None) -> Iterator[None]:
     """Ctrl-C while data are read or a sampler is fitted."""
     try:
         yield
     except KeyboardInterrupt:
         payload = {"status": "interrupted", "step": 0}
         if (folder / "config.toml").exists():
-            payload |= {"run_dir": str(folder), "resume": resume_command(folder)}
-            out.say(f"Stopped before the first step. Go on with:\n  {resume_command(folder)}")
+            payload |= {"run_dir": str(folder), "resume": resume_command(folder, trust_model)}
+            out.say(f"Stopped before the first step. Go on with:\n  {resume_command(folder, trust_model)}")
         else:
             out.say("Stopped while the data were read; nothing was written.")
         raise Stop(payload, INTERRUPTED) from None
@@ -319,11 +333,14 @@ def _files(run_dir: Path) -> dict[str, str]:
     return found
 
 
-def _not_finite(out: Output, folder: Path, error: NonFiniteLossError) -> tuple[dict[str, Any], int]:
+def _not_finite(
+    out: Output, folder: Path, error: NonFiniteLossError, trust_model: str | None
+) -> tuple[dict[str, Any], int]:
     out.console.print(str(error), markup=False, soft_wrap=True, style="red")
-    command = f"{resume_command(folder)} --set optimizer.lr=... (or training.clip_norm=1, training.on_nan=skip)"
+    resume = resume_command(folder, trust_model)
+    command = f"{resume} --set optimizer.lr=... (or training.clip_norm=1, training.on_nan=skip)"
     out.say(f"To go on from the last checkpoint: {command}")
-    payload = {"status": "nan", "error": str(error), "run_dir": str(folder), "resume": resume_command(folder)}
+    payload = {"status": "nan", "error": str(error), "run_dir": str(folder), "resume": resume}
     return payload, NOT_FINITE
 
 
@@ -352,7 +369,7 @@ def _report(out: Output, trainer: Trainer, result: Result, started: int, wall: f
         "message": result.message,
     }
     if result.status == "interrupted":
-        payload["resume"] = resume_command(folder)
+        payload["resume"] = resume_command(folder, trainer.trust_model)
         saved = "the steps since the last checkpoint are lost" if result.message == "not saved" else "it is saved"
         out.say(f"Stopped at step {result.step:,} of {trainer.total_steps:,}; {saved}. Go on with:")
         out.say(f"  {payload['resume']}")

@@ -34,12 +34,14 @@ from torch import Tensor
 
 __all__ = [
     "CheckpointError",
+    "check_inside",
     "clean",
     "directory_name",
     "latest",
     "list_checkpoints",
     "load",
     "prune",
+    "put_back",
     "read_tensors",
     "save",
     "verify",
@@ -105,10 +107,48 @@ def _sync_directory(path: Path) -> None:
         os.close(handle)
 
 
+def check_inside(folder: str | Path, *names: str) -> None:
+    """Refuses links that lead out of a folder: whoever made the folder would choose what is written or deleted there.
+
+    Args:
+        folder: whose; it may be a link itself.
+        names: entries of it, which need not exist.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pathlib.Path(folder, "checkpoints").symlink_to("/")
+        ...     try:
+        ...         checkpoint.check_inside(folder, "checkpoints")
+        ...     except checkpoint.CheckpointError as error:
+        ...         print(str(error).partition(": is ")[2])
+        a link to /, outside of the folder; links out of a run folder are not followed: copy the files into it
+    """
+    root = Path(folder).resolve()
+    for name in names:
+        path = Path(folder) / name
+        target = path.resolve()
+        if target != root / name and not target.is_relative_to(root):
+            raise CheckpointError(
+                f"checkpoint: {path}: is a link to {target}, outside of the folder; links out of a run folder are not "
+                "followed: copy the files into it"
+            )
+
+
+def _remove(path: Path) -> None:
+    """Removes a file, a folder with all that is in it, or a link, but never what a link points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _write_new(path: Path, parts: Iterator[memoryview]) -> tuple[int, str]:
     """Writes a new file and syncs it; its bytes and sha256."""
     digest, count = hashlib.sha256(), 0
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    path.unlink(missing_ok=True)  # the rest of a killed process with the same id, or a link
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for part in parts:
             for begin in range(0, len(part), _CHUNK):
@@ -290,8 +330,8 @@ def save(
     temporary = directory.with_name(f".tmp-{directory.name}-{os.getpid()}")
     aside = directory.with_name(f".old-{directory.name}")
     try:
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        check_inside(directory.parent, directory.name)
+        _remove(temporary)
         temporary.mkdir()
         files = {}
         for name, parts in ((TENSORS, _tensor_parts(tensors, None)), (META, iter([memoryview(described)]))):
@@ -302,8 +342,7 @@ def save(
         _sync_directory(temporary)
         if directory.exists():
             # A directory cannot be replaced in one move; `clean` puts the old one back if we end between the two.
-            if aside.exists():
-                shutil.rmtree(aside)
+            _remove(aside)
             os.rename(directory, aside)
         os.rename(temporary, directory)
         _sync_directory(directory.parent)
@@ -317,7 +356,7 @@ def save(
         raise
     shutil.rmtree(aside, ignore_errors=True)
     if keep is not None:
-        prune(directory.parent, keep)
+        _prune(directory.parent, keep, directory.name)
     return directory
 
 
@@ -359,8 +398,10 @@ def verify(directory: str | Path) -> None:
     """
     directory = Path(directory)
     where = f"checkpoint: {directory}"
+    check_inside(directory.parent, directory.name)
     if not directory.is_dir():
         raise CheckpointError(f"{where}: is not there")
+    check_inside(directory, MANIFEST, TENSORS, META)
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
@@ -418,6 +459,7 @@ def load(directory: str | Path, *, check: bool = True) -> tuple[dict[str, Tensor
 
 
 def _folder(run_dir: Path) -> Path:
+    check_inside(run_dir, "checkpoints")
     return run_dir / "checkpoints" if (run_dir / "checkpoints").is_dir() else run_dir
 
 
@@ -482,7 +524,12 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
         ...     [path.name for path in checkpoint.list_checkpoints(folder)]
         ['checkpoint-00000002', 'checkpoint-00000003']
     """
-    old = list_checkpoints(folder)[:-keep]
+    return _prune(folder, keep, "")
+
+
+def _prune(folder: str | Path, keep: int, newest: str) -> list[Path]:
+    """As `prune`; the checkpoint named `newest` counts as the newest one, whatever its step."""
+    old = sorted(list_checkpoints(folder), key=lambda path: path.name == newest)[:-keep]
     for path in old:
         # Out of sight first: a half-removed checkpoint would be refused with a warning.
         hidden = path.with_name(f".tmp-{path.name}-{os.getpid()}")
@@ -490,8 +537,26 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
             os.rename(path, hidden)
         except OSError:
             continue
-        shutil.rmtree(hidden, ignore_errors=True)
+        _remove(hidden)
     return old
+
+
+def put_back(folder: str | Path) -> None:
+    """Undoes a `save` that was killed between its two renames: the checkpoint of before gets its name again.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pathlib.Path(folder, ".old-checkpoint-00000005").mkdir()
+        ...     checkpoint.put_back(folder)
+        ...     [path.name for path in checkpoint.list_checkpoints(folder)]
+        ['checkpoint-00000005']
+    """
+    for path in Path(folder).glob(".old-*"):
+        place = path.with_name(path.name.removeprefix(".old-"))
+        if not place.exists() and not path.is_symlink():
+            os.rename(path, place)
 
 
 def clean(folder: str | Path) -> list[Path]:
@@ -505,16 +570,11 @@ def clean(folder: str | Path) -> list[Path]:
         ...     [path.name for path in checkpoint.clean(folder)]
         ['.tmp-checkpoint-00000005-77']
     """
+    put_back(folder)
     folder = Path(folder)
     removed = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name.startswith(".old-"):
-            place = path.with_name(path.name.removeprefix(".old-"))
-            if not place.exists():
-                os.rename(path, place)
-                continue
-        elif not path.name.startswith(".tmp-"):
-            continue
-        removed.append(path)
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        if path.name.startswith((".tmp-", ".old-")):
+            removed.append(path)
+            _remove(path)
     return removed

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,19 @@ from samplex_cuda.training.result import NonFiniteLossError, Result
 from samplex_cuda.training.run_folder import (
     RunError,
     append_record,
+    check_links,
+    clean,
     lock,
     open_board,
     plot_curves,
+    set_aside,
     sync_metrics,
     trim_metrics,
     unwritable,
     write_board,
 )
 from samplex_cuda.training.state import (
+    UNFIT,
     Progress,
     about,
     check_meta,
@@ -74,15 +79,18 @@ class Trainer:
             best/              the weights of the best evaluation
             plots/curves.png   learning curves
             nan/               batches whose loss was not finite
+            damaged/           checkpoints that a resume refused
 
     Args:
         config: the configuration.
         train: the training data; None: opened from `config.data`.
         valid: the validation data; None with `train` given: no evaluation.
         run_dir: the run folder; must not hold a run yet (`Trainer.resume` goes on with one).
+        trust_model: `model.name` again, where it is an import path; see `build`.
         on_event: called with a dict for everything that happens: event = "start", "progress" (each step), "train" (a
             record), "eval", "eval_progress", "checkpoint", "checkpoint_failed", "refused" (a damaged checkpoint),
-            "cleaned", "nan", "best", "epoch", "fit", "warning", "interrupted", "end".
+            "damaged" (where it was moved to), "cleaned", "nan", "best", "epoch", "fit", "warning",
+            "interrupted", "end".
 
     Example:
         >>> import tempfile, torch
@@ -103,9 +111,11 @@ class Trainer:
         valid: Dataset | None = None,
         run_dir: str | Path = "run",
         *,
+        trust_model: str | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        self._prepare(config, train, valid, run_dir, on_event)
+        self._prepare(config, train, valid, run_dir, trust_model, on_event)
+        check_links(self.run_dir)
         if (self.run_dir / "config.toml").exists() or checkpoint.list_checkpoints(self.run_dir):
             raise RunError(
                 f"trainer: {self.run_dir}: holds a run already; go on with Trainer.resume({str(self.run_dir)!r}), or "
@@ -128,9 +138,14 @@ class Trainer:
         valid: Dataset | None = None,
         *,
         settings: Iterable[str] = (),
+        trust_model: str | None = None,
+        restart: bool = False,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> Trainer:
-        """A trainer that goes on where the newest whole checkpoint of a run is; from the start where there is none.
+        """A trainer that goes on from the newest whole checkpoint of a run; from the start if it never saved one.
+
+        Newer checkpoints that are damaged are moved to `damaged/`. If every checkpoint is damaged, it raises `RunError`
+        and leaves the folder as it is.
 
         Args:
             run_dir: the run folder.
@@ -138,6 +153,8 @@ class Trainer:
             valid: the validation data of before.
             settings: keys to change, as in `config.override`: e.g. `training.epochs=20`. The old configuration is kept
                 beside the new one.
+            trust_model: as in the class.
+            restart: begin at step 0 where every checkpoint is damaged; they are moved to `damaged/`.
             on_event: as in the class.
 
         Example:
@@ -151,15 +168,18 @@ class Trainer:
         old = configs.load(path)
         config = configs.override(old, settings)
         self = cls.__new__(cls)
-        self._prepare(config, train, valid, run_dir, on_event)
+        check_links(run_dir)
+        self._prepare(config, train, valid, run_dir, trust_model, on_event)
         try:
             for name in ("checkpoints", "plots"):
                 (run_dir / name).mkdir(exist_ok=True)
             with lock(run_dir):
-                for folder in (run_dir, run_dir / "checkpoints", run_dir / "best"):
-                    for removed in checkpoint.clean(folder):
-                        self._event("cleaned", path=str(removed))
-                found = self._go_on()
+                checkpoint.put_back(run_dir / "checkpoints")
+                found, refused = self._go_on(restart)
+                for removed in clean(run_dir):
+                    self._event("cleaned", path=str(removed))
+                for path, reason in refused:
+                    self._event("damaged", path=str(set_aside(run_dir, path)), reason=reason)
                 # Only now: a resume that is refused leaves the run as it was.
                 p = self.progress
                 if config != old:
@@ -172,12 +192,25 @@ class Trainer:
             self._event("resumed", step=p.step, path=str(found))
         return self
 
-    def _go_on(self) -> Path | None:
-        """Makes the model, with the state of the newest whole checkpoint; that one, None where there is none."""
-        found = checkpoint.latest(self.run_dir, on_refused=self._refused)
+    def _go_on(self, restart: bool) -> tuple[Path | None, list[tuple[Path, str]]]:
+        """Makes the model, with the state of the newest whole checkpoint.
+
+        Returns that one, None where there is none, and the damaged ones that are newer.
+        """
+        refused: list[tuple[Path, str]] = []
+        found = checkpoint.latest(self.run_dir, on_refused=lambda path, reason: refused.append((path, reason)))
+        if found is None and refused and not restart:
+            listed = "".join(f"\n  {reason}" for _, reason in refused)
+            raise RunError(
+                f"trainer: {self.run_dir}: no checkpoint is whole, so there is nothing to go on from; nothing was "
+                f"changed.{listed}\nPut a good copy back, or begin again at step 0 with --restart (in Python "
+                "restart=True), which moves them to damaged/"
+            )
+        for path, reason in refused:
+            self._refused(path, reason, "training begins at step 0" if found is None else f"{found.name} is used")
         if found is None:
             self._make(fit=True)
-            return None
+            return None, refused
         tensors, meta = checkpoint.load(found, check=False)
         changed = check_meta(found, meta, self.config, self.train, self.device)
         if changed:
@@ -185,12 +218,12 @@ class Trainer:
         self._make(fit=False)
         try:
             self._restore(tensors, meta)
-        except (RuntimeError, KeyError, TypeError, ValueError) as error:
+        except UNFIT as error:
             raise RunError(
                 f"trainer: {self.run_dir}: {found.name} does not fit the configuration; another model, sampler or "
                 f"optimizer needs a new run: {error}"
             ) from None
-        return found
+        return found, refused
 
     # ------------------------------------------------------------------------------------------ making
     def _prepare(
@@ -199,9 +232,12 @@ class Trainer:
         train: Dataset | None,
         valid: Dataset | None,
         run_dir: str | Path,
+        trust_model: str | None,
         on_event: Callable[[dict[str, Any]], None] | None,
     ) -> None:
         config.check()
+        models.check_trusted(config.model.name, trust_model)
+        self.trust_model = trust_model
         t = config.training
         if t.monitor not in t.metrics and (t.patience or t.monitor != "nll"):
             raise ConfigError(f"config: [training] monitor must be one of metrics {t.metrics}, got {t.monitor!r}")
@@ -250,7 +286,7 @@ class Trainer:
     def _make(self, fit: bool) -> None:
         if fit:
             self._event("fit", sampler=self.config.sampler.name)
-        self.encoder, self.head = models.build(self.config, self.train, fit=fit)
+        self.encoder, self.head = models.build(self.config, self.train, fit=fit, trust_model=self.trust_model)
         self.optimizers = models.optimizers(self.config, self.encoder, self.head)
         self._rates = {name: [g["lr"] for g in o.param_groups] for name, o in self.optimizers.items()}
         if self.config.fused:
@@ -269,12 +305,10 @@ class Trainer:
         if self.on_event is not None:
             self.on_event({"event": event, **fields})
 
-    def _refused(self, path: Path, reason: str) -> None:
-        self._event("refused", path=str(path), reason=reason)
+    def _refused(self, path: Path, reason: str, instead: str) -> None:
+        self._event("refused", path=str(path), reason=reason, instead=instead)
         if self.on_event is None:
-            import warnings
-
-            warnings.warn(f"{reason}; using the one before", stacklevel=3)
+            warnings.warn(f"{reason}; {instead}", stacklevel=4)
 
     # ------------------------------------------------------------------------------------------ state
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

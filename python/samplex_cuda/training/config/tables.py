@@ -64,7 +64,7 @@ class Model:
     name: str = _key(
         "linear",
         'linear, mlp, embedding_bag, lstm, gru, two_tower, sequence; or "package.module:Class", which is imported and '
-        "run: only from configurations that you trust",
+        "run: only with --trust-model",
     )
     dim: int = _key(64, "d, the width of h and of the class rows; linear: the width of the input, whatever this says",
                     least=1)  # fmt: skip
