@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections import deque
@@ -112,7 +113,7 @@ class Display:
             handle(event)
 
     def _on_fit(self, event: dict[str, Any]) -> None:
-        if event["sampler"] in ("tree", "bigram", "unigram", "mixture"):
+        if event["sampler"] in ("tree", "bigram", "mixture"):
             self.out.say(f"fitting the sampler {event['sampler']} to the data")
 
     def _on_resumed(self, event: dict[str, Any]) -> None:
@@ -175,9 +176,11 @@ class Display:
         )
 
     def _on_eval(self, event: dict[str, Any]) -> None:
-        names = [n for n in event if n not in ("event", "kind", "step", "epoch", "seconds", "best", "eval_seconds")]
-        values = "  ".join(f"{name} {_number(event[name])}" for name in names)
+        hidden = ("event", "kind", "step", "epoch", "seconds", "best", "eval_seconds", "worse_than_equal")
+        values = "  ".join(f"{name} {_number(event[name])}" for name in event if name not in hidden)
         best = "  (best so far)" if event["best"] else ""
+        if event.get("worse_than_equal"):
+            best = "  (worse than equal probabilities)"
         self.out.say(f"step {event['step']:,}/{self.steps:,}  valid: {values}{best}")
 
     def _on_refused(self, event: dict[str, Any]) -> None:
@@ -312,10 +315,18 @@ def _introduce(out: Output, trainer: Trainer) -> None:
         out.warn(note)
     valid = "no validation data" if trainer.valid is None else f"{len(trainer.valid):,} for validation"
     out.say(f"data: {len(data):,} {data.kind} examples, {data.num_classes:,} classes; {valid}")
-    draws = f"sampler {c.sampler.name}, {c.head.num_samples} draws" if trainer.head.loss.needs.draws else "all classes"
+    draws = _draws(c) if trainer.head.loss.needs.draws else "all classes"
     out.say(
         f"model: {c.model.name}, d = {trainer.head.in_features}; {c.head.loss}, {draws}; run folder {trainer.run_dir}"
     )
+
+
+def _draws(c: configs.Config) -> str:
+    s = c.sampler
+    name = " + ".join(s.components) if s.components else s.name
+    if s.base != "none":
+        name = f"{1 - s.base_weight:g} {name} + {s.base_weight:g} {s.base}"
+    return f"sampler {name}, {c.head.num_samples:,} draws {'shared by the batch' if c.head.shared else 'per row'}"
 
 
 def _files(run_dir: Path) -> dict[str, str]:
@@ -380,10 +391,14 @@ def _report(out: Output, trainer: Trainer, result: Result, started: int, wall: f
         ("time", f"{_duration(done.seconds)} of training ({_number(rate)} steps/s), {_duration(wall)} in all"),
     ]
     if result.best is not None:
-        rows.append((f"best valid {c.training.monitor}", f"{_number(result.best)} at step {result.best_step:,}"))
+        limit = math.log(trainer.train.num_classes)
+        useless = c.training.monitor == "nll" and result.best > limit
+        note = f", worse than equal probabilities ({_number(limit)})" if useless else ""
+        rows.append((f"best valid {c.training.monitor}", f"{_number(result.best)} at step {result.best_step:,}{note}"))
     rows += [(f"last valid {name}", _number(value)) for name, value in result.metrics.items()]
     if done.skipped:
         rows.append(("steps left out", f"{done.skipped:,} (loss not finite; batches in {folder / 'nan'})"))
+    rows += [("warning", message) for message in result.warnings]
     rows += list(files.items())
     out.table(rows)
     if result.step == started:

@@ -33,7 +33,7 @@ from samplex_cuda.training.encoders import (
     context_of,
     index_of,
 )
-from samplex_cuda.training.sampler_factory import _fit_map, _sampler, read_tree, refit_tree
+from samplex_cuda.training.sampler_factory import _fit_map, make_sampler, read_tree, refit_tree
 
 __all__ = [
     "MLP",
@@ -193,7 +193,7 @@ def build(
         >>> head(h, batch["y"], features=features).dim()
         0
     """
-    config.check()
+    config = config.check().resolved()
     device = torch.device(config.training.device)
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
@@ -211,17 +211,17 @@ def build(
             encoder.out_features,
             classes,
             samplers.Uniform(classes) if draws else None,  # until there are rows to make another from
-            c.num_samples if draws else None,
+            int(c.num_samples) if draws else None,
             loss,
             c.bias,
-            shared=c.shared,
+            shared=bool(c.shared),
             scale=c.scale,
             dtype=getattr(torch, c.dtype),
         )
         if config.model.tied:
             _tie(config, dataset, encoder, head)
         if draws:
-            sampler = _sampler(config.sampler.name, config, dataset, encoder, head, fit)
+            sampler = make_sampler(config, dataset, encoder, head, fit)
             head.set_sampler(sampler, update=_policy(config, loss))
             head.follower.reset()  # made from the rows as they are
             head.stratified = c.stratified  # `config.check` knows that this sampler can

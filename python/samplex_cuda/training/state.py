@@ -129,13 +129,12 @@ def check_meta(path: Path, meta: dict[str, Any], config: Config, train: Dataset,
     Returns what is another now of that which the last bits depend on; empty: nothing.
     """
     read_meta(path, meta)
-    wanted, old, optimizers = meta["data"].get("fingerprint"), meta.get("environment"), meta.get("optimizers")
-    used = meta["config"].get("optimizer")
-    tables = (old, optimizers, used, meta.get("metrics"))
-    if not isinstance(wanted, str) or not all(isinstance(table, dict) for table in tables):
+    wanted = meta["data"].get("fingerprint")
+    parts = [meta.get("environment"), meta.get("optimizers"), meta["config"].get("optimizer"), meta.get("metrics")]
+    tables = [part for part in parts if isinstance(part, dict)]
+    if len(tables) < len(parts) or not isinstance(wanted, str) or not {"name", "encoder"} <= set(tables[2]):
         raise _not_a_run(path)
-    if not {"name", "encoder"} <= set(used):
-        raise _not_a_run(path)
+    old, optimizers, used, _ = tables
     where = f"trainer: {path.parent.parent}"
     got = train.fingerprint()
     if got != wanted:
@@ -223,7 +222,7 @@ def read_meta(path: Path, meta: Any) -> tuple[Config, Described]:
     if not isinstance(progress, dict) or not _is_progress(progress):
         raise _not_a_run(path)
     try:
-        return configs.from_dict(meta["config"], str(path)), Described(meta["data"])
+        return configs.files.stored(meta["config"], str(path)), Described(meta["data"])
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError) as error:
@@ -252,7 +251,7 @@ def _check_model(run_dir: Path, config: Config, trust_model: str | None) -> None
     if config.model.name in MODELS:
         return
     path = run_dir / "config.toml"
-    told = configs.load(path).model
+    told = configs.load(path, of_run=True).model
     if (told.name, told.options) != (config.model.name, config.model.options):
         raise RunError(
             f"load_model: {run_dir}: the model of the checkpoint must be that of {path.name}, {told.name!r} with "

@@ -57,6 +57,7 @@ from samplex_cuda.training.state import (
     upgrade,
 )
 from samplex_cuda.training.step import Stepper
+from samplex_cuda.training.watch import check_model
 
 __all__ = ["Trainer"]
 
@@ -125,7 +126,7 @@ class Trainer:
             for name in ("checkpoints", "plots"):
                 (self.run_dir / name).mkdir(parents=True, exist_ok=True)
             checkpoint.write_file(self.run_dir / "environment.json", json.dumps(self._surroundings(), indent=1))
-            checkpoint.write_file(self.run_dir / "config.toml", configs.dumps(config))
+            checkpoint.write_file(self.run_dir / "config.toml", configs.dumps(self.config))
         except OSError as error:
             raise unwritable(self.run_dir, error) from None
         self._make(fit=True)
@@ -165,7 +166,7 @@ class Trainer:
         path = run_dir / "config.toml"
         if not path.exists():
             raise RunError(f"trainer: {run_dir}: has no config.toml, so there is no run to resume")
-        old = configs.load(path)
+        old = configs.load(path, of_run=True)
         config = configs.override(old, settings)
         self = cls.__new__(cls)
         check_links(run_dir)
@@ -182,9 +183,9 @@ class Trainer:
                     self._event("damaged", path=str(set_aside(run_dir, path)), reason=reason)
                 # Only now: a resume that is refused leaves the run as it was.
                 p = self.progress
-                if config != old:
+                if self.config != old:
                     checkpoint.write_file(run_dir / f"config.before-{p.step:08d}.toml", configs.dumps(old))
-                    checkpoint.write_file(path, configs.dumps(config))
+                    checkpoint.write_file(path, configs.dumps(self.config))
                 trim_metrics(run_dir, p.last_log, p.last_eval)
         except OSError as error:
             raise unwritable(run_dir, error) from None
@@ -235,7 +236,7 @@ class Trainer:
         trust_model: str | None,
         on_event: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        config.check()
+        config = config.check().resolved()
         models.check_trusted(config.model.name, trust_model)
         self.trust_model = trust_model
         t = config.training
@@ -268,6 +269,8 @@ class Trainer:
         self.device = torch.device(t.device)
         self.progress = Progress()
         self.metrics: dict[str, float] = {}
+        self.warnings: list[str] = []  # of the last evaluation
+        self._last_loss: float | None = None
         self.average: dict[str, Tensor] = {}
         self._rng: dict[str, Tensor] = {}
         self._interrupts = Interrupts()
@@ -515,6 +518,7 @@ class Trainer:
         if p.skipped:
             record["skipped"] = p.skipped
         self._record(record)
+        self._last_loss = record["loss"]
         p.loss_sum, p.loss_count, p.last_log = 0.0, 0, p.step
         rate = self._rate()
         self._event("train", **record, steps_per_second=rate, eta=(self.total_steps - p.step) / rate if rate else None)
@@ -562,6 +566,21 @@ class Trainer:
 
         return propensities(self.train.class_counts(), len(self.train))
 
+    def _watch_model(self) -> None:
+        """Notes what is wrong with the model, if anything: a loss that falls is no proof that it learns."""
+        p = self.progress
+        sampled = p.loss_sum / p.loss_count if p.loss_count else self._last_loss
+        comparable = self.config.head.loss == "sampled_softmax" and not self.config.head.label_smoothing
+        with swapped(self.average, self._averages()), torch.random.fork_rng(devices=[]):
+            self.warnings = check_model(
+                self.encoder,
+                self.head,
+                self.train,
+                self.batch_size,
+                sampled=sampled if comparable else None,
+                nll=self.metrics.get("nll"),
+            )
+
     def _evaluate(self) -> None:
         p, t = self.progress, self.config.training
         if self.valid is None or p.last_eval == p.step or not (self._due(t.eval_every) or self._done()):
@@ -569,6 +588,7 @@ class Trainer:
         self._count_time()
         begin = time.perf_counter()
         self.metrics = self.evaluate()
+        self._watch_model()
         seconds = time.perf_counter() - begin
         self._watch = time.perf_counter()
         p.last_eval = p.step
@@ -583,7 +603,12 @@ class Trainer:
                 p.best, p.best_step = value, p.step
         record = {"kind": "eval", "step": p.step, "epoch": p.epoch, **self.metrics, "seconds": round(p.seconds, 3)}
         self._record(record)
-        self._event("eval", **record, best=better, eval_seconds=seconds)
+        useless = self.metrics.get("nll", 0.0) > math.log(self.head.num_classes)
+        self._event("eval", **record, best=better, eval_seconds=seconds, worse_than_equal=useless)
+        for message in self.warnings:
+            self._event("warning", message=f"step {p.step:,}: {message}")
+            if self.on_event is None:
+                warnings.warn(f"trainer: step {p.step:,}: {message}", stacklevel=5)
         if better and t.keep_best:
             self._save_best()
         if t.patience and p.bad >= t.patience:
@@ -662,4 +687,4 @@ class Trainer:
                 f"no better {self.config.training.monitor} in {p.bad} evaluations; the best was at step {p.best_step}"
             )
         self._event("end", status=status, step=p.step, metrics=self.metrics, best=p.best, best_step=p.best_step)
-        return Result(status, p.step, dict(self.metrics), p.best, p.best_step, message)
+        return Result(status, p.step, dict(self.metrics), p.best, p.best_step, message, warnings=list(self.warnings))
