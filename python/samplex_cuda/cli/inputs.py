@@ -108,6 +108,7 @@ class Inputs:
         self.words: list[str] | None = None
         self.known: tuple[np.ndarray, np.ndarray] | None = None
         self.notes: list[str] = []
+        self.columns_said = ""
 
 
 def _slices(count: int, make: Callable[[int, int], dict[str, Tensor]]) -> Inputs:
@@ -316,4 +317,5 @@ def _histories(config: Config, about: Any, path: str, form: str | None) -> Input
 
     rows = _slices(len(users), make)
     rows.users, rows.known, rows.notes = users, (np.asarray(found.indptr), found.items), found.notes
+    rows.columns_said = found.columns_said
     return rows

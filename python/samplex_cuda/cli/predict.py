@@ -86,6 +86,8 @@ def evaluate(
         encoder, head, config, meta = _load(out, run_dir, which, device, trust_model)
         with out.busy("reading the data"):
             dataset = open_labelled(config, meta, path, form, part)
+        if dataset.columns_said:
+            out.say(dataset.columns_said)
         for note in dataset.notes:
             out.warn(note)
     names = [n for n in re.split(r"[,\s]+", metrics) if n] if metrics else config.training.metrics
@@ -271,6 +273,8 @@ def predict(
             raise UserError(f"-k must be at most the {head.num_classes} classes of the model, got {k}")
         with out.busy(f"reading {path}"):
             inputs = open_inputs(config, meta, path, form)
+        if inputs.columns_said:
+            out.say(inputs.columns_said)
         for note in inputs.notes:
             out.warn(note)
         if exclude_history and inputs.known is None:

@@ -311,6 +311,10 @@ def _hint(out: Output, folder: Path, trust_model: str | None) -> Iterator[None]:
 
 def _introduce(out: Output, trainer: Trainer) -> None:
     data, c = trainer.train, trainer.config
+    if data.columns_said:
+        out.say(data.columns_said)
+    if trainer.valid is not None and trainer.valid.columns_said not in ("", data.columns_said):
+        out.say(f"validation {trainer.valid.columns_said}")
     for note in data.notes:
         out.warn(note)
     valid = "no validation data" if trainer.valid is None else f"{len(trainer.valid):,} for validation"
