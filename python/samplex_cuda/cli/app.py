@@ -136,6 +136,12 @@ def evaluate(
     exclude_history: Annotated[
         bool | None, typer.Option(help="Interactions: known items are no answers; by default as in the run.")
     ] = None,
+    propensity_a: Annotated[
+        float | None, typer.Option(help="psp@K: A; by default as in the run (0.5 Wikipedia, 0.6 Amazon).")
+    ] = None,
+    propensity_b: Annotated[
+        float | None, typer.Option(help="psp@K: B; by default as in the run (0.4 Wikipedia, 2.6 Amazon).")
+    ] = None,
     device: Device = "cpu",
     trust_model: Trust = None,
     as_json: Json = False,
@@ -157,6 +163,7 @@ def evaluate(
             rows=rows,
             batch_size=batch_size,
             exclude_history=exclude_history,
+            propensity=(propensity_a, propensity_b),
             device=device,
             trust_model=trust_model,
         ),
@@ -177,7 +184,9 @@ def predict(
     data_format: Annotated[str | None, typer.Option("--format", help="Of INPUT.")] = None,
     which: WhichOption = Which.best,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 256,
-    exclude_history: Annotated[bool, typer.Option(help="Interactions: known items are no answers.")] = False,
+    exclude_history: Annotated[
+        bool | None, typer.Option(help="Interactions: known items are no answers; by default as in the run.")
+    ] = None,
     device: Device = "cpu",
     trust_model: Trust = None,
     as_json: Json = False,

@@ -67,7 +67,9 @@ class Stop(Exception):  # noqa: N818  (an end, not an error)
         self.payload, self.code = payload, code
 
 
-_NO_MEMORY = "can't allocate memory"  # what torch says, in a RuntimeError
+# What torch says, in a RuntimeError.
+_NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "integer multiplication overflow",
+              "larger than max")  # fmt: skip
 
 _USERS = (UserError, BadLineError, CheckpointError, ConfigError, RunError, SourceChangedError, OSError)
 
@@ -115,7 +117,7 @@ def check_device(name: str) -> str:
 
 def _is_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and _NO_MEMORY in str(error)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
     )
 
 

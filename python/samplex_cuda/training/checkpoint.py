@@ -27,7 +27,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -250,6 +250,9 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
     Args:
         path: of the file. Nothing in it is executed; a header that does not fit the file is an error.
 
+    Raises:
+        CheckpointError: the only error, whatever the file holds or lacks.
+
     Example:
         >>> import tempfile, torch
         >>> from samplex_cuda.training import checkpoint
@@ -259,38 +262,57 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
         torch.bfloat16
     """
     path = Path(path)
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
-        if length > min(_MAX_HEADER, size - 8):
-            raise CheckpointError(f"checkpoint: {path}: is no safetensors file")
+    try:
+        with path.open("rb") as file:
+            return _read_tensors(path, file, os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint: {path}: cannot be read ({error.strerror})") from None
+
+
+def _read_tensors(path: Path, file: IO[bytes], size: int) -> dict[str, Tensor]:
+    start = file.read(8)
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
+    if length > min(_MAX_HEADER, size - 8):
+        raise CheckpointError(f"checkpoint: {path}: is no safetensors file")
+    try:
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        entries = sorted(_entry(name, entry) for name, entry in header.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint: {path}: has a damaged header ({error})") from None
+    found: dict[str, Tensor] = {}
+    position = 0
+    for begin, end, name, code, shape in entries:
+        dtype = _DTYPES.get(code)
+        if dtype is None:
+            raise CheckpointError(f"checkpoint: {path}: {name!r} has the dtype {code}, which is not known")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if begin != position or end - begin != nbytes or end > size - 8 - length:
+            raise CheckpointError(f"checkpoint: {path}: the place of {name!r} does not fit the file")
         try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            entries = sorted((*map(int, e["data_offsets"]), n, e["dtype"], e["shape"]) for n, e in header.items())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"checkpoint: {path}: has a damaged header ({error})") from None
-        found: dict[str, Tensor] = {}
-        position = 0
-        for begin, end, name, code, shape in entries:
-            dtype = _DTYPES.get(code)
-            if dtype is None:
-                raise CheckpointError(f"checkpoint: {path}: {name!r} has the dtype {code}, which is not known")
-            nbytes = math.prod(shape) * dtype.itemsize
-            if begin != position or end - begin != nbytes or end > size - 8 - length:
-                raise CheckpointError(f"checkpoint: {path}: the place of {name!r} does not fit the file")
             tensor = torch.empty(shape, dtype=dtype)
-            if nbytes:
-                view = tensor.reshape(-1).view(torch.uint8).numpy().data
-                while len(view):
-                    got = file.readinto(view)
-                    if not got:
-                        raise CheckpointError(f"checkpoint: {path}: ends inside {name!r}")
-                    view = view[got:]
-            found[name] = tensor
-            position = end
+        except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(f"checkpoint: {path}: {name!r} cannot be made ({reason})") from None
+        if nbytes:
+            view = tensor.reshape(-1).view(torch.uint8).numpy().data
+            while len(view):
+                got = file.readinto(view)  # type: ignore[attr-defined]
+                if not got:
+                    raise CheckpointError(f"checkpoint: {path}: ends inside {name!r}")
+                view = view[got:]
+        found[name] = tensor
+        position = end
     return {name: found[name] for name in header}
+
+
+def _entry(name: str, entry: dict[str, Any]) -> tuple[int, int, str, str, tuple[int, ...]]:
+    """(begin, end, name, dtype, shape) of an entry of the header; ValueError or the like where it is none."""
+    begin, end = entry["data_offsets"]
+    numbers = [begin, end, *entry["shape"]]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+        raise ValueError(f"{name!r}: offsets and shape must be ints of at least 0")
+    return begin, end, name, str(entry["dtype"]), tuple(entry["shape"])
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints
@@ -409,7 +431,7 @@ def verify(directory: str | Path) -> None:
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
     except OSError as error:
         raise CheckpointError(f"{where}: {MANIFEST} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise CheckpointError(f"{where}: {MANIFEST} is damaged") from None
     for name in (TENSORS, META):
         if name not in files:
@@ -454,7 +476,7 @@ def load(directory: str | Path, *, check: bool = True) -> tuple[dict[str, Tensor
         return read_tensors(directory / TENSORS), json.loads((directory / META).read_bytes())
     except OSError as error:
         raise CheckpointError(f"checkpoint: {directory}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint: {directory}: {META} is damaged ({error})") from None
 
 

@@ -113,7 +113,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         return []
     found = []
     for line in text.splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 found.append(record)

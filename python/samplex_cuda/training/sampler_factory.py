@@ -162,9 +162,7 @@ def read_tree(path: str | Path) -> samplers.Tree:
     try:
         parts: dict[str, Any] = dict(checkpoint.read_tensors(path))
         return samplers.Tree(**parts)
-    except OSError as error:
-        reason = error.strerror
-    except (checkpoint.CheckpointError, TypeError, ValueError) as error:
+    except (checkpoint.CheckpointError, TypeError, ValueError, RuntimeError, IndexError) as error:
         reason = str(error)
     raise ConfigError(f"config: [sampler] path must be a file of samplex fit-tree, got {str(path)!r}: {reason}")
 

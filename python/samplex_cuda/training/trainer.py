@@ -564,7 +564,8 @@ class Trainer:
             return None
         from samplex_cuda.metrics import propensities
 
-        return propensities(self.train.class_counts(), len(self.train))
+        t = self.config.training
+        return propensities(self.train.class_counts(), len(self.train), t.propensity_a, t.propensity_b)
 
     def _watch_model(self) -> None:
         """Notes what is wrong with the model, if anything: a loss that falls is no proof that it learns."""

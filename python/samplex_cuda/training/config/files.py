@@ -78,7 +78,7 @@ def override(config: Config, settings: Iterable[str], source: str = "command lin
             raise ConfigError(f"config: {source}: a setting must be table.key=value, got {shown(setting)}")
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = text.strip()
         where = f"{source}: {setting}"
         part = tables.get(parts[0])
@@ -162,6 +162,8 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
         return toml.loads(text)
     except toml.TOMLDecodeError as error:
         raise ConfigError(f"config: {source}: is no TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"config: {source}: is no configuration: it is nested too deeply") from None
 
 
 def to_toml(value: Any) -> str:

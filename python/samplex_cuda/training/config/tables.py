@@ -256,7 +256,13 @@ class Training:
     metrics: list[str] = _key(
         ["nll", "accuracy"], "nll, perplexity, accuracy, mrr, precision@k, recall@k, ndcg@k, psp@k"
     )
-    exclude_history: bool = _key(False, "interactions: items that a user knows are no answers in evaluation")
+    propensity_a: float = _key(
+        0.55, "psp@k: A of the propensities (Jain et al. 2016); 0.5 for Wikipedia, 0.6 for Amazon data"
+    )
+    propensity_b: float = _key(1.5, "psp@k: B of them; 0.4 for Wikipedia, 2.6 for Amazon data", above=0.0)
+    exclude_history: bool = _key(
+        False, "interactions: items that a user knows are no answers in evaluation and in `samplex predict`"
+    )
     monitor: str = _key("nll", "the metric of early stopping and of `best`")
     monitor_mode: str = _key("auto", "auto: min for nll, perplexity and loss, else max", choices=("auto", "min", "max"))
     patience: int = _key(0, "evaluations without a better value after which training ends; 0: never", least=0)
