@@ -97,7 +97,7 @@ def mutations(good, count, seed):
             place = (
                 int(rng.integers(0, max(1, len(raw))))
                 if rng.random() < 0.5
-                else int(rng.integers(0, min(200, len(raw))))
+                else int(rng.integers(0, max(1, min(200, len(raw)))))
             )
             kind = rng.integers(0, 5)
             if kind == 0 and raw:
