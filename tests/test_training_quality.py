@@ -115,7 +115,7 @@ def test_the_exact_loss_falls_below_log_c(tmp_path, model, sampler):
 def test_the_guard_sees_a_useless_configuration(tmp_path):
     """A tree alone on text, which is not the default: the reason for this file."""
     settings = ["model.name=lstm", "model.dim=16", "sampler.name=tree", "sampler.base=none", "training.batch_size=64",
-                "training.epochs=4", "optimizer.lr=0.2", "optimizer.encoder_lr=0.01", "training.threads=1",
+                "training.epochs=10", "optimizer.lr=0.2", "optimizer.encoder_lr=0.01", "training.threads=1",
                 "training.plot=false", 'training.metrics=["nll"]']  # fmt: skip
     trainer = Trainer(config.override(Config(), settings), text(0), text(1), tmp_path / "run", on_event=lambda e: None)
     assert trainer.fit().metrics["nll"] > math.log(C)

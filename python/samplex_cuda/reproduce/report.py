@@ -177,12 +177,22 @@ class Run:
         """The value for the size of this run."""
         return full if self.full else quick if self.quick else default
 
-    def claim(self, name: str, paper: str, measured: str, *, holds: bool | None = None, note: str = "") -> None:
+    def claim(
+        self,
+        name: str,
+        paper: str,
+        measured: str,
+        *,
+        holds: bool | None = None,
+        note: str = "",
+        at_any_size: bool = False,
+    ) -> None:
         """A row of the table "the paper says | measured here | holds".
 
-        A quick run can confirm a claim but not refute it: False becomes None there, with a note.
+        A quick run can confirm a claim but not refute it: False becomes None there, with a note. `at_any_size` is for
+        claims that a counterexample refutes, however small.
         """
-        if self.quick and holds is False:
+        if self.quick and holds is False and not at_any_size:
             holds, note = None, "; ".join(filter(None, [note, "not at this toy size"]))
         self.claims.append({"name": name, "paper": paper, "measured": measured, "holds": holds, "note": note})
 
