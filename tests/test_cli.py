@@ -490,7 +490,7 @@ def test_diagnose_writes_table_plot_and_json(run_dir):
     assert found["recommendation"]
     saved = json.loads((run_dir / "diagnosis.json").read_text())
     assert [law["name"] for law in saved["laws"]] == [law["name"] for law in found["laws"]]
-    assert {"Uniform", "LogUniform", "Unigram", "Tree + Uniform"} <= {law["name"] for law in found["laws"]}
+    assert {"Uniform", "Unigram", "Tree + Uniform"} <= {law["name"] for law in found["laws"]}
     few = as_json("diagnose", run_dir, "--rows", 16, "--num-samples", 4, "--no-timed", "--tree-rows", 0)
     assert "Tree + Uniform" not in {law["name"] for law in few["laws"]}
     pytest.importorskip("matplotlib")

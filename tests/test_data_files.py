@@ -387,12 +387,12 @@ def test_text_options(tmp_path):
     assert found.vocabulary == ["a", "b", "<unk>", "<eos>"]
     assert " ".join(found.vocabulary[t] for t in found.tokens) == "a a a b b <unk> <unk> <eos>"
     small = data.text_file(path, lower=True, max_size=3, columns=1)
-    assert small.vocabulary == ["a", "<unk>", "<eos>"]
+    assert small.vocabulary == ["<unk>", "a", "<eos>"]
     bare = data.text_file(path, eos=False, columns=1)
     assert "<eos>" not in bare.vocabulary
     assert len(bare.tokens) == 7
     no_unknown = write(tmp_path / "b.tokens", "x x y z\n")
-    assert data.text_file(no_unknown, max_size=3, columns=1).vocabulary == ["x", "<eos>", "<unk>"]
+    assert data.text_file(no_unknown, max_size=3, columns=1).vocabulary == ["x", "<unk>", "<eos>"]
 
 
 def test_text_bad(tmp_path):

@@ -72,12 +72,12 @@ def test_interaction_table_without_time_and_with_names(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("a.csv", "0,1,2\n0,x,2\n", ":2: item 'x' is no whole number"),
-        ("a.csv", "0,1,2\n0,7.0,2\n", ":2: item '7.0' is no whole number"),
-        ("a.csv", "0,1,2\n0,,2\n", ":2: item '' is no whole number"),
-        ("a.csv", "0,1,2\n0,1\n", ":2: the line must have 3 fields, got 2"),
-        ("a.csv", "0,1,2\n0,1,monday\n", ":2: time 'monday' is no finite number"),
-        ("a.csv", "0,1,2\n0,9999999999,2\n", r":2: item 9999999999 is outside \[0, 2147483646\]"),
+        ("a.csv", "0,1,20\n0,x,2\n", ":2: item 'x' is no whole number"),
+        ("a.csv", "0,1,20\n0,7.0,2\n", ":2: item '7.0' is no whole number"),
+        ("a.csv", "0,1,20\n0,,2\n", ":2: item '' is no whole number"),
+        ("a.csv", "0,1,20\n0,1\n", ":2: the line must have 3 fields, got 2"),
+        ("a.csv", "0,1,20\n0,1,monday\n", ":2: time 'monday' is no finite number"),
+        ("a.csv", "0,1,20\n0,9999999999,2\n", r":2: item 9999999999 is outside \[0, 2147483646\]"),
         ("a.txt", "0 1 2\n1 -2\n", ":2: item '-2' is no whole number"),
         ("a.txt", "0 1 2\nu 2\n", ":2: user 'u' is no whole number"),
     ],

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 DOCS = Path(__file__).parent.parent / "docs"
-NAMES = ["attention.md", "busy.md", "contrastive.md", "samplers.md", "migration.md", "faq.md", "diagnostics.md"]
+NAMES = [
+    "attention.md",
+    "busy.md",
+    "contrastive.md",
+    "samplers.md",
+    "migration.md",
+    "faq.md",
+    "diagnostics.md",
+    "security.md",
+]
 PAGES = [*(DOCS / name for name in NAMES), *sorted((DOCS / "samplers").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

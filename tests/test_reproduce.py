@@ -29,7 +29,7 @@ def fake_paper(run):
 
 
 def small_run(r):
-    r.claim("sizes", "n | 10", "n = 9", holds=False, note="one less")
+    r.claim("sizes", "n | 10", "n = 9", holds=False, note="one less", at_any_size=True)
     r.claim("draws", "fair", "fair", holds=True)
     r.claim("weather", "fine", "unknown")
     r.deviation("Eq. 1 is corrected.")
@@ -176,6 +176,21 @@ def test_command(fake, tmp_path):
     said = samplex("reproduce", "kernel", "--out", tmp_path, "--quick").output
     assert "the paper says" in said
     assert "report.md" in said
+    assert "This is a toy size (--quick)" in " ".join(said.split())
+    assert found["papers"]["kernel"]["size"] == "quick"
+    assert "toy size" in (tmp_path / "index.html").read_text()
+    assert "toy size" in (tmp_path / "kernel" / "report.md").read_text()
+    said = samplex("reproduce", "kernel", "--out", tmp_path).output
+    assert "toy" not in said
+
+
+def test_a_toy_size_refutes_nothing(tmp_path):
+    for quick in (True, False):
+        r = reproduce.Run("kernel", tmp_path, quick=quick)
+        r.claim("a", "x", "y", holds=False, note="n")
+        r.claim("b", "x", "y", holds=True)
+        assert [c["holds"] for c in r.claims] == [None if quick else False, True]
+        assert r.claims[0]["note"] == ("n; not at this toy size" if quick else "n")
 
 
 @pytest.mark.parametrize(

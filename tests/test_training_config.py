@@ -83,7 +83,7 @@ BAD = [
     ),
     (
         "[head]\nshared = true\nstratified = true",
-        r"\[head\] stratified must be false with .* and the sampler log_uniform",
+        r"\[head\] stratified must be false with .* and the sampler unigram",
     ),
     (
         '[optimizer]\nfused = true\n[head]\nloss = "full_softmax"',

@@ -191,7 +191,7 @@ class Doubler(nn.Module):
 def test_a_model_by_import_path():
     run = config.override(Config(), ["model.name=test_training_models:Doubler", "model.options.factor=3"])
     train = dense()
-    encoder, head = build(run, train)
+    encoder, head = build(run, train, trust_model=run.model.name)
     batch = some(train)
     assert torch.equal(encoder(batch), 3 * batch["x"])
     assert head.in_features == train.num_features
@@ -210,7 +210,7 @@ def test_a_model_in_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     run = config.override(Config(), ["model.name=a_net_of_my_own:Net", "model.options.in_features=10",
                                      "model.options.out_features=4"])  # fmt: skip
-    encoder, head = build(run, dense(width=10))
+    encoder, head = build(run, dense(width=10), trust_model=run.model.name)
     assert head.in_features == 4
     assert encoder(some(dense(width=10))).shape == (4, 4)
 
@@ -219,7 +219,7 @@ def test_a_model_in_the_current_folder(tmp_path, monkeypatch):
     ("settings", "kind", "text"),
     [
         (["model.name=nowhere.at:All"], "dense", r"\[model\] name must be a .* that can be imported, .*nowhere"),
-        (["model.name=math:pi"], "dense", "name must name a class or function"),
+        (["model.name=math:pi"], "dense", r"name must name a subclass of torch.nn.Module, got 'math:pi', a float"),
         (
             ["model.name=torch.nn:Linear"],
             "dense",
@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_named(settings, kind, text):
         build(run, MAKE[kind]())
         return
     with pytest.raises(ConfigError, match=text):
-        build(run, MAKE[kind]())
+        build(run, MAKE[kind](), trust_model=run.model.name)
 
 
 @pytest.mark.parametrize("other", ["quadratic", "rff", "softmax"])

@@ -52,17 +52,17 @@ def records(run_dir):
 
 def check(tmp_path, run, train, valid, stops, minimum_steps=8):
     """Train once through, and once with the given stops; compare everything."""
-    whole = Trainer(run, train, valid, tmp_path / "whole")
+    whole = Trainer(run, train, valid, tmp_path / "whole", trust_model=run.model.name)
     result = whole.fit()
     assert result.status == "finished"
     assert result.step >= minimum_steps
-    trainer = Trainer(run, train, valid, tmp_path / "parts", on_event=None)
+    trainer = Trainer(run, train, valid, tmp_path / "parts", trust_model=run.model.name)
     for stop in stops:
         trainer.on_event = stop
         with contextlib.suppress(StopError):
             assert trainer.fit().status == "interrupted"
         torch.manual_seed(12345)  # what else a process does with torch's generator must not matter
-        trainer = Trainer.resume(tmp_path / "parts", train, valid)
+        trainer = Trainer.resume(tmp_path / "parts", train, valid, trust_model=run.model.name)
     trainer.on_event = None
     other = trainer.fit()
     assert other.status == "finished"
@@ -74,7 +74,7 @@ def check(tmp_path, run, train, valid, stops, minimum_steps=8):
     assert records(tmp_path / "whole") == records(tmp_path / "parts")
     assert other.metrics == result.metrics
     # The model did train.
-    start = Trainer(run, train, valid, tmp_path / "start")
+    start = Trainer(run, train, valid, tmp_path / "start", trust_model=run.model.name)
     assert not torch.equal(start.head.weight, whole.head.weight)
     return whole
 
@@ -87,6 +87,9 @@ CASES = [
     ("linear", "rff"),
     ("linear", "softmax"),
     ("linear", "mixture"),
+    ("linear", "tree_default"),
+    ("linear", "rff_default"),
+    ("lstm", "auto"),
     ("mlp", "tree"),
     ("mlp", "quadratic"),
     ("embedding_bag", "uniform"),
@@ -272,10 +275,53 @@ def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path
     assert trainer.progress.step == 4
     [refused] = [e for e in events if e["event"] == "refused"]
     assert "tensors.safetensors is truncated" in refused["reason"]
+    assert refused["instead"] == "checkpoint-00000004 is used"
+    assert (tmp_path / "parts" / "damaged" / "checkpoint-00000008" / "meta.json").exists()  # nothing is deleted
     assert [e["path"].rsplit("/", 1)[1] for e in events if e["event"] == "cleaned"] == [".tmp-checkpoint-00000012-1"]
     trainer.fit()
     assert differing(final(tmp_path / "whole")[0], final(tmp_path / "parts")[0]) == []
     assert records(tmp_path / "whole") == records(tmp_path / "parts")
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_when_every_checkpoint_is_damaged_it_stops_and_deletes_nothing(tmp_path):
+    run, train, valid = case("linear", "uniform", "training.keep=2")
+    Trainer(run, train, valid, tmp_path / "whole").fit()
+    Trainer(run, train, valid, tmp_path / "run").fit()
+    for path in checkpoint.list_checkpoints(tmp_path / "run"):
+        (path / "meta.json").write_text("{}")
+    (tmp_path / "run" / "checkpoints" / ".tmp-checkpoint-00000012-1").mkdir()
+    before = files(tmp_path / "run")
+    with pytest.raises(RunError) as info:
+        Trainer.resume(tmp_path / "run", train, valid)
+    for path in checkpoint.list_checkpoints(tmp_path / "run"):
+        assert f"{path}: meta.json is truncated or altered" in str(info.value)
+    assert "--restart" in str(info.value)
+    assert files(tmp_path / "run") == before
+    assert (tmp_path / "run" / "checkpoints" / ".tmp-checkpoint-00000012-1").exists()
+    with pytest.warns(UserWarning, match="training begins at step 0"):
+        trainer = Trainer.resume(tmp_path / "run", train, valid, restart=True)
+    assert trainer.progress.step == 0
+    assert len(list((tmp_path / "run" / "damaged").iterdir())) == 2
+    trainer.fit()
+    assert differing(final(tmp_path / "whole")[0], final(tmp_path / "run")[0]) == []
+    assert records(tmp_path / "whole") == records(tmp_path / "run")
+
+
+def test_the_best_weights_after_a_restart_are_those_of_the_new_run(tmp_path):
+    run, train, _ = case("linear", "uniform", "training.eval_every=2", "training.epochs=3")
+    valid = train
+    Trainer(run, train, valid, tmp_path / "run").fit()
+    assert checkpoint.list_checkpoints(tmp_path / "run" / "best")[-1].name > "checkpoint-00000002"
+    for path in checkpoint.list_checkpoints(tmp_path / "run"):
+        (path / "meta.json").unlink()
+    with pytest.warns(UserWarning, match="training begins at step 0"):
+        trainer = Trainer.resume(tmp_path / "run", train, valid, settings=["training.steps=2"], restart=True)
+    trainer.fit()
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "run" / "best")] == ["checkpoint-00000002"]
 
 
 def test_without_a_checkpoint_it_begins_anew(tmp_path):

@@ -52,7 +52,7 @@ def test_a_run_learns_and_leaves_its_folder(tmp_path, model, sampler):
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"config.toml", "environment.json", "metrics.jsonl", "checkpoints", "best", "plots"} <= names
     assert len(checkpoint.list_checkpoints(tmp_path / "run")) == 3
-    assert config.load(tmp_path / "run" / "config.toml") == run
+    assert config.load(tmp_path / "run" / "config.toml") == run.resolved()
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["data"]["fingerprint"] == train.fingerprint()
     assert environment["bits"]["torch"] == str(torch.__version__)
@@ -217,12 +217,15 @@ class Explodes(nn.Module):
         return h
 
 
+EXPLODES = "test_training_trainer:Explodes"
+
+
 @pytest.mark.parametrize("fused", ["true", "false"])
 def test_a_nan_stops_and_leaves_the_batch(tmp_path, fused):
-    run, train, valid = case("linear", "uniform", "model.name=test_training_trainer:Explodes",
+    run, train, valid = case("linear", "uniform", f"model.name={EXPLODES}",
                              f"optimizer.fused={fused}", "training.accumulate=2")  # fmt: skip
     events = []
-    trainer = Trainer(run, train, valid, tmp_path / "run", on_event=events.append)
+    trainer = Trainer(run, train, valid, tmp_path / "run", trust_model=EXPLODES, on_event=events.append)
     with pytest.raises(
         NonFiniteLossError, match=r"trainer: step \d+: .* the batch is in .*step-\d+.safetensors"
     ) as info:
@@ -241,10 +244,10 @@ def test_a_nan_stops_and_leaves_the_batch(tmp_path, fused):
 
 @pytest.mark.parametrize("fused", ["true", "false"])
 def test_a_nan_is_skipped_by_choice(tmp_path, fused):
-    run, train, _ = case("linear", "uniform", "model.name=test_training_trainer:Explodes",
+    run, train, _ = case("linear", "uniform", f"model.name={EXPLODES}",
                          f"optimizer.fused={fused}", "training.accumulate=2", "training.on_nan=skip")  # fmt: skip
     events = []
-    trainer = Trainer(run, train, None, tmp_path / "run", on_event=events.append)
+    trainer = Trainer(run, train, None, tmp_path / "run", trust_model=EXPLODES, on_event=events.append)
     before = {}
 
     def on_event(event):
@@ -267,9 +270,9 @@ def test_a_nan_is_skipped_by_choice(tmp_path, fused):
 def test_nothing_of_a_skipped_step_stays(tmp_path):
     outcome = []
     for fused in ("true", "false"):
-        run, train, _ = case("linear", "uniform", "model.name=test_training_trainer:Explodes", "training.seed=3",
+        run, train, _ = case("linear", "uniform", f"model.name={EXPLODES}", "training.seed=3",
                              f"optimizer.fused={fused}", "training.accumulate=2", "training.on_nan=skip")  # fmt: skip
-        trainer = Trainer(run, train, None, tmp_path / fused)
+        trainer = Trainer(run, train, None, tmp_path / fused, trust_model=EXPLODES)
         trainer.fit()
         outcome.append(trainer)
     # One of them was the second batch of its step: the first one had been through backward.
@@ -372,7 +375,7 @@ def test_a_full_disk_leaves_no_half_record(tmp_path, monkeypatch, choice):
         ]
         return
     assert trainer.fit().status == "finished"
-    [warning] = warnings
+    [warning] = [text for text in warnings if "the exact NLL" not in text]
     assert re.search(reason + "; the record of step 6 is lost", warning)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in lines if r["kind"] == "train"] == [3, 9, 12, 15, 16]
@@ -538,7 +541,7 @@ def test_missing_extras_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     events = []
     assert Trainer(run, train, valid, tmp_path / "a", on_event=events.append).fit().status == "finished"
-    assert [e["message"] for e in events if e["event"] == "warning"] == [
+    assert [e["message"] for e in events if e["event"] == "warning"][-1:] == [
         "no learning curves: plot_curves: needs matplotlib: pip install samplex-cuda[cli]"
     ]
     run.training.tensorboard = True

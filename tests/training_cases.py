@@ -65,12 +65,16 @@ SAMPLERS = {
     "log_uniform": ["sampler.name=log_uniform"],
     "unigram": ["sampler.name=unigram", "sampler.smoothing=1"],
     "bigram": ["sampler.name=bigram", "sampler.smoothing=1"],
-    "tree": ["sampler.name=tree", "sampler.dim=4"],
+    "tree": ["sampler.name=tree", "sampler.dim=4", "sampler.base=none"],
+    "tree_default": ["sampler.name=tree", "sampler.dim=4"],
     "quadratic": ["sampler.name=quadratic"],
-    "rff": ["sampler.name=rff", "sampler.num_features=64", "sampler.nu=1", "sampler.normalize=true"],
+    "rff": ["sampler.name=rff", "sampler.num_features=64", "sampler.nu=1", "sampler.normalize=true",
+            "sampler.kind=rff", "sampler.base=none"],
+    "rff_default": ["sampler.name=rff", "sampler.num_features=64"],
+    "auto": [],
     "softmax": ["sampler.name=softmax"],
     "mixture": ["sampler.name=mixture", 'sampler.components=["quadratic", "uniform"]', "sampler.weights=[0.8, 0.2]"],
-}
+}  # fmt: skip
 
 
 def case(model="linear", sampler="uniform", *settings):

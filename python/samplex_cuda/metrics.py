@@ -531,6 +531,9 @@ def evaluate(
                 ids = head.topk(h, ks[-1], features=features)[1]
             else:
                 ids = y.new_zeros(0, ks[-1])
+            finite = h.isfinite().all(1)
+            if not bool(finite.all()):
+                ids = torch.where(finite[:, None], ids, -1)  # classes of a nan row would be arbitrary
             evaluator.update(ids, y, loss)
     finally:
         if is_module:

@@ -48,6 +48,14 @@ Set = Annotated[
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run of samplex train.")]
 WhichOption = Annotated[Which, typer.Option(help="The weights of the best evaluation, or the latest ones.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Trust = Annotated[
+    str | None,
+    typer.Option(
+        "--trust-model",
+        metavar="MODULE:CLASS",
+        help="Import and run this model, which the run names in config.toml: only code that you know.",
+    ),
+]
 
 
 @app.command(
@@ -66,6 +74,10 @@ def train(
     setting: Set = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; by default runs/run-NNN.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Go on with this run.")] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="With --resume: begin at step 0 if every checkpoint is damaged.")
+    ] = False,
+    trust_model: Trust = None,
     as_json: Json = False,
 ) -> None:
     """Train a model and keep a run folder: configuration, metrics, curves, checkpoints.
@@ -80,6 +92,8 @@ def train(
         raise typer.BadParameter(
             "goes with --set, --data and --valid only: the rest is in the run folder", param_hint="--resume"
         )
+    if restart and resume is None:
+        raise typer.BadParameter("goes with --resume only", param_hint="--restart")
     if resume is None and config is None and data is None and not any(s.startswith("data.path") for s in setting or []):
         raise typer.BadParameter("give CONFIG.toml, --data, or --resume", param_hint="CONFIG")
     settings = settings_of(
@@ -94,7 +108,15 @@ def train(
     common.run(
         "train",
         as_json,
-        lambda o: work(o, config=config, settings=settings + (setting or []), run_dir=out, resume=resume),
+        lambda o: work(
+            o,
+            config=config,
+            settings=settings + (setting or []),
+            run_dir=out,
+            resume=resume,
+            restart=restart,
+            trust_model=trust_model,
+        ),
     )
 
 
@@ -114,7 +136,14 @@ def evaluate(
     exclude_history: Annotated[
         bool | None, typer.Option(help="Interactions: known items are no answers; by default as in the run.")
     ] = None,
+    propensity_a: Annotated[
+        float | None, typer.Option(help="psp@K: A; by default as in the run (0.5 Wikipedia, 0.6 Amazon).")
+    ] = None,
+    propensity_b: Annotated[
+        float | None, typer.Option(help="psp@K: B; by default as in the run (0.4 Wikipedia, 2.6 Amazon).")
+    ] = None,
     device: Device = "cpu",
+    trust_model: Trust = None,
     as_json: Json = False,
 ) -> None:
     """Exact metrics of a trained model: over all classes, nothing sampled."""
@@ -134,7 +163,9 @@ def evaluate(
             rows=rows,
             batch_size=batch_size,
             exclude_history=exclude_history,
+            propensity=(propensity_a, propensity_b),
             device=device,
+            trust_model=trust_model,
         ),
     )
 
@@ -153,8 +184,11 @@ def predict(
     data_format: Annotated[str | None, typer.Option("--format", help="Of INPUT.")] = None,
     which: WhichOption = Which.best,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 256,
-    exclude_history: Annotated[bool, typer.Option(help="Interactions: known items are no answers.")] = False,
+    exclude_history: Annotated[
+        bool | None, typer.Option(help="Interactions: known items are no answers; by default as in the run.")
+    ] = None,
     device: Device = "cpu",
+    trust_model: Trust = None,
     as_json: Json = False,
 ) -> None:
     """The most probable classes of each row of a file, with their probabilities."""
@@ -174,6 +208,7 @@ def predict(
             batch_size=batch_size,
             exclude_history=exclude_history,
             device=device,
+            trust_model=trust_model,
         ),
     )
 
@@ -235,6 +270,7 @@ def diagnose(
     timed: Annotated[bool, typer.Option(help="Time a step of every sampler.")] = True,
     seed: Annotated[int, typer.Option(help="Of the choice of rows and the draws.")] = 0,
     device: Device = "cpu",
+    trust_model: Trust = None,
     as_json: Json = False,
 ) -> None:
     """Which sampler and how many draws: bias, variance and time of the candidates on this model."""
@@ -255,6 +291,7 @@ def diagnose(
             timed=timed,
             seed=seed,
             device=device,
+            trust_model=trust_model,
         ),
     )
 

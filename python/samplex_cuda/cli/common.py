@@ -67,7 +67,9 @@ class Stop(Exception):  # noqa: N818  (an end, not an error)
         self.payload, self.code = payload, code
 
 
-_NO_MEMORY = "can't allocate memory"  # what torch says, in a RuntimeError
+# What torch says, in a RuntimeError.
+_NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "integer multiplication overflow",
+              "larger than max")  # fmt: skip
 
 _USERS = (UserError, BadLineError, CheckpointError, ConfigError, RunError, SourceChangedError, OSError)
 
@@ -115,7 +117,7 @@ def check_device(name: str) -> str:
 
 def _is_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and _NO_MEMORY in str(error)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
     )
 
 
@@ -256,15 +258,16 @@ def run(name: str, as_json: bool, body: Callable[[Output], tuple[dict[str, Any],
     raise typer.Exit(code)
 
 
-def resume_command(run_dir: Path | str) -> str:
-    """What to type to go on with a run.
+def resume_command(run_dir: Path | str, trust_model: str | None = None) -> str:
+    """What to type to go on with a run, whose model was trusted where it has an import path.
 
     Example:
         >>> from samplex_cuda.cli.common import resume_command
         >>> resume_command("runs/my run")
         "samplex train --resume 'runs/my run'"
     """
-    return f"samplex train --resume {shlex.quote(str(run_dir))}"
+    trust = f" --trust-model {shlex.quote(trust_model)}" if trust_model else ""
+    return f"samplex train --resume {shlex.quote(str(run_dir))}{trust}"
 
 
 def read_config(run_dir: Path) -> Config:
@@ -281,7 +284,7 @@ def read_config(run_dir: Path) -> Config:
         raise UserError(f"{run_dir}: there is no such run folder")
     if not (run_dir / "config.toml").is_file():
         raise UserError(f"{run_dir}: has no config.toml, so it is no run folder of samplex train")
-    return configs.load(run_dir / "config.toml")
+    return configs.load(run_dir / "config.toml", of_run=True)
 
 
 def check_writable(path: Path) -> None:
@@ -318,6 +321,7 @@ def beside(path: Path, write: Callable[[Path], None]) -> None:
         'whole'
     """
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    temporary.unlink(missing_ok=True)
     try:
         write(temporary)
         with temporary.open("rb") as file:

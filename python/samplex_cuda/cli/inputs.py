@@ -15,7 +15,8 @@ from torch import Tensor
 from samplex_cuda import data
 from samplex_cuda.cli.common import UserError
 from samplex_cuda.data import Dataset
-from samplex_cuda.data.array_files import members
+from samplex_cuda.data.array_files import _load as load_npy
+from samplex_cuda.data.array_files import matrix_shape, members, read_member
 from samplex_cuda.data.lines import blocks
 from samplex_cuda.data.opening import guess_format
 from samplex_cuda.training import Config, open_data
@@ -108,6 +109,7 @@ class Inputs:
         self.words: list[str] | None = None
         self.known: tuple[np.ndarray, np.ndarray] | None = None
         self.notes: list[str] = []
+        self.columns_said = ""
 
 
 def _slices(count: int, make: Callable[[int, int], dict[str, Tensor]]) -> Inputs:
@@ -151,7 +153,7 @@ def open_inputs(config: Config, meta: dict[str, Any], path: str, form: str | Non
         if not file.exists():
             raise UserError(f"{path}: there is no such file")
         if form is None and file.suffix == ".npy":
-            return _dense(path, np.load(file, mmap_mode="r", allow_pickle=False), about)
+            return _dense(path, load_npy("predict", file), about)
         if form is None and file.suffix == ".npz":
             return _npz(path, config, about)
         if form is None and file.suffix == ".parquet" and not (set(_LABELS) & set(_columns(file))):
@@ -190,19 +192,18 @@ def _sparse(path: str, indptr: np.ndarray, indices: np.ndarray, values: np.ndarr
 
 
 def _npz(path: str, config: Config, about: Dataset) -> Inputs:
-    have = members("predict", Path(path))
-    with np.load(path, allow_pickle=False) as arrays:
-        if "indptr" in have:
-            width = int(arrays["shape"][1]) if "shape" in have else about.num_features
-            if width > about.num_features:
-                raise UserError(
-                    f"{path}: the matrix must have {about.num_features} columns as in training, got {width}"
-                )
-            return _sparse(path, arrays["indptr"], arrays["indices"], arrays["data"], about)
-        name = config.data.options.get("x", "x")
-        if name not in have:
-            raise UserError(f"{path}: must have an array {name!r}, got {', '.join(have)}")
-        return _dense(path, arrays[name], about)
+    file = Path(path)
+    have = members("predict", file)
+    if "indptr" in have:
+        width = matrix_shape("predict", file)[1] if "shape" in have else about.num_features
+        if width > about.num_features:
+            raise UserError(f"{path}: the matrix must have {about.num_features} columns as in training, got {width}")
+        indptr, indices, values = (read_member("predict", file, name) for name in ("indptr", "indices", "data"))
+        return _sparse(path, indptr, indices, values, about)
+    name = config.data.options.get("x", "x")
+    if name not in have:
+        raise UserError(f"{path}: must have an array {name!r}, got {', '.join(have)}")
+    return _dense(path, read_member("predict", file, name), about)
 
 
 def _columns(file: Path) -> list[str]:
@@ -316,4 +317,5 @@ def _histories(config: Config, about: Any, path: str, form: str | None) -> Input
 
     rows = _slices(len(users), make)
     rows.users, rows.known, rows.notes = users, (np.asarray(found.indptr), found.items), found.notes
+    rows.columns_said = found.columns_said
     return rows

@@ -27,11 +27,13 @@ FORMATS = (".jsonl", ".npy", ".npz", ".parquet")
 _ROWS = 1 << 14  # rows that are ranked at a time are at most so many
 
 
-def _load(out: Output, run_dir: Path, which: str, device: str) -> tuple[Any, SampledClassifier, Any, dict[str, Any]]:
+def _load(
+    out: Output, run_dir: Path, which: str, device: str, trust_model: str | None
+) -> tuple[Any, SampledClassifier, Any, dict[str, Any]]:
     read_config(run_dir)
     check_device(device)
     with out.busy(f"loading {run_dir} ({which})"):
-        return load_model(run_dir, which, device=device)
+        return load_model(run_dir, which, device=device, trust_model=trust_model)
 
 
 class _Bar:
@@ -71,6 +73,8 @@ def evaluate(
     batch_size: int | None,
     exclude_history: bool | None,
     device: str,
+    propensity: tuple[float | None, float | None] = (None, None),
+    trust_model: str | None = None,
 ) -> tuple[dict[str, Any], int]:
     """Exact metrics of a trained model; returns the JSON object and the exit code.
 
@@ -80,18 +84,26 @@ def evaluate(
         ...          which="best", rows=0, batch_size=None, exclude_history=None, device="cpu")  # doctest: +SKIP
     """
     with checked():
-        encoder, head, config, meta = _load(out, run_dir, which, device)
+        encoder, head, config, meta = _load(out, run_dir, which, device, trust_model)
         with out.busy("reading the data"):
             dataset = open_labelled(config, meta, path, form, part)
+        if dataset.columns_said:
+            out.say(dataset.columns_said)
         for note in dataset.notes:
             out.warn(note)
     names = [n for n in re.split(r"[,\s]+", metrics) if n] if metrics else config.training.metrics
     propensities = None
+    about_psp: dict[str, float] = {}
     if any(name.startswith("psp") for name in names):
         from samplex_cuda.metrics import propensities as of_counts
 
+        a = config.training.propensity_a if propensity[0] is None else propensity[0]
+        b = config.training.propensity_b if propensity[1] is None else propensity[1]
+        if not (math.isfinite(a) and math.isfinite(b) and b > 0):
+            raise UserError(f"--propensity-a must be finite and --propensity-b above 0, got {a} and {b}")
         train, _ = open_data(config)
-        propensities = of_counts(train.class_counts(), len(train))
+        propensities = of_counts(train.class_counts(), len(train), a, b)
+        about_psp = {"propensity_a": a, "propensity_b": b}
     size = batch_size or config.training.eval_batch_size or config.training.batch_size
     size = int(getattr(dataset, "columns", size)) if dataset.ordered else size  # text has its own
     exclude = config.training.exclude_history if exclude_history is None else exclude_history
@@ -112,9 +124,14 @@ def evaluate(
     step = meta["progress"]["step"]
     title = f"{run_dir} at step {step:,} on {about} ({count:,} examples)"
     out.say(title)
+    if about_psp:
+        out.say(f"psp: propensities with A = {about_psp['propensity_a']:g}, B = {about_psp['propensity_b']:g}")
+    bad = [name for name, value in found.items() if not math.isfinite(value)]
     out.table([(name, f"{value:.6g}") for name, value in found.items()])
     payload = {"run_dir": str(run_dir), "step": step, "which": which, "data": about, "examples": count}
-    return {**payload, "metrics": found}, OK
+    if bad:
+        raise UserError(f"evaluate: {', '.join(bad)} must be finite, got {found[bad[0]]}: {about} or the model has nan")
+    return {**payload, **about_psp, "metrics": found}, OK
 
 
 @torch.no_grad()
@@ -180,6 +197,20 @@ def _answers(
         bar(done, inputs.count)
 
 
+def _finite(
+    path: str, answers: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The answers as they come; UserError at the first row that has none, whose ids would be arbitrary."""
+    for rows, ids, probabilities in answers:
+        bad = ~np.isfinite(probabilities).all(1)
+        if bad.any():
+            raise UserError(
+                f"{path}: row {rows[bad][0]} must be finite numbers, got nan or infinity in it or in what the model "
+                f"makes of it ({int(bad.sum())} such rows in this batch); nothing was written. Take such rows out"
+            )
+        yield rows, ids, probabilities
+
+
 def _in_order(
     answers: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]], count: int, k: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -204,7 +235,7 @@ def _write(path: Path, inputs: Inputs, answers: Iterator[tuple[np.ndarray, np.nd
                     record |= {"ids": some, "probabilities": [round(v, 7) for v in p]}
                     if inputs.words is not None:
                         record["words"] = [inputs.words[i] for i in some]
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                    file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
     elif suffix == ".npy":
         kind = np.dtype([("ids", np.int64, (k,)), ("probabilities", np.float32, (k,))])
         table = np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=(inputs.count,))
@@ -246,8 +277,9 @@ def predict(
     k: int,
     which: str,
     batch_size: int,
-    exclude_history: bool,
+    exclude_history: bool | None,
     device: str,
+    trust_model: str | None = None,
 ) -> tuple[dict[str, Any], int]:
     """The k most probable classes of each row of a file; returns the JSON object and the exit code.
 
@@ -262,19 +294,26 @@ def predict(
     if target.suffix == ".parquet":
         _pyarrow()
     with checked():
-        encoder, head, config, meta = _load(out, run_dir, which, device)
+        encoder, head, config, meta = _load(out, run_dir, which, device, trust_model)
         if k > head.num_classes:
             raise UserError(f"-k must be at most the {head.num_classes} classes of the model, got {k}")
         with out.busy(f"reading {path}"):
             inputs = open_inputs(config, meta, path, form)
+        if inputs.columns_said:
+            out.say(inputs.columns_said)
         for note in inputs.notes:
             out.warn(note)
         if exclude_history and inputs.known is None:
             raise UserError("--exclude-history needs a model of interactions")
+        exclude = config.training.exclude_history if exclude_history is None else exclude_history
     with _Bar(out, "predicting") as bar, torch.no_grad():
-        answers = _answers(encoder, head, inputs, k, batch_size, exclude_history, bar)
+        answers = _finite(path, _answers(encoder, head, inputs, k, batch_size, exclude, bar))
         if inputs.words is not None:
             answers = _in_order(answers, inputs.count, k)
         beside(target, lambda new: _write(new, inputs, answers, k))
-    out.say(f"{inputs.count:,} rows, {k} classes each: {target}")
-    return {"run_dir": str(run_dir), "input": path, "out": str(target), "rows": inputs.count, "k": k}, OK
+    without = " (items of INPUT are left out)" if exclude and inputs.known is not None else ""
+    out.say(f"{inputs.count:,} rows, {k} classes each{without}: {target}")
+    payload: dict[str, Any] = {"run_dir": str(run_dir), "input": path, "out": str(target)}
+    if inputs.known is not None:
+        payload["exclude_history"] = exclude
+    return {**payload, "rows": inputs.count, "k": k}, OK

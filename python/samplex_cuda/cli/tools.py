@@ -19,7 +19,7 @@ from torch import Tensor
 import samplex_cuda as sx
 from samplex_cuda import data, samplers
 from samplex_cuda import tree_fit as fitting
-from samplex_cuda.cli.common import OK, Output, UserError, check_device, check_writable, checked, read_config
+from samplex_cuda.cli.common import OK, Output, UserError, beside, check_device, check_writable, checked, read_config
 from samplex_cuda.cli.inputs import open_labelled
 from samplex_cuda.training import checkpoint, load_model, models, open_data
 from samplex_cuda.training import config as configs
@@ -181,6 +181,7 @@ def diagnose(
     timed: bool,
     seed: int,
     device: str,
+    trust_model: str | None = None,
 ) -> tuple[dict[str, Any], int]:
     """`sx.diagnostics.diagnose` on validation rows of a run; returns the JSON object and the exit code.
 
@@ -193,7 +194,7 @@ def diagnose(
         read_config(run_dir)
         check_device(device)
         with out.busy(f"loading {run_dir} ({which}) and its data"):
-            encoder, head, config, meta = load_model(run_dir, which, device=device)
+            encoder, head, config, meta = load_model(run_dir, which, device=device, trust_model=trust_model)
             train, valid = open_data(config)
             dataset = valid if path is None else open_labelled(config, meta, path, form, "valid")
             dataset = train if dataset is None else dataset
@@ -223,7 +224,7 @@ def diagnose(
     found.save(target)
     files = {"json": str(target)}
     try:
-        found.plot(folder / "diagnosis.png")
+        beside(folder / "diagnosis.png", found.plot)
         files["plot"] = str(folder / "diagnosis.png")
     except ImportError as error:
         out.warn(f"no plot: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections import deque
@@ -112,7 +113,7 @@ class Display:
             handle(event)
 
     def _on_fit(self, event: dict[str, Any]) -> None:
-        if event["sampler"] in ("tree", "bigram", "unigram", "mixture"):
+        if event["sampler"] in ("tree", "bigram", "mixture"):
             self.out.say(f"fitting the sampler {event['sampler']} to the data")
 
     def _on_resumed(self, event: dict[str, Any]) -> None:
@@ -175,13 +176,18 @@ class Display:
         )
 
     def _on_eval(self, event: dict[str, Any]) -> None:
-        names = [n for n in event if n not in ("event", "kind", "step", "epoch", "seconds", "best", "eval_seconds")]
-        values = "  ".join(f"{name} {_number(event[name])}" for name in names)
+        hidden = ("event", "kind", "step", "epoch", "seconds", "best", "eval_seconds", "worse_than_equal")
+        values = "  ".join(f"{name} {_number(event[name])}" for name in event if name not in hidden)
         best = "  (best so far)" if event["best"] else ""
+        if event.get("worse_than_equal"):
+            best = "  (worse than equal probabilities)"
         self.out.say(f"step {event['step']:,}/{self.steps:,}  valid: {values}{best}")
 
     def _on_refused(self, event: dict[str, Any]) -> None:
-        self.out.warn(f"{event['reason']}; the checkpoint before it is used")
+        self.out.warn(f"{event['reason']}; {event['instead']}")
+
+    def _on_damaged(self, event: dict[str, Any]) -> None:
+        self.out.say(f"the damaged checkpoint is kept as {event['path']}")
 
     def _on_checkpoint_failed(self, event: dict[str, Any]) -> None:
         self.out.warn(f"step {event['step']:,}: {event['reason']}")
@@ -227,6 +233,8 @@ def train(
     settings: list[str],
     run_dir: Path | None,
     resume: Path | None,
+    restart: bool = False,
+    trust_model: str | None = None,
 ) -> tuple[dict[str, Any], int]:
     """Trains; returns the JSON object and the exit code.
 
@@ -245,13 +253,18 @@ def train(
         (0, 'finished')
     """
     begin = time.perf_counter()
+    # A name on this command line is the user's own word; one in a file is not.
+    named = [setting.partition("=")[2].strip() for setting in settings if setting.startswith("model.name=")]
+    trust_model = trust_model or (named[-1] if named and ":" in named[-1] else None)
     with Display(out) as display:
         if resume is not None:
             folder = resume
             if (folder / "config.toml").is_file():  # else the trainer says so
                 check_device(configs.override(read_config(folder), settings).training.device)
-            with _hint(out, folder), checked(), out.busy(f"resuming {folder}"):
-                trainer = Trainer.resume(folder, settings=settings, on_event=display)
+            with _hint(out, folder, trust_model), checked(), out.busy(f"resuming {folder}"):
+                trainer = Trainer.resume(
+                    folder, settings=settings, trust_model=trust_model, restart=restart, on_event=display
+                )
         else:
             chosen = configs.load(config) if config is not None else configs.Config()
             chosen = configs.override(chosen, settings)
@@ -261,8 +274,12 @@ def train(
                 raise UserError(
                     f"{folder}: holds a run already; go on with it by: {resume_command(folder)}, or give another --out"
                 )
-            with _hint(out, folder), checked(), out.busy(f"reading the data of {chosen.data.path or '(no data.path)'}"):
-                trainer = Trainer(chosen, run_dir=folder, on_event=display)
+            with (
+                _hint(out, folder, trust_model),
+                checked(),
+                out.busy(f"reading the data of {chosen.data.path or '(no data.path)'}"),
+            ):
+                trainer = Trainer(chosen, run_dir=folder, trust_model=trust_model, on_event=display)
         display.follows = trainer.head.sampler_update is not None
         display.name = trainer.config.sampler.name if trainer.head.loss.needs.draws else "full softmax"
         _introduce(out, trainer)
@@ -273,20 +290,20 @@ def train(
             result = Result("interrupted", trainer.progress.step, {}, None, 0, "not saved", signal.SIGINT)
         except NonFiniteLossError as error:
             display._stop()
-            return _not_finite(out, folder, error)
+            return _not_finite(out, folder, error, trust_model)
     return _report(out, trainer, result, started, time.perf_counter() - begin)
 
 
 @contextlib.contextmanager
-def _hint(out: Output, folder: Path) -> Iterator[None]:
+def _hint(out: Output, folder: Path, trust_model: str | None) -> Iterator[None]:
     """Ctrl-C while data are read or a sampler is fitted."""
     try:
         yield
     except KeyboardInterrupt:
         payload = {"status": "interrupted", "step": 0}
         if (folder / "config.toml").exists():
-            payload |= {"run_dir": str(folder), "resume": resume_command(folder)}
-            out.say(f"Stopped before the first step. Go on with:\n  {resume_command(folder)}")
+            payload |= {"run_dir": str(folder), "resume": resume_command(folder, trust_model)}
+            out.say(f"Stopped before the first step. Go on with:\n  {resume_command(folder, trust_model)}")
         else:
             out.say("Stopped while the data were read; nothing was written.")
         raise Stop(payload, INTERRUPTED) from None
@@ -294,14 +311,26 @@ def _hint(out: Output, folder: Path) -> Iterator[None]:
 
 def _introduce(out: Output, trainer: Trainer) -> None:
     data, c = trainer.train, trainer.config
+    if data.columns_said:
+        out.say(data.columns_said)
+    if trainer.valid is not None and trainer.valid.columns_said not in ("", data.columns_said):
+        out.say(f"validation {trainer.valid.columns_said}")
     for note in data.notes:
         out.warn(note)
     valid = "no validation data" if trainer.valid is None else f"{len(trainer.valid):,} for validation"
     out.say(f"data: {len(data):,} {data.kind} examples, {data.num_classes:,} classes; {valid}")
-    draws = f"sampler {c.sampler.name}, {c.head.num_samples} draws" if trainer.head.loss.needs.draws else "all classes"
+    draws = _draws(c) if trainer.head.loss.needs.draws else "all classes"
     out.say(
         f"model: {c.model.name}, d = {trainer.head.in_features}; {c.head.loss}, {draws}; run folder {trainer.run_dir}"
     )
+
+
+def _draws(c: configs.Config) -> str:
+    s = c.sampler
+    name = " + ".join(s.components) if s.components else s.name
+    if s.base != "none":
+        name = f"{1 - s.base_weight:g} {name} + {s.base_weight:g} {s.base}"
+    return f"sampler {name}, {c.head.num_samples:,} draws {'shared by the batch' if c.head.shared else 'per row'}"
 
 
 def _files(run_dir: Path) -> dict[str, str]:
@@ -319,11 +348,14 @@ def _files(run_dir: Path) -> dict[str, str]:
     return found
 
 
-def _not_finite(out: Output, folder: Path, error: NonFiniteLossError) -> tuple[dict[str, Any], int]:
+def _not_finite(
+    out: Output, folder: Path, error: NonFiniteLossError, trust_model: str | None
+) -> tuple[dict[str, Any], int]:
     out.console.print(str(error), markup=False, soft_wrap=True, style="red")
-    command = f"{resume_command(folder)} --set optimizer.lr=... (or training.clip_norm=1, training.on_nan=skip)"
+    resume = resume_command(folder, trust_model)
+    command = f"{resume} --set optimizer.lr=... (or training.clip_norm=1, training.on_nan=skip)"
     out.say(f"To go on from the last checkpoint: {command}")
-    payload = {"status": "nan", "error": str(error), "run_dir": str(folder), "resume": resume_command(folder)}
+    payload = {"status": "nan", "error": str(error), "run_dir": str(folder), "resume": resume}
     return payload, NOT_FINITE
 
 
@@ -352,7 +384,7 @@ def _report(out: Output, trainer: Trainer, result: Result, started: int, wall: f
         "message": result.message,
     }
     if result.status == "interrupted":
-        payload["resume"] = resume_command(folder)
+        payload["resume"] = resume_command(folder, trainer.trust_model)
         saved = "the steps since the last checkpoint are lost" if result.message == "not saved" else "it is saved"
         out.say(f"Stopped at step {result.step:,} of {trainer.total_steps:,}; {saved}. Go on with:")
         out.say(f"  {payload['resume']}")
@@ -363,10 +395,14 @@ def _report(out: Output, trainer: Trainer, result: Result, started: int, wall: f
         ("time", f"{_duration(done.seconds)} of training ({_number(rate)} steps/s), {_duration(wall)} in all"),
     ]
     if result.best is not None:
-        rows.append((f"best valid {c.training.monitor}", f"{_number(result.best)} at step {result.best_step:,}"))
+        limit = math.log(trainer.train.num_classes)
+        useless = c.training.monitor == "nll" and result.best > limit
+        note = f", worse than equal probabilities ({_number(limit)})" if useless else ""
+        rows.append((f"best valid {c.training.monitor}", f"{_number(result.best)} at step {result.best_step:,}{note}"))
     rows += [(f"last valid {name}", _number(value)) for name, value in result.metrics.items()]
     if done.skipped:
         rows.append(("steps left out", f"{done.skipped:,} (loss not finite; batches in {folder / 'nan'})"))
+    rows += [("warning", message) for message in result.warnings]
     rows += list(files.items())
     out.table(rows)
     if result.step == started:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import lzma
+import math
+import struct
+import tokenize
 import zipfile
+import zlib
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +20,34 @@ from samplex_cuda.data.sparse_text import adopt
 __all__ = ["csr_file", "memmap_file", "npy_file", "npz_file"]
 
 _PIECE = 1 << 22
+_MOST = (1 << 31) - 1  # rows, features and classes of a matrix
+
+# What zipfile raises for a file that is cut or altered, and numpy for a header that is no header.
+DAMAGED = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    EOFError,
+    OSError,
+    NotImplementedError,
+    RuntimeError,
+)
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    SyntaxError,
+    tokenize.TokenError,
+    OverflowError,
+    MemoryError,
+    IndexError,
+    KeyError,
+    AttributeError,
+)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _load(where: str, path: Path) -> np.ndarray:
@@ -27,8 +60,8 @@ def _load(where: str, path: Path) -> np.ndarray:
         return np.empty(shape, dtype)
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{where}: {path}: it is no npy file that can be mapped ({error})") from error
+    except (*DAMAGED, *UNREADABLE) as error:
+        raise ValueError(f"{where}: {path}: it is no npy file that can be mapped ({_first_line(error)})") from error
 
 
 def _partner(where: str, path: Path, y: Path | str | None) -> tuple[Path, Path]:
@@ -140,20 +173,24 @@ def _header(where: str, path: Path, name: str, file: IO[bytes]) -> tuple[tuple[i
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(file)
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{where}: {path}: {name} is damaged ({error})") from error
-    except ValueError as error:
-        raise ValueError(f"{where}: {path}: {name} is no npy array ({error})") from error
+    except DAMAGED as error:
+        raise ValueError(f"{where}: {path}: {name} is damaged ({_first_line(error)})") from error
+    except UNREADABLE as error:  # numpy evaluates the header as a literal and lets through what that raises
+        raise ValueError(f"{where}: {path}: {name} is no npy array ({_first_line(error)})") from error
     if dtype.hasobject:
         raise ValueError(f"{where}: {path}: {name} holds Python objects, which are not read")
+    if any(n < 0 for n in shape) or math.prod(shape) * max(1, dtype.itemsize) >= 1 << 62:
+        raise ValueError(f"{where}: {path}: {name} must have a shape that fits into memory, got {list(shape)} {dtype}")
     return shape, fortran, dtype
 
 
 def _zip(where: str, path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"{where}: {path}: it is no npz file ({error})") from error
+    except FileNotFoundError:
+        raise
+    except (*DAMAGED, *UNREADABLE) as error:
+        raise ValueError(f"{where}: {path}: it is no npz file ({_first_line(error)})") from error
 
 
 def members(where: str, path: Path) -> list[str]:
@@ -164,12 +201,32 @@ def members(where: str, path: Path) -> list[str]:
 
 def _small(where: str, path: Path, name: str) -> np.ndarray:
     """A small member, read at once."""
-    with _zip(where, path) as archive, archive.open(f"{name}.npy") as file:
-        shape, _, dtype = _header(where, path, name, file)
-        count = int(np.prod(shape)) if shape else 1
-        if count > 64:
+    return read_member(where, path, name, 64)
+
+
+def read_member(where: str, path: Path, name: str, most: int | None = None) -> np.ndarray:
+    """An array of an npz file, read at once; ValueError where it is damaged, or has more than `most` elements."""
+    with _zip(where, path) as archive, _member(where, path, archive, name) as file:
+        shape, fortran, dtype = _header(where, path, name, file)
+        count = math.prod(shape)
+        if most is not None and count > most:
             raise ValueError(f"{where}: {path}: {name} must be small, got {list(shape)}")
-        return np.frombuffer(file.read(count * dtype.itemsize), dtype=dtype).reshape(shape)
+        try:
+            raw = file.read() if most is None else file.read(count * dtype.itemsize)
+        except (*DAMAGED, MemoryError) as error:
+            raise ValueError(f"{where}: {path}: {name} is damaged ({_first_line(error)})") from error
+        if len(raw) != count * dtype.itemsize:
+            raise ValueError(f"{where}: {path}: {name} is cut: {len(raw)} of {count * dtype.itemsize} bytes are there")
+        return np.frombuffer(raw, dtype=dtype).reshape(shape, order="F" if fortran else "C")
+
+
+def _member(where: str, path: Path, archive: zipfile.ZipFile, name: str) -> IO[bytes]:
+    try:
+        return archive.open(f"{name}.npy")
+    except KeyError:
+        raise ValueError(f"{where}: {path}: it must have an array {name!r}, got {members(where, path)}") from None
+    except (*DAMAGED, *UNREADABLE) as error:
+        raise ValueError(f"{where}: {path}: {name} is damaged ({_first_line(error)})") from error
 
 
 def _unpack(conversion: Conversion, path: Path, name: str, out: str, kinds: str) -> tuple[int, ...]:
@@ -178,7 +235,7 @@ def _unpack(conversion: Conversion, path: Path, name: str, out: str, kinds: str)
     with _zip(where, path) as archive:
         if f"{name}.npy" not in archive.namelist():
             raise ValueError(f"{where}: {path}: it must have an array {name!r}, got {members(where, path)}")
-        with archive.open(f"{name}.npy") as file:
+        with _member(where, path, archive, name) as file:
             shape, fortran, dtype = _header(where, path, name, file)
             if dtype.kind not in kinds or len(shape) not in (1, 2):
                 raise ValueError(f"{where}: {path}: {name} must be [N] or [N, K] numbers, got {list(shape)} {dtype}")
@@ -192,7 +249,7 @@ def _unpack(conversion: Conversion, path: Path, name: str, out: str, kinds: str)
                 count = min(step, left)
                 try:
                     raw = file.read(count * row)
-                except (zipfile.BadZipFile, EOFError, OSError) as error:
+                except DAMAGED as error:
                     raise ValueError(f"{where}: {path}: {name} is damaged ({error})") from error
                 if len(raw) != count * row:
                     raise ValueError(f"{where}: {path}: {name} is cut: {left} of {shape[0]} rows are missing")
@@ -200,7 +257,7 @@ def _unpack(conversion: Conversion, path: Path, name: str, out: str, kinds: str)
                 left -= count
             try:
                 more = file.read(1)  # reading to the end also checks the checksum of the zip file
-            except (zipfile.BadZipFile, EOFError, OSError) as error:
+            except DAMAGED as error:
                 raise ValueError(f"{where}: {path}: {name} is damaged ({error})") from error
             if more:
                 raise ValueError(f"{where}: {path}: {name} is longer than its header says")
@@ -249,6 +306,14 @@ def npz_file(
     return adopt(_dense("npz_file", source, found.arrays["x"], found.arrays["y"], num_classes, labels), found)
 
 
+def matrix_shape(where: str, path: Path) -> tuple[int, int]:
+    """Rows and columns that a file of `scipy.sparse.save_npz` states."""
+    shape = _small(where, path, "shape")
+    if shape.shape != (2,) or shape.dtype.kind not in "iu" or not all(0 <= int(n) <= _MOST for n in shape):
+        raise ValueError(f"{where}: {path}: shape must be two whole numbers of at most {_MOST}, got {shape.tolist()}")
+    return int(shape[0]), int(shape[1])
+
+
 def _unpack_csr(conversion: Conversion, path: Path, names: tuple[str, str, str]) -> tuple[int, int]:
     """Unpacks a matrix that `scipy.sparse.save_npz` wrote; `names` of its three arrays here, "" for none. Its shape."""
     where = conversion.where
@@ -256,10 +321,10 @@ def _unpack_csr(conversion: Conversion, path: Path, names: tuple[str, str, str])
     if not {"indptr", "indices", "data", "shape", "format"} <= set(have):
         raise ValueError(f"{where}: {path}: it must be a sparse matrix as scipy.sparse.save_npz writes it, got {have}")
     form: Any = _small(where, path, "format")[()]
-    form = form.decode() if isinstance(form, bytes) else str(form)
+    form = form.decode("utf-8", "replace") if isinstance(form, bytes) else str(form)
     if form != "csr":
         raise ValueError(f"{where}: {path}: the matrix must be in format 'csr', got {form!r}")
-    rows, width = (int(n) for n in _small(where, path, "shape"))
+    rows, width = matrix_shape(where, path)
     ends = _unpack(conversion, path, "indptr", names[0], "iu")
     entries = _unpack(conversion, path, "indices", names[1], "iu")
     if names[2]:

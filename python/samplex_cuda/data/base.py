@@ -163,6 +163,7 @@ class Dataset:
         ordered: whether consecutive batches continue each other (text), so that rows are not shuffled.
         multi_label: whether y is [B, P] padded with -100 instead of [B].
         notes: what a reader had to say, e.g. how many bad lines it skipped.
+        columns_said: what the columns of a table were taken for, in words; empty: there are none.
 
     Example:
         >>> import torch
@@ -181,6 +182,7 @@ class Dataset:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.columns_said = ""
         self._known: dict[str, str] = {}  # checksums of arrays that a cache has
 
     def __len__(self) -> int:

@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import time
+import tokenize
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,19 @@ VERIFY = ("size", "cache", "all")
 _HEADER = 128  # bytes of an npy header that has room for any length
 _STALE = 3600.0  # seconds after which a directory without a lock is the rest of a killed conversion
 _PIECE = 1 << 22
+
+# What json and numpy raise for bytes that are not theirs.
+_UNREADABLE = (
+    ValueError,
+    TypeError,
+    SyntaxError,
+    tokenize.TokenError,
+    EOFError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+    IndexError,
+)
 
 logger = logging.getLogger("samplex_cuda.data")
 _verified: set[tuple[str, int, int]] = set()  # array files whose checksum this process has seen to be right
@@ -266,7 +280,7 @@ def _reason_to_convert(folder: Path, sources: list[Path], verify: str) -> tuple[
         Converted(folder, meta)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name if error.filename else 'a file'} is missing", None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (*_UNREADABLE, OSError, KeyError, AttributeError) as error:
         return f"it cannot be read ({error})", None
     if changed:
         with contextlib.suppress(OSError):  # a cache that cannot be written to is checked again next time

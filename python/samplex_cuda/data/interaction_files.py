@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from samplex_cuda.data.cache import Conversion, Converted, converted
+from samplex_cuda.data.columns import Plan, find_plan
 from samplex_cuda.data.interactions import Interactions
-from samplex_cuda.data.lines import BadLineError, blocks, logical_suffix
+from samplex_cuda.data.lines import BadLineError, blocks
 from samplex_cuda.data.sparse_text import _id, _text, adopt
 
 __all__ = ["interactions_file", "sequences_file"]
@@ -23,8 +24,7 @@ _ID_MAX = 2**31 - 2
 _STEP = 1 << 20  # pairs handled at once
 # Tables have a place for each number below the largest user's: one stray id of 2 * 10^9 would take all memory.
 _FEW_USERS, _USERS_PER_PAIR = 1 << 27, 16
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_USER_NAMES = ("user", "uid")  # how the first name of a header begins
+_FEW_ITEMS = 1 << 24
 
 _DIGIT_OR_SPACE = np.zeros(256, dtype=bool)
 for _byte in b"0123456789 \n":
@@ -83,6 +83,12 @@ class _PairWriter:
             raise ValueError(
                 f"{conversion.where}: {conversion.source}: users must be numbered without such gaps, got user "
                 f"{self.num_users - 1} in {total} interactions; relabel=True of interactions_file numbers them anew"
+            )
+        if self.most_item >= max(_FEW_ITEMS, _USERS_PER_PAIR * total):
+            raise ValueError(
+                f"{conversion.where}: {conversion.source}: items must be numbered without such gaps, got item "
+                f"{self.most_item} in {total} interactions; relabel=True numbers them anew. If that is a time or a "
+                "rating, layout and fields say which columns are user and item"
             )
         users, items = conversion.finished("pair_user"), conversion.finished("pair_item")
         times = conversion.finished("pair_time") if self.timed else None
@@ -202,46 +208,24 @@ def _convert_lists(conversion: Conversion, with_user: bool, relabel: bool) -> No
 
 
 # ------------------------------------------------------------------------------------------------ user,item[,time]
-def _find_fields(
-    where: str, path: Path, header: list[str] | None, width: int, fields: Sequence[int | str] | None
-) -> list[int]:
-    """Places of user, item and, if it is there, time."""
-    if fields is None:
-        return [0, 1, 2] if width >= 3 else [0, 1]
-    places = []
-    for field in fields:
-        if isinstance(field, str):
-            if header is None or field not in header:
-                raise ValueError(f"{where}: {path}: fields must be names of the header, {header}, got {field!r}")
-            places.append(header.index(field))
-        elif 0 <= field < width:
-            places.append(field)
-        else:
-            raise ValueError(f"{where}: {path}: fields must be in [0, {width}), got {field}")
-    return places
-
-
-def _convert_table(
-    conversion: Conversion, separator: str, header: bool | None, fields: Sequence[int | str] | None, relabel: bool
-) -> None:
-    where, path, sep = conversion.where, conversion.source, separator.encode()
+def _convert_table(conversion: Conversion, plan: Plan, relabel: bool) -> None:
+    where, path = conversion.where, conversion.source
     conversion.hashed = True
     user_id: Callable[[str, bytes], int] = _Names() if relabel else _small_id
     item_id: Callable[[str, bytes], int] = _Names() if relabel else _small_id
-    pairs: _PairWriter | None = None
-    places: list[int] = []
+    pairs = _PairWriter(conversion, timed=len(plan.places) == 3)
+    places, width = plan.places, plan.width
+    mark = plan.separator.encode()
+    sep = b"\t" if plan.separator in ("::", " ") else mark
+    begun = False
     for block, first in blocks(where, path, conversion.digests[0]):
-        if pairs is None:
-            line = block.partition(b"\n")[0]
-            names = [field.strip().strip('"') for field in line.decode("utf-8", "replace").split(separator)]
-            if len(names) < 2:
-                raise ValueError(f"{where}: {path}:1: a line must be user{separator}item, got {_text(line)}")
-            has_header = names[0].lower().startswith(_USER_NAMES) if header is None else header
-            places = _find_fields(where, path, names if has_header else None, len(names), fields)
-            if has_header:
-                block, first = block.partition(b"\n")[2], first + 1
-            width = len(names)
-            pairs = _PairWriter(conversion, timed=len(places) == 3)
+        if not begun and plan.header:
+            block, first = block.partition(b"\n")[2], first + 1
+        begun = True
+        if plan.separator == "::":
+            block = block.replace(mark, sep)
+        elif plan.separator == " ":
+            block = b"\n".join(sep.join(line.split()) for line in block.split(b"\n"))
         table = None if relabel else _fast_table(block, sep, width, places)
         if table is None:
             rows = []
@@ -259,8 +243,6 @@ def _convert_table(
             table = np.array(rows, dtype=np.float64).reshape(len(rows), len(places))
         times = table[:, 2] if len(places) == 3 else None
         pairs.append(table[:, 0].astype(np.int32), table[:, 1].astype(np.int32), times)
-    if pairs is None:
-        raise ValueError(f"{where}: {path}: the file is empty")
     _finish(conversion, pairs, user_id, item_id)
 
 
@@ -367,10 +349,13 @@ def interactions_file(
     Args:
         path: the file, plain or compressed.
         known: the training data, where this file holds what is to be predicted: see `Interactions.with_targets`.
-        layout: "lists" or "table"; by default "table" for .csv (fields between commas) and .tsv (tabs), else "lists".
-        header: whether a table begins with names; None: where the first one begins with "user" or "uid".
-        fields: which columns are user, item and time, by number or by name of the header. By default the first three,
-            or two where there is no third. Give two to ignore the time.
+        layout: "lists" or "table"; by default "table" for .csv (commas), .tsv (tabs), .rating, .inter, .data and .dat
+            (tabs, commas, or "::"), else "lists".
+        header: whether a table begins with names; None: where they are known ones, such as user_id or movieId.
+        fields: which columns are user, item and time, by number from 0 or by name of the header. Give two to ignore the
+            time. By default those that the header names, whatever their order; without a header the usual layouts:
+            user, item; user, item, time; user, item, rating, time. Where a column could be a rating or a time, it is an
+            error.
         relabel: ids are any text: they are numbered as they come, and their names are kept as `user_names` and
             `item_names`. Not for a file that must agree with another one.
         num_items: C; by default the largest id + 1.
@@ -397,18 +382,18 @@ def interactions_file(
         raise ValueError(f"{where}: layout must be 'lists', 'table' or None, got {layout!r}")
     if fields is not None and len(fields) not in (2, 3):
         raise ValueError(f"{where}: fields must be user, item and perhaps time, got {list(fields)}")
-    suffix = logical_suffix(source)
-    table = layout == "table" or (layout is None and suffix in _SEPARATORS)
-    options: dict[str, object] = {"table": table, "relabel": relabel}
-    if table:
-        separator = _SEPARATORS.get(suffix, ",")
-        options |= {"header": header, "fields": None if fields is None else list(fields), "separator": separator}
+    if not source.is_file():
+        raise FileNotFoundError(f"{where}: {source}: there is no such file")
+    plan = find_plan(where, source, layout=layout, header=header, fields=fields, relabel=relabel)
+    options: dict[str, object] = {"table": plan.table, "relabel": relabel}
+    if plan.table:
+        options |= {"header": plan.header, "places": plan.places, "separator": plan.separator}
     found = converted(
         where,
         [source],
         "interactions",
         options,
-        lambda c: _convert_table(c, separator, header, fields, relabel) if table else _convert_lists(c, True, relabel),
+        lambda c: _convert_table(c, plan, relabel) if plan.table else _convert_lists(c, True, relabel),
         skip_bad=skip_bad,
         cache_dir=cache_dir,
         verify=verify,
@@ -416,6 +401,7 @@ def interactions_file(
     if known is not None and num_items is None:
         num_items = known.num_classes
     data = interactions_from(where, found, num_items, history, min_history, order)
+    data.columns_said = plan.said
     return data if known is None else known.with_targets(data)
 
 

@@ -119,6 +119,7 @@ class Interactions(Dataset):
             targets=(asked, test.items),
         )
         found.notes = [*self.notes, *test.notes]
+        found.columns_said = test.columns_said
         return found
 
     def _check_items(self, name: str, items: Array) -> None:

@@ -46,6 +46,9 @@ _SUFFIXES = {
     ".tokens": "text",
     ".csv": "interactions",
     ".tsv": "interactions",
+    ".rating": "interactions",
+    ".ratings": "interactions",
+    ".inter": "interactions",
     ".parquet": "parquet",
 }
 _SHORT = {"classes": "num_classes", "examples": "num_examples"}
@@ -78,6 +81,8 @@ def guess_format(path: Path) -> str:
     suffix = logical_suffix(path)
     if suffix == ".npz" and path.is_file():
         return "csr" if "indptr" in members("open", path) else "npz"
+    if suffix in (".dat", ".data") and any(re.match(rb"\d+(::|\t)\d+(::|\t)\S+", line) for line in _first_lines(path)):
+        return "interactions"  # ratings.dat and u.data of MovieLens, not bare numbers
     if suffix in _SUFFIXES:
         return _SUFFIXES[suffix]
     if not path.is_file():

@@ -12,6 +12,7 @@ from samplex_cuda.data.array_files import _observed
 from samplex_cuda.data.array_sets import Dense, Sparse
 from samplex_cuda.data.base import Dataset
 from samplex_cuda.data.cache import Conversion, converted
+from samplex_cuda.data.columns import by_role
 from samplex_cuda.data.interaction_files import interactions_from, write_pairs
 from samplex_cuda.data.sparse_text import adopt
 
@@ -179,6 +180,23 @@ def _pairs(where: str, table: _Table, names: list[str]) -> Iterator[tuple[np.nda
         yield arrays[0], arrays[1], arrays[2].astype(np.float64) if len(arrays) == 3 else None
 
 
+def _interaction_columns(
+    where: str, path: Path, names: list[str], user: str, item: str, time: str
+) -> tuple[str, str, str]:  # fmt: skip
+    """Columns of user, item and time: those that are named, else those whose names mean that and nothing else does."""
+    if any(name in names for name in (*_LABELS, "x", "indices")):
+        return user, item, time
+    found = []
+    for role, name in (("user", user), ("item", item), ("time", time)):
+        if name not in names:
+            like = by_role(names, role)
+            if len(like) > 1:
+                raise ValueError(f"{where}: {path}: {role} must name the column of it, one of {like}, got {name!r}")
+            name = like[0] if like else name
+        found.append(name)
+    return found[0], found[1], found[2]
+
+
 def parquet_file(
     path: Path | str,
     *,
@@ -217,7 +235,8 @@ def parquet_file(
         values: column of their values; by default `values`; without it they are 1.
         user: column of users.
         item: column of items.
-        time: column of times; the items of a user are sorted by it.
+        time: column of times; the items of a user are sorted by it. Where a column is not there, the only one whose
+            name means the same (user_id, movieId, timestamp) is taken.
         labels: as in `xc_file`.
         num_classes: C, or the number of items; by default the largest + 1.
         num_features: width of sparse rows; by default the largest + 1.
@@ -238,6 +257,8 @@ def parquet_file(
     table = _Table(where, sources)
     names = table.schema.names
     keep: dict[str, Any] = {"cache_dir": cache_dir, "verify": verify}
+    if x is None and indices is None and y is None:
+        user, item, time = _interaction_columns(where, sources[0], names, user, item, time)
     if x is None and indices is None and user in names and item in names:
         wanted = [user, item, *([time] if time in names else [])]
         for name in wanted[:2]:
@@ -246,7 +267,11 @@ def parquet_file(
             where, sources, "parquet", {"pairs": wanted},
             lambda c: write_pairs(c, _pairs(where, table, wanted), len(wanted) == 3), **keep,
         )  # fmt: skip
-        return interactions_from(where, found, _observed(where, num_classes), history, min_history, order)
+        data_ = interactions_from(where, found, _observed(where, num_classes), history, min_history, order)
+        rest = [name for name in names if name not in wanted]
+        meaning = ", ".join(f'"{name}" = {role}' for name, role in zip(wanted, ("user", "item", "time"), strict=False))
+        data_.columns_said = f"columns: {meaning}" + (f"; not used: {', '.join(rest)}" if rest else "")
+        return data_
     if y is None:
         y = next((name for name in _LABELS if name in names), None)
         if y is None:

@@ -39,7 +39,7 @@ class Subset(Dataset):
         self.base, self.rows = base, rows
         self.kind, self.ordered, self.multi_label = base.kind, base.ordered, base.multi_label
         self.num_classes, self.num_features = base.num_classes, base.num_features
-        self.notes = base.notes
+        self.notes, self.columns_said = base.notes, base.columns_said
         self._used: np.ndarray | None = None  # rows of the base that are in this part
 
     def __len__(self) -> int:

@@ -90,17 +90,22 @@ def _by_frequency(
     kept = set(keep.tolist())
     forced = [place for place in special.values() if place not in kept]
     keep = np.concatenate([keep, np.array(forced, dtype=np.int64)]).astype(np.int64)
-    vocabulary = [words[place] for place in keep]
-    if UNKNOWN not in special:
-        vocabulary.append(UNKNOWN)
-    rename = np.full(len(words), vocabulary.index(UNKNOWN), dtype=np.int32)
-    rename[keep] = np.arange(len(keep))
+    cut = int(counts.sum() - counts[keep].sum())
+    # <unk> gets what is cut, and its rank by that.
+    total = {int(place): int(counts[place]) for place in keep}
+    unknown = special.get(UNKNOWN, len(words))
+    total[unknown] = total.get(unknown, 0) + cut
+    ranked = sorted(total, key=lambda place: (-total[place], place))
+    vocabulary = [words[place] if place < len(words) else UNKNOWN for place in ranked]
+    rename = np.full(len(words), ranked.index(unknown), dtype=np.int32)
+    inside = [(place, rank) for rank, place in enumerate(ranked) if place < len(words)]
+    rename[[place for place, _ in inside]] = [rank for _, rank in inside]
     tokens = conversion.finished("tokens")
     for begin in range(0, len(tokens), _STEP):
         tokens[begin : begin + _STEP] = rename[tokens[begin : begin + _STEP]]
     if isinstance(tokens, np.memmap):
         tokens.flush()
-    return vocabulary, int(counts.sum() - counts[keep].sum())
+    return vocabulary, cut
 
 
 def text_file(
@@ -120,9 +125,8 @@ def text_file(
     """A text as a stream of words, split at white space, with `<eos>` at the end of each line (empty ones too).
 
     The vocabulary of a training file is its words by falling frequency (ids are ranks, so `samplers.LogUniform` fits),
-    equal ones in the order they come, with `<unk>`: at its rank where the file has it, else last. Words outside of the
-    vocabulary, cut by `min_count` or `max_size` or unknown to the vocabulary that is given, become `<unk>`; `notes`
-    says how many.
+    equal ones in the order they come. `<unk>` is one of them: words outside of the vocabulary, cut by `min_count` or
+    `max_size` or unknown to the vocabulary that is given, become `<unk>` and count for its rank; `notes` says how many.
 
     Args:
         path: UTF-8 text, plain or compressed.
@@ -170,6 +174,8 @@ def text_file(
             raise ValueError(f"{where}: vocabulary must have every word once, got {len(words) - len(set(words))} twice")
         options["vocabulary"] = hashlib.sha256("\n".join(words).encode()).hexdigest()
         options["min_count"], options["max_size"] = 1, None  # the words are given
+    elif min_count > 1 or max_size is not None:
+        options["unknown"] = "ranked"  # caches of before had <unk> last
     found = converted(
         where,
         [Path(path)],

@@ -164,13 +164,17 @@ class Diagnosis:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `as_dict` as JSON: to a temporary name beside, then renamed."""
         path = Path(path)
-        scratch = path.with_name(f"{path.name}.tmp")
-        with open(scratch, "w") as file:
-            json.dump(self.as_dict(), file, indent=1, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
+        scratch = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+        scratch.unlink(missing_ok=True)  # never through a link that is there already
+        try:
+            with open(scratch, "x") as file:
+                json.dump(self.as_dict(), file, indent=1, allow_nan=False)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Diagnosis:

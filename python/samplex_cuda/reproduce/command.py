@@ -11,6 +11,7 @@ from rich.table import Table
 
 from samplex_cuda.cli.common import OK, PROBLEM, Output, UserError, checked
 from samplex_cuda.reproduce import NAMES, Result, load, run_paper, write_index
+from samplex_cuda.reproduce.report import TOY
 
 __all__ = ["reproduce"]
 
@@ -27,9 +28,12 @@ def _say(out: Output, result: Result) -> None:
         shown.add_column(column, overflow="fold")
     words = {None: "\u2013", True: "yes", False: "no"}
     for claim in result.claims:
-        cells = (claim["name"], claim["paper"], claim["measured"], words[claim["holds"]])
+        note = f" ({claim['note']})" if claim["note"] else ""
+        cells = (claim["name"], claim["paper"], claim["measured"] + note, words[claim["holds"]])
         shown.add_row(*(cell.replace("[", "\\[") for cell in cells))
     out.console.print(shown)
+    if result.found["size"] == "quick":
+        out.say(TOY)
     out.say(f"{result.folder / 'report.md'} ({result.found['wall_seconds']:.0f} s)")
 
 
@@ -70,6 +74,7 @@ def reproduce(
         papers[one] = {
             "folder": str(result.folder),
             "wall_seconds": result.found["wall_seconds"],
+            "size": result.found["size"],
             "claims": result.claims,
             "deviations": result.found["deviations"],
         }

@@ -281,6 +281,7 @@ def _starts(r: Run) -> None:
         + "; delta / 2 = 0.71",
         holds=bool(apart[-1] >= math.sqrt(2) / 2),
         note="true only for delta = O(1 / L), as Theorem 4.2 asks",
+        at_any_size=True,
     )
 
 

@@ -116,6 +116,7 @@ def _paper(folder: Path, found: dict[str, Any]) -> str:
         f"<p>{_inline(found['paper'])}</p>",
         f'<p class="soft"><code>samplex reproduce {html.escape(found["name"])}</code>. {_inline(report._facts(found))} '
         f"{sum(held)} of {len(held)} statements hold here.</p>",
+        *([f"<p><strong>{html.escape(report.TOY)}</strong></p>"] if found.get("size") == "quick" else []),
         _claims(found["claims"]),
     ]
     for part in found["parts"]:

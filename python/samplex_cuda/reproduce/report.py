@@ -28,6 +28,10 @@ NAMES = ("adversarial", "kernel", "rff", "attention", "contrastive")
 COLOURS = ("#0f766e", "#c2710c", "#7c3aed", "#be123c", "#2563eb", "#65a30d", "#6e7781", "#a16207", "#0891b2")
 INK, MUTED, GRID = "#1f2328", "#6e7781", "#e6e8eb"
 T = TypeVar("T")
+TOY = (
+    "This is a toy size (--quick): it shows that everything runs. Claims that it does not confirm have no verdict; "
+    "leave out --quick to test them."
+)
 
 
 class Step(Protocol):
@@ -173,8 +177,23 @@ class Run:
         """The value for the size of this run."""
         return full if self.full else quick if self.quick else default
 
-    def claim(self, name: str, paper: str, measured: str, *, holds: bool | None = None, note: str = "") -> None:
-        """A row of the table "the paper says | measured here | holds"."""
+    def claim(
+        self,
+        name: str,
+        paper: str,
+        measured: str,
+        *,
+        holds: bool | None = None,
+        note: str = "",
+        at_any_size: bool = False,
+    ) -> None:
+        """A row of the table "the paper says | measured here | holds".
+
+        A quick run can confirm a claim but not refute it: False becomes None there, with a note. `at_any_size` is for
+        claims that a counterexample refutes, however small.
+        """
+        if self.quick and holds is False and not at_any_size:
+            holds, note = None, "; ".join(filter(None, [note, "not at this toy size"]))
         self.claims.append({"name": name, "paper": paper, "measured": measured, "holds": holds, "note": note})
 
     def deviation(self, text: str) -> None:
@@ -339,7 +358,9 @@ def _facts(found: dict[str, Any]) -> str:
 
 
 def _markdown(found: dict[str, Any]) -> str:
-    blocks = [f"# {found['title']}", found["paper"], _facts(found), "## The paper says, measured here"]
+    blocks = [f"# {found['title']}", found["paper"], _facts(found)]
+    blocks += [f"**{TOY}**"] if found["size"] == "quick" else []
+    blocks.append("## The paper says, measured here")
     claims = [
         [c["name"], c["paper"], c["measured"] + (f" ({c['note']})" if c["note"] else ""), _holds(c["holds"])]
         for c in found["claims"]

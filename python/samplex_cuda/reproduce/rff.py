@@ -451,6 +451,7 @@ def theory(r: Run) -> None:
         f"{100 * worst['upper, printed']:.0f} % (upper) of random instances with the worst signs of the gradients; "
         f"corrected in {100 * worst['lower, corrected']:.0f} % and {100 * worst['upper, corrected']:.0f} %",
         holds=worst["lower, printed"] + worst["upper, printed"] == 0,
+        at_any_size=True,
         note=f"with gradients at least 0, for which the proof works, the printed ones fail in "
         f"{100 * kind['lower, printed']:.1f} % and {100 * kind['upper, printed']:.1f} %",
     )
@@ -459,6 +460,7 @@ def theory(r: Run) -> None:
         "1/(Z^2 + sum e^2/q) + O(1/m)",
         f"m = 1000: {lemma['measured']:.5f}; 1/Z^2 = {lemma['1/Z^2']:.5f}, printed {lemma['printed']:.5f}",
         holds=abs(lemma["measured"] - lemma["printed"]) < abs(lemma["measured"] - lemma["1/Z^2"]),
+        at_any_size=True,
         note="the limit is 1/Z^2",
     )
 

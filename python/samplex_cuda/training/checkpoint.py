@@ -27,19 +27,21 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "CheckpointError",
+    "check_inside",
     "clean",
     "directory_name",
     "latest",
     "list_checkpoints",
     "load",
     "prune",
+    "put_back",
     "read_tensors",
     "save",
     "verify",
@@ -105,10 +107,48 @@ def _sync_directory(path: Path) -> None:
         os.close(handle)
 
 
+def check_inside(folder: str | Path, *names: str) -> None:
+    """Refuses links that lead out of a folder: whoever made the folder would choose what is written or deleted there.
+
+    Args:
+        folder: whose; it may be a link itself.
+        names: entries of it, which need not exist.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pathlib.Path(folder, "checkpoints").symlink_to("/")
+        ...     try:
+        ...         checkpoint.check_inside(folder, "checkpoints")
+        ...     except checkpoint.CheckpointError as error:
+        ...         print(str(error).partition(": is ")[2])
+        a link to /, outside of the folder; links out of a run folder are not followed: copy the files into it
+    """
+    root = Path(folder).resolve()
+    for name in names:
+        path = Path(folder) / name
+        target = path.resolve()
+        if target != root / name and not target.is_relative_to(root):
+            raise CheckpointError(
+                f"checkpoint: {path}: is a link to {target}, outside of the folder; links out of a run folder are not "
+                "followed: copy the files into it"
+            )
+
+
+def _remove(path: Path) -> None:
+    """Removes a file, a folder with all that is in it, or a link, but never what a link points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _write_new(path: Path, parts: Iterator[memoryview]) -> tuple[int, str]:
     """Writes a new file and syncs it; its bytes and sha256."""
     digest, count = hashlib.sha256(), 0
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    path.unlink(missing_ok=True)  # the rest of a killed process with the same id, or a link
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for part in parts:
             for begin in range(0, len(part), _CHUNK):
@@ -210,6 +250,9 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
     Args:
         path: of the file. Nothing in it is executed; a header that does not fit the file is an error.
 
+    Raises:
+        CheckpointError: the only error, whatever the file holds or lacks.
+
     Example:
         >>> import tempfile, torch
         >>> from samplex_cuda.training import checkpoint
@@ -219,38 +262,57 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
         torch.bfloat16
     """
     path = Path(path)
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
-        if length > min(_MAX_HEADER, size - 8):
-            raise CheckpointError(f"checkpoint: {path}: is no safetensors file")
+    try:
+        with path.open("rb") as file:
+            return _read_tensors(path, file, os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint: {path}: cannot be read ({error.strerror})") from None
+
+
+def _read_tensors(path: Path, file: IO[bytes], size: int) -> dict[str, Tensor]:
+    start = file.read(8)
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
+    if length > min(_MAX_HEADER, size - 8):
+        raise CheckpointError(f"checkpoint: {path}: is no safetensors file")
+    try:
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        entries = sorted(_entry(name, entry) for name, entry in header.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint: {path}: has a damaged header ({error})") from None
+    found: dict[str, Tensor] = {}
+    position = 0
+    for begin, end, name, code, shape in entries:
+        dtype = _DTYPES.get(code)
+        if dtype is None:
+            raise CheckpointError(f"checkpoint: {path}: {name!r} has the dtype {code}, which is not known")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if begin != position or end - begin != nbytes or end > size - 8 - length:
+            raise CheckpointError(f"checkpoint: {path}: the place of {name!r} does not fit the file")
         try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            entries = sorted((*map(int, e["data_offsets"]), n, e["dtype"], e["shape"]) for n, e in header.items())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"checkpoint: {path}: has a damaged header ({error})") from None
-        found: dict[str, Tensor] = {}
-        position = 0
-        for begin, end, name, code, shape in entries:
-            dtype = _DTYPES.get(code)
-            if dtype is None:
-                raise CheckpointError(f"checkpoint: {path}: {name!r} has the dtype {code}, which is not known")
-            nbytes = math.prod(shape) * dtype.itemsize
-            if begin != position or end - begin != nbytes or end > size - 8 - length:
-                raise CheckpointError(f"checkpoint: {path}: the place of {name!r} does not fit the file")
             tensor = torch.empty(shape, dtype=dtype)
-            if nbytes:
-                view = tensor.reshape(-1).view(torch.uint8).numpy().data
-                while len(view):
-                    got = file.readinto(view)
-                    if not got:
-                        raise CheckpointError(f"checkpoint: {path}: ends inside {name!r}")
-                    view = view[got:]
-            found[name] = tensor
-            position = end
+        except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(f"checkpoint: {path}: {name!r} cannot be made ({reason})") from None
+        if nbytes:
+            view = tensor.reshape(-1).view(torch.uint8).numpy().data
+            while len(view):
+                got = file.readinto(view)  # type: ignore[attr-defined]
+                if not got:
+                    raise CheckpointError(f"checkpoint: {path}: ends inside {name!r}")
+                view = view[got:]
+        found[name] = tensor
+        position = end
     return {name: found[name] for name in header}
+
+
+def _entry(name: str, entry: dict[str, Any]) -> tuple[int, int, str, str, tuple[int, ...]]:
+    """(begin, end, name, dtype, shape) of an entry of the header; ValueError or the like where it is none."""
+    begin, end = entry["data_offsets"]
+    numbers = [begin, end, *entry["shape"]]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+        raise ValueError(f"{name!r}: offsets and shape must be ints of at least 0")
+    return begin, end, name, str(entry["dtype"]), tuple(entry["shape"])
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints
@@ -290,8 +352,8 @@ def save(
     temporary = directory.with_name(f".tmp-{directory.name}-{os.getpid()}")
     aside = directory.with_name(f".old-{directory.name}")
     try:
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        check_inside(directory.parent, directory.name)
+        _remove(temporary)
         temporary.mkdir()
         files = {}
         for name, parts in ((TENSORS, _tensor_parts(tensors, None)), (META, iter([memoryview(described)]))):
@@ -302,8 +364,7 @@ def save(
         _sync_directory(temporary)
         if directory.exists():
             # A directory cannot be replaced in one move; `clean` puts the old one back if we end between the two.
-            if aside.exists():
-                shutil.rmtree(aside)
+            _remove(aside)
             os.rename(directory, aside)
         os.rename(temporary, directory)
         _sync_directory(directory.parent)
@@ -317,7 +378,7 @@ def save(
         raise
     shutil.rmtree(aside, ignore_errors=True)
     if keep is not None:
-        prune(directory.parent, keep)
+        _prune(directory.parent, keep, directory.name)
     return directory
 
 
@@ -359,8 +420,10 @@ def verify(directory: str | Path) -> None:
     """
     directory = Path(directory)
     where = f"checkpoint: {directory}"
+    check_inside(directory.parent, directory.name)
     if not directory.is_dir():
         raise CheckpointError(f"{where}: is not there")
+    check_inside(directory, MANIFEST, TENSORS, META)
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
@@ -368,7 +431,7 @@ def verify(directory: str | Path) -> None:
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
     except OSError as error:
         raise CheckpointError(f"{where}: {MANIFEST} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise CheckpointError(f"{where}: {MANIFEST} is damaged") from None
     for name in (TENSORS, META):
         if name not in files:
@@ -413,11 +476,12 @@ def load(directory: str | Path, *, check: bool = True) -> tuple[dict[str, Tensor
         return read_tensors(directory / TENSORS), json.loads((directory / META).read_bytes())
     except OSError as error:
         raise CheckpointError(f"checkpoint: {directory}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint: {directory}: {META} is damaged ({error})") from None
 
 
 def _folder(run_dir: Path) -> Path:
+    check_inside(run_dir, "checkpoints")
     return run_dir / "checkpoints" if (run_dir / "checkpoints").is_dir() else run_dir
 
 
@@ -482,7 +546,12 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
         ...     [path.name for path in checkpoint.list_checkpoints(folder)]
         ['checkpoint-00000002', 'checkpoint-00000003']
     """
-    old = list_checkpoints(folder)[:-keep]
+    return _prune(folder, keep, "")
+
+
+def _prune(folder: str | Path, keep: int, newest: str) -> list[Path]:
+    """As `prune`; the checkpoint named `newest` counts as the newest one, whatever its step."""
+    old = sorted(list_checkpoints(folder), key=lambda path: path.name == newest)[:-keep]
     for path in old:
         # Out of sight first: a half-removed checkpoint would be refused with a warning.
         hidden = path.with_name(f".tmp-{path.name}-{os.getpid()}")
@@ -490,8 +559,26 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
             os.rename(path, hidden)
         except OSError:
             continue
-        shutil.rmtree(hidden, ignore_errors=True)
+        _remove(hidden)
     return old
+
+
+def put_back(folder: str | Path) -> None:
+    """Undoes a `save` that was killed between its two renames: the checkpoint of before gets its name again.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from samplex_cuda.training import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pathlib.Path(folder, ".old-checkpoint-00000005").mkdir()
+        ...     checkpoint.put_back(folder)
+        ...     [path.name for path in checkpoint.list_checkpoints(folder)]
+        ['checkpoint-00000005']
+    """
+    for path in Path(folder).glob(".old-*"):
+        place = path.with_name(path.name.removeprefix(".old-"))
+        if not place.exists() and not path.is_symlink():
+            os.rename(path, place)
 
 
 def clean(folder: str | Path) -> list[Path]:
@@ -505,16 +592,11 @@ def clean(folder: str | Path) -> list[Path]:
         ...     [path.name for path in checkpoint.clean(folder)]
         ['.tmp-checkpoint-00000005-77']
     """
+    put_back(folder)
     folder = Path(folder)
     removed = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name.startswith(".old-"):
-            place = path.with_name(path.name.removeprefix(".old-"))
-            if not place.exists():
-                os.rename(path, place)
-                continue
-        elif not path.name.startswith(".tmp-"):
-            continue
-        removed.append(path)
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        if path.name.startswith((".tmp-", ".old-")):
+            removed.append(path)
+            _remove(path)
     return removed

@@ -89,10 +89,13 @@ def evaluate(
                 if "nll" in names or "perplexity" in names:
                     loss = head(h, y, features=features)
                 ids = torch.zeros(len(h), ks[-1], dtype=torch.int64, device=device)
+                finite = h.isfinite().all(1)
                 if ranked and exclude_history:
                     ids = _topk_without(head, h, features, ks[-1], *source.seen(chosen))
                 elif ranked:
                     ids = head.topk(h, ks[-1], features=features)[1]
+                if ranked and not bool(finite.all()):
+                    ids = torch.where(finite[:, None], ids, -1)  # classes of a nan row would be arbitrary
                 ranks = None
                 if "mrr" in names:
                     known = source.seen(chosen) if exclude_history else None

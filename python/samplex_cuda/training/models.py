@@ -20,7 +20,7 @@ from samplex_cuda.data import Dataset
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.rng import Key
 from samplex_cuda.training.config import Config, ConfigError
-from samplex_cuda.training.config.checks import make_loss
+from samplex_cuda.training.config.checks import MODELS, make_loss
 from samplex_cuda.training.encoders import (
     MLP,
     Custom,
@@ -33,7 +33,7 @@ from samplex_cuda.training.encoders import (
     context_of,
     index_of,
 )
-from samplex_cuda.training.sampler_factory import _fit_map, _sampler, read_tree, refit_tree
+from samplex_cuda.training.sampler_factory import _fit_map, make_sampler, read_tree, refit_tree
 
 __all__ = [
     "MLP",
@@ -45,6 +45,7 @@ __all__ = [
     "Linear",
     "Sequence",
     "build",
+    "check_trusted",
     "context_of",
     "index_of",
     "optimizers",
@@ -64,7 +65,35 @@ _KINDS = {
 }
 
 
-def _import(name: str) -> Any:
+def check_trusted(name: str, trust_model: str | None) -> None:
+    """ConfigError unless the caller named the import path `name` himself: importing a module runs its code.
+
+    Args:
+        name: `model.name` of a configuration.
+        trust_model: the import path that the caller allows; None: none.
+
+    Example:
+        >>> from samplex_cuda.training import ConfigError, models
+        >>> models.check_trusted("linear", None)
+        >>> try:
+        ...     models.check_trusted("os:system", None)
+        ... except ConfigError as error:
+        ...     print(str(error).partition(";")[0])
+        config: [model] name must be a built-in model unless you trust its code, got 'os:system'
+    """
+    if name in MODELS or name == trust_model:
+        return
+    if trust_model is not None:
+        raise ConfigError(
+            f"config: [model] name must be the trusted {trust_model!r}, got {name!r}; nothing was imported"
+        )
+    raise ConfigError(
+        f"config: [model] name must be a built-in model unless you trust its code, got {name!r}; importing it runs "
+        f"that code. If you know it: --trust-model {name} (in Python trust_model={name!r})"
+    )
+
+
+def _import(name: str) -> type[nn.Module]:
     module, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
@@ -76,13 +105,16 @@ def _import(name: str) -> Any:
             'config: [model] name must be a "package.module:Class" that can be imported, from an installed package, '
             f"the current folder or PYTHONPATH, got {name!r}: {error}"
         ) from None
-    if not callable(found):
-        raise ConfigError(f"config: [model] name must name a class or function, got {name!r}")
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):  # before it is called: it may be any function
+        raise ConfigError(
+            f"config: [model] name must name a subclass of torch.nn.Module, got {name!r}, a {type(found).__name__}"
+        )
     return found
 
 
-def _encoder(config: Config, dataset: Dataset, fit: bool) -> Encoder:
+def _encoder(config: Config, dataset: Dataset, fit: bool, trust_model: str | None) -> Encoder:
     m = config.model
+    check_trusted(m.name, trust_model)
     wanted = _KINDS.get(m.name)
     if wanted is not None and dataset.kind not in wanted:
         raise ConfigError(
@@ -128,14 +160,14 @@ def _encoder(config: Config, dataset: Dataset, fit: bool) -> Encoder:
             raise ConfigError(
                 f"config: [model] options must be arguments of {m.name}, got {options}: {error}"
             ) from None  # fmt: skip
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"config: [model] name must give an nn.Module, got {type(module).__name__} from {m.name}")
         encoder = module if isinstance(module, Encoder) else Custom(module, m.dim)
     encoder.normalize = m.normalize
     return encoder
 
 
-def build(config: Config, dataset: Dataset, *, fit: bool = True) -> tuple[Encoder, SampledClassifier]:
+def build(
+    config: Config, dataset: Dataset, *, fit: bool = True, trust_model: str | None = None
+) -> tuple[Encoder, SampledClassifier]:
     """Encoder and head of a configuration, on its device.
 
     Initial values are a function of `training.seed`; torch's generators are left as they were.
@@ -144,6 +176,8 @@ def build(config: Config, dataset: Dataset, *, fit: bool = True) -> tuple[Encode
         config: what to make.
         dataset: the training data: it gives the sizes, class counts, and what PCA and trees are fitted to.
         fit: False leaves out what costs passes over the data: sizes are right, values come from a checkpoint.
+        trust_model: `model.name` again, where it is an import path: its module is imported and its class called, so
+            name only code that you know (docs/security.md).
 
     Returns:
         (encoder, head): `encoder.encode(batch)` gives h and the sampler's features, `head(h, y, features=...)` a loss.
@@ -159,7 +193,7 @@ def build(config: Config, dataset: Dataset, *, fit: bool = True) -> tuple[Encode
         >>> head(h, batch["y"], features=features).dim()
         0
     """
-    config.check()
+    config = config.check().resolved()
     device = torch.device(config.training.device)
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
@@ -168,7 +202,7 @@ def build(config: Config, dataset: Dataset, *, fit: bool = True) -> tuple[Encode
         if cuda:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(config.training.seed)
-        encoder = _encoder(config, dataset, fit)
+        encoder = _encoder(config, dataset, fit, trust_model)
         c, classes = config.head, dataset.num_classes
         examples = len(dataset) * (int(getattr(dataset, "window", 1)) if dataset.kind == "text" else 1)
         loss = make_loss(c, examples)
@@ -177,17 +211,17 @@ def build(config: Config, dataset: Dataset, *, fit: bool = True) -> tuple[Encode
             encoder.out_features,
             classes,
             samplers.Uniform(classes) if draws else None,  # until there are rows to make another from
-            c.num_samples if draws else None,
+            int(c.num_samples) if draws else None,
             loss,
             c.bias,
-            shared=c.shared,
+            shared=bool(c.shared),
             scale=c.scale,
             dtype=getattr(torch, c.dtype),
         )
         if config.model.tied:
             _tie(config, dataset, encoder, head)
         if draws:
-            sampler = _sampler(config.sampler.name, config, dataset, encoder, head, fit)
+            sampler = make_sampler(config, dataset, encoder, head, fit)
             head.set_sampler(sampler, update=_policy(config, loss))
             head.follower.reset()  # made from the rows as they are
             head.stratified = c.stratified  # `config.check` knows that this sampler can

@@ -29,6 +29,7 @@ class Result:
         best_step: when that was.
         message: for a person; after an interruption it says how to go on.
         signal: number of the signal that interrupted it; 0: none.
+        warnings: what is wrong with the model by the last evaluation; empty: nothing was found.
 
     Example:
         >>> from samplex_cuda.training import Result
@@ -43,3 +44,4 @@ class Result:
     best_step: int
     message: str
     signal: int = 0
+    warnings: list[str] = dataclasses.field(default_factory=list)

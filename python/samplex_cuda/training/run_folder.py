@@ -16,11 +16,14 @@ from samplex_cuda.training import checkpoint
 __all__ = [
     "RunError",
     "append_record",
+    "check_links",
+    "clean",
     "keep_batch",
     "lock",
     "open_board",
     "plot_curves",
     "read_metrics",
+    "set_aside",
     "sync_metrics",
     "trim_metrics",
     "unwritable",
@@ -46,6 +49,33 @@ def unwritable(run_dir: Path, error: OSError) -> RunError:
     return RunError(f"trainer: {run_dir}: cannot be written to ({error.strerror})")
 
 
+FOLDERS = ("checkpoints", "best", "plots", "nan", "tensorboard", "damaged")
+FILES = (".lock", "config.toml", "environment.json", "metrics.jsonl", "diagnosis.json")
+
+
+def check_links(run_dir: Path) -> None:
+    """Refuses a run folder with links that lead out of it, under the names that are written to or read from."""
+    checkpoint.check_inside(run_dir, *FOLDERS, *FILES)
+
+
+def clean(run_dir: Path) -> list[Path]:
+    """Removes what a killed process left half-written anywhere in a run folder; what was removed."""
+    check_links(run_dir)
+    return [path for folder in ("", *FOLDERS) for path in checkpoint.clean(run_dir / folder)]
+
+
+def set_aside(run_dir: Path, path: Path) -> Path:
+    """Moves a damaged checkpoint to `damaged/`; where it is now."""
+    folder = run_dir / "damaged"
+    folder.mkdir(exist_ok=True)
+    target, number = folder / path.name, 1
+    while target.exists() or target.is_symlink():
+        number += 1
+        target = folder / f"{path.name}.{number}"
+    os.rename(path, target)
+    return target
+
+
 @contextlib.contextmanager
 def lock(run_dir: Path) -> Iterator[None]:
     """One process a run folder; the system lets go of the lock when a process is killed."""
@@ -54,8 +84,9 @@ def lock(run_dir: Path) -> Iterator[None]:
     except ImportError:
         yield
         return
+    check_links(run_dir)
     try:
-        file = (run_dir / ".lock").open("w")
+        file = (run_dir / ".lock").open("a")
     except OSError as error:
         raise unwritable(run_dir, error) from None
     with file:
@@ -82,7 +113,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         return []
     found = []
     for line in text.splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 found.append(record)
@@ -136,6 +167,7 @@ def plot_curves(run_dir: str | Path) -> Path:
     except ImportError:
         raise ImportError("plot_curves: needs matplotlib: pip install samplex-cuda[cli]") from None
     run_dir = Path(run_dir)
+    check_links(run_dir)
     records = read_metrics(run_dir)
     train = [(r["step"], r["loss"]) for r in records if r["kind"] == "train" and r.get("loss") is not None]
     curves = {
@@ -154,6 +186,7 @@ def plot_curves(run_dir: str | Path) -> Path:
     path = run_dir / "plots" / "curves.png"
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".tmp-{os.getpid()}.png")
+    temporary.unlink(missing_ok=True)
     try:
         FigureCanvasAgg(figure).print_png(temporary)
         os.replace(temporary, path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +21,10 @@ from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.rng import Key
 from samplex_cuda.training import checkpoint
 from samplex_cuda.training.config import Config, ConfigError
+from samplex_cuda.training.config.checks import MIXED
 from samplex_cuda.training.encoders import MLP, Encoder, InputMap, Linear, _csr, context_of
 
-__all__ = ["read_tree", "refit_tree"]
+__all__ = ["make_sampler", "read_tree", "refit_tree"]
 
 _COVARIANCE_WIDTH = 1024  # up to here PCA sums the covariance chunk by chunk and keeps no rows
 _CHUNK_ROWS = 4096
@@ -158,9 +162,7 @@ def read_tree(path: str | Path) -> samplers.Tree:
     try:
         parts: dict[str, Any] = dict(checkpoint.read_tensors(path))
         return samplers.Tree(**parts)
-    except OSError as error:
-        reason = error.strerror
-    except (checkpoint.CheckpointError, TypeError, ValueError) as error:
+    except (checkpoint.CheckpointError, TypeError, ValueError, RuntimeError, IndexError) as error:
         reason = str(error)
     raise ConfigError(f"config: [sampler] path must be a file of samplex fit-tree, got {str(path)!r}: {reason}")
 
@@ -334,6 +336,46 @@ def _bigram(config: Config, dataset: Dataset, fit: bool) -> samplers.Bigram:
     return samplers.Bigram(offsets, pairs % classes, counts, unigram, backoff=s.backoff, power=s.power)
 
 
+def make_sampler(
+    config: Config, dataset: Dataset, encoder: Encoder, head: SampledClassifier, fit: bool
+) -> samplers.Sampler:
+    """The sampler of a resolved configuration, with the fixed distribution that is mixed into some.
+
+    A tree or a kernel alone may give next to nothing to a class that the model rates high. Such a class is never drawn,
+    so the sampled loss does not see it and training drives it up: the loss falls while the exact one rises.
+    """
+    s = config.sampler
+    found = _sampler(s.name, config, dataset, encoder, head, fit)
+    if s.name not in MIXED or s.base == "none":
+        return found
+    if not s.unseen:  # the base leaves out what the tree leaves out
+        config = copy.deepcopy(config)
+        config.sampler.smoothing = 0.0
+    base = _sampler(s.base, config, dataset, encoder, head, fit)
+    return samplers.Mixture([(found, 1.0 - s.base_weight), (base, s.base_weight)])
+
+
+def _check_order(counts: Tensor) -> None:
+    """Warns where ids are not sorted by falling frequency, as log-uniform draws assume.
+
+    Of sorted ids, the k-th class has a share of at most 1 / (k + 1), so at most about 1.45 log(C + 1) times its
+    probability.
+    """
+    total, classes = float(counts.sum()), len(counts)
+    if total <= 0:
+        return
+    rank = torch.arange(classes, dtype=torch.float64)
+    over = counts.double() / total * math.log(classes + 1) / torch.log1p(1.0 / (rank + 1.0))
+    worst = int(over.argmax())
+    if float(over[worst]) > 3 * 1.45 * math.log(classes + 1):
+        warnings.warn(
+            f"log_uniform: class ids must be sorted by falling frequency, but class {worst:,} of {classes:,} has "
+            f"{float(counts[worst]) / total:.2%} of the targets and is drawn {float(over[worst]):,.0f} times too "
+            "rarely; take sampler unigram",
+            stacklevel=2,
+        )
+
+
 def _sampler(
     name: str, config: Config, dataset: Dataset, encoder: Encoder, head: SampledClassifier, fit: bool
 ) -> samplers.Sampler:
@@ -342,6 +384,8 @@ def _sampler(
     if name == "uniform":
         return samplers.Uniform(classes)
     if name == "log_uniform":
+        if fit:
+            _check_order(dataset.class_counts())
         return samplers.LogUniform(classes)
     if name == "unigram":
         counts = dataset.class_counts().double() + s.smoothing if fit else torch.ones(classes)
@@ -356,7 +400,7 @@ def _sampler(
         return samplers.RandomFourier(
             weight,
             s.num_features,
-            s.nu,
+            float(s.nu),
             s.kind,
             epsilon=s.epsilon,
             bias=bias,

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplex_cuda._checks import check_int
 from samplex_cuda.data import Dataset
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.training import checkpoint, models
 from samplex_cuda.training import config as configs
 from samplex_cuda.training.checkpoint import CheckpointError
-from samplex_cuda.training.config import Config
-from samplex_cuda.training.run_folder import RunError
+from samplex_cuda.training.config import Config, ConfigError
+from samplex_cuda.training.config.checks import MODELS
+from samplex_cuda.training.run_folder import RunError, check_links
 
 __all__ = [
     "Described",
@@ -26,10 +28,15 @@ __all__ = [
     "load_model",
     "put_model",
     "put_optimizers",
+    "read_meta",
     "take_model",
     "take_optimizers",
     "upgrade",
 ]
+
+
+# What modules, optimizers and samplers raise for state that is not theirs.
+UNFIT = (RuntimeError, KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 
 
 @dataclasses.dataclass
@@ -71,12 +78,18 @@ class Described(Dataset):
 
     def __init__(self, about: dict[str, Any]) -> None:
         super().__init__()
-        self._length = int(about["length"])
-        for name in ("kind", "num_classes", "num_features", "ordered", "multi_label"):
-            setattr(self, name, about[name])
+        if about["kind"] not in ("dense", "sparse", "text", "interactions"):
+            raise ValueError(f"meta.json: data.kind must be that of a data set, got {about['kind']!r}")
+        self.kind = about["kind"]
+        self._length = check_int("meta.json", "data.length", about["length"], 0)
+        self.num_classes = check_int("meta.json", "data.num_classes", about["num_classes"], 1)
+        self.num_features = check_int("meta.json", "data.num_features", about["num_features"], 0)
+        self.ordered, self.multi_label = bool(about["ordered"]), bool(about["multi_label"])
         for name in ("window", "columns", "history", "index_base"):
             if about.get(name) is not None:
-                setattr(self, name, about[name])
+                setattr(
+                    self, name, check_int("meta.json", f"data.{name}", about[name], 0 if name == "index_base" else 1)
+                )
 
     def __len__(self) -> int:
         """Number of examples that there were."""
@@ -115,11 +128,13 @@ def check_meta(path: Path, meta: dict[str, Any], config: Config, train: Dataset,
 
     Returns what is another now of that which the last bits depend on; empty: nothing.
     """
-    try:
-        wanted, old = meta["data"]["fingerprint"], meta["environment"]
-        used, optimizers = meta["config"]["optimizer"], meta["optimizers"]
-    except (KeyError, TypeError):
-        raise CheckpointError(f"checkpoint: {path}: meta.json is not that of a training run") from None
+    read_meta(path, meta)
+    wanted = meta["data"].get("fingerprint")
+    parts = [meta.get("environment"), meta.get("optimizers"), meta["config"].get("optimizer"), meta.get("metrics")]
+    tables = [part for part in parts if isinstance(part, dict)]
+    if len(tables) < len(parts) or not isinstance(wanted, str) or not {"name", "encoder"} <= set(tables[2]):
+        raise _not_a_run(path)
+    old, optimizers, used, _ = tables
     where = f"trainer: {path.parent.parent}"
     got = train.fingerprint()
     if got != wanted:
@@ -199,8 +214,57 @@ def take_optimizers(
         optimizer.load_state_dict(given)
 
 
+def read_meta(path: Path, meta: Any) -> tuple[Config, Described]:
+    """Configuration and sizes of the data of a checkpoint; CheckpointError where its meta.json lacks a part."""
+    if not isinstance(meta, dict) or any(not isinstance(meta.get(part), dict) for part in ("config", "data")):
+        raise _not_a_run(path)
+    progress = meta.get("progress")
+    if not isinstance(progress, dict) or not _is_progress(progress):
+        raise _not_a_run(path)
+    try:
+        return configs.files.stored(meta["config"], str(path)), Described(meta["data"])
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise _not_a_run(path) from error
+
+
+def _not_a_run(path: Path) -> CheckpointError:
+    return CheckpointError(f"checkpoint: {path}: meta.json is not that of a training run")
+
+
+def _is_progress(found: dict[str, Any]) -> bool:
+    """Whether the fields of a `Progress` have values of their types; none may be missing or too many."""
+    for field in dataclasses.fields(Progress):
+        value = found.get(field.name, field.default)
+        kinds = {"int": int, "str": str, "float": int | float, "float | None": int | float | None}[str(field.type)]
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            return False
+        if isinstance(value, int | float) and field.name != "best" and not value >= 0 and field.name != "loss_sum":
+            return False
+    return set(found) <= {field.name for field in dataclasses.fields(Progress)}
+
+
+def _check_model(run_dir: Path, config: Config, trust_model: str | None) -> None:
+    """A model by import path must be trusted, and be the one that the reader of `config.toml` sees."""
+    models.check_trusted(config.model.name, trust_model)
+    if config.model.name in MODELS:
+        return
+    path = run_dir / "config.toml"
+    told = configs.load(path, of_run=True).model
+    if (told.name, told.options) != (config.model.name, config.model.options):
+        raise RunError(
+            f"load_model: {run_dir}: the model of the checkpoint must be that of {path.name}, {told.name!r} with "
+            f"options {told.options}, got {config.model.name!r} with {config.model.options}; nothing was imported"
+        )
+
+
 def load_model(
-    run_dir: str | Path, which: str = "best", *, device: str | torch.device = "cpu"
+    run_dir: str | Path,
+    which: str = "best",
+    *,
+    device: str | torch.device = "cpu",
+    trust_model: str | None = None,
 ) -> tuple[models.Encoder, SampledClassifier, Config, dict[str, Any]]:
     """The model of a run, ready for evaluation; no data are needed.
 
@@ -209,6 +273,9 @@ def load_model(
         which: "best" (by the monitored metric; the averaged weights where there is an average), or "latest". Where
             there is no best one, the latest is taken.
         device: where to put it.
+        trust_model: `model.name` of `config.toml`, where that is an import path: its module is imported and its class
+            called, so name only code that you know (docs/security.md). A run with a built-in model runs no code of
+            its folder.
 
     Returns:
         (encoder, head, config, meta), both modules in eval mode. `meta["data"]` says what data it was trained on.
@@ -220,19 +287,26 @@ def load_model(
     run_dir = Path(run_dir)
     if which not in ("best", "latest"):
         raise ValueError(f"load_model: which must be 'best' or 'latest', got {which!r}")
+    check_links(run_dir)
     found = checkpoint.latest(run_dir / "best") if which == "best" else None
     found = found or checkpoint.latest(run_dir)
     if found is None:
         raise RunError(f"load_model: {run_dir}: has no checkpoint")
     tensors, meta = checkpoint.load(found, check=False)
-    upgrade(tensors, meta)
-    config = configs.from_dict(meta["config"], str(found))
+    config, described = read_meta(found, meta)
+    _check_model(run_dir, config, trust_model)
     config.training.device = str(device)
-    encoder, head = models.build(config, Described(meta["data"]), fit=False)
-    take_model(tensors, encoder, head)
-    for name, average in tensors.items():
-        if name.startswith("average."):
-            owner, _, rest = name.removeprefix("average.").partition(".")
-            with torch.no_grad():
-                (encoder if owner == "encoder" else head).get_parameter(rest).copy_(average)
+    try:
+        upgrade(tensors, meta)
+        encoder, head = models.build(config, described, fit=False, trust_model=trust_model)
+        take_model(tensors, encoder, head)
+        for name, average in tensors.items():
+            if name.startswith("average."):
+                owner, _, rest = name.removeprefix("average.").partition(".")
+                with torch.no_grad():
+                    (encoder if owner == "encoder" else head).get_parameter(rest).copy_(average)
+    except ConfigError:
+        raise
+    except UNFIT as error:
+        raise CheckpointError(f"checkpoint: {found}: does not fit its own configuration: {error}") from error
     return encoder.eval(), head.eval(), config, meta

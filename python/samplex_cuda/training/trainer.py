@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,19 @@ from samplex_cuda.training.result import NonFiniteLossError, Result
 from samplex_cuda.training.run_folder import (
     RunError,
     append_record,
+    check_links,
+    clean,
     lock,
     open_board,
     plot_curves,
+    set_aside,
     sync_metrics,
     trim_metrics,
     unwritable,
     write_board,
 )
 from samplex_cuda.training.state import (
+    UNFIT,
     Progress,
     about,
     check_meta,
@@ -52,6 +57,7 @@ from samplex_cuda.training.state import (
     upgrade,
 )
 from samplex_cuda.training.step import Stepper
+from samplex_cuda.training.watch import check_model
 
 __all__ = ["Trainer"]
 
@@ -74,15 +80,18 @@ class Trainer:
             best/              the weights of the best evaluation
             plots/curves.png   learning curves
             nan/               batches whose loss was not finite
+            damaged/           checkpoints that a resume refused
 
     Args:
         config: the configuration.
         train: the training data; None: opened from `config.data`.
         valid: the validation data; None with `train` given: no evaluation.
         run_dir: the run folder; must not hold a run yet (`Trainer.resume` goes on with one).
+        trust_model: `model.name` again, where it is an import path; see `build`.
         on_event: called with a dict for everything that happens: event = "start", "progress" (each step), "train" (a
             record), "eval", "eval_progress", "checkpoint", "checkpoint_failed", "refused" (a damaged checkpoint),
-            "cleaned", "nan", "best", "epoch", "fit", "warning", "interrupted", "end".
+            "damaged" (where it was moved to), "cleaned", "nan", "best", "epoch", "fit", "warning",
+            "interrupted", "end".
 
     Example:
         >>> import tempfile, torch
@@ -103,9 +112,11 @@ class Trainer:
         valid: Dataset | None = None,
         run_dir: str | Path = "run",
         *,
+        trust_model: str | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        self._prepare(config, train, valid, run_dir, on_event)
+        self._prepare(config, train, valid, run_dir, trust_model, on_event)
+        check_links(self.run_dir)
         if (self.run_dir / "config.toml").exists() or checkpoint.list_checkpoints(self.run_dir):
             raise RunError(
                 f"trainer: {self.run_dir}: holds a run already; go on with Trainer.resume({str(self.run_dir)!r}), or "
@@ -115,7 +126,7 @@ class Trainer:
             for name in ("checkpoints", "plots"):
                 (self.run_dir / name).mkdir(parents=True, exist_ok=True)
             checkpoint.write_file(self.run_dir / "environment.json", json.dumps(self._surroundings(), indent=1))
-            checkpoint.write_file(self.run_dir / "config.toml", configs.dumps(config))
+            checkpoint.write_file(self.run_dir / "config.toml", configs.dumps(self.config))
         except OSError as error:
             raise unwritable(self.run_dir, error) from None
         self._make(fit=True)
@@ -128,9 +139,14 @@ class Trainer:
         valid: Dataset | None = None,
         *,
         settings: Iterable[str] = (),
+        trust_model: str | None = None,
+        restart: bool = False,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> Trainer:
-        """A trainer that goes on where the newest whole checkpoint of a run is; from the start where there is none.
+        """A trainer that goes on from the newest whole checkpoint of a run; from the start if it never saved one.
+
+        Newer checkpoints that are damaged are moved to `damaged/`. If every checkpoint is damaged, it raises `RunError`
+        and leaves the folder as it is.
 
         Args:
             run_dir: the run folder.
@@ -138,6 +154,8 @@ class Trainer:
             valid: the validation data of before.
             settings: keys to change, as in `config.override`: e.g. `training.epochs=20`. The old configuration is kept
                 beside the new one.
+            trust_model: as in the class.
+            restart: begin at step 0 where every checkpoint is damaged; they are moved to `damaged/`.
             on_event: as in the class.
 
         Example:
@@ -148,23 +166,26 @@ class Trainer:
         path = run_dir / "config.toml"
         if not path.exists():
             raise RunError(f"trainer: {run_dir}: has no config.toml, so there is no run to resume")
-        old = configs.load(path)
+        old = configs.load(path, of_run=True)
         config = configs.override(old, settings)
         self = cls.__new__(cls)
-        self._prepare(config, train, valid, run_dir, on_event)
+        check_links(run_dir)
+        self._prepare(config, train, valid, run_dir, trust_model, on_event)
         try:
             for name in ("checkpoints", "plots"):
                 (run_dir / name).mkdir(exist_ok=True)
             with lock(run_dir):
-                for folder in (run_dir, run_dir / "checkpoints", run_dir / "best"):
-                    for removed in checkpoint.clean(folder):
-                        self._event("cleaned", path=str(removed))
-                found = self._go_on()
+                checkpoint.put_back(run_dir / "checkpoints")
+                found, refused = self._go_on(restart)
+                for removed in clean(run_dir):
+                    self._event("cleaned", path=str(removed))
+                for path, reason in refused:
+                    self._event("damaged", path=str(set_aside(run_dir, path)), reason=reason)
                 # Only now: a resume that is refused leaves the run as it was.
                 p = self.progress
-                if config != old:
+                if self.config != old:
                     checkpoint.write_file(run_dir / f"config.before-{p.step:08d}.toml", configs.dumps(old))
-                    checkpoint.write_file(path, configs.dumps(config))
+                    checkpoint.write_file(path, configs.dumps(self.config))
                 trim_metrics(run_dir, p.last_log, p.last_eval)
         except OSError as error:
             raise unwritable(run_dir, error) from None
@@ -172,12 +193,25 @@ class Trainer:
             self._event("resumed", step=p.step, path=str(found))
         return self
 
-    def _go_on(self) -> Path | None:
-        """Makes the model, with the state of the newest whole checkpoint; that one, None where there is none."""
-        found = checkpoint.latest(self.run_dir, on_refused=self._refused)
+    def _go_on(self, restart: bool) -> tuple[Path | None, list[tuple[Path, str]]]:
+        """Makes the model, with the state of the newest whole checkpoint.
+
+        Returns that one, None where there is none, and the damaged ones that are newer.
+        """
+        refused: list[tuple[Path, str]] = []
+        found = checkpoint.latest(self.run_dir, on_refused=lambda path, reason: refused.append((path, reason)))
+        if found is None and refused and not restart:
+            listed = "".join(f"\n  {reason}" for _, reason in refused)
+            raise RunError(
+                f"trainer: {self.run_dir}: no checkpoint is whole, so there is nothing to go on from; nothing was "
+                f"changed.{listed}\nPut a good copy back, or begin again at step 0 with --restart (in Python "
+                "restart=True), which moves them to damaged/"
+            )
+        for path, reason in refused:
+            self._refused(path, reason, "training begins at step 0" if found is None else f"{found.name} is used")
         if found is None:
             self._make(fit=True)
-            return None
+            return None, refused
         tensors, meta = checkpoint.load(found, check=False)
         changed = check_meta(found, meta, self.config, self.train, self.device)
         if changed:
@@ -185,12 +219,12 @@ class Trainer:
         self._make(fit=False)
         try:
             self._restore(tensors, meta)
-        except (RuntimeError, KeyError, TypeError, ValueError) as error:
+        except UNFIT as error:
             raise RunError(
                 f"trainer: {self.run_dir}: {found.name} does not fit the configuration; another model, sampler or "
                 f"optimizer needs a new run: {error}"
             ) from None
-        return found
+        return found, refused
 
     # ------------------------------------------------------------------------------------------ making
     def _prepare(
@@ -199,9 +233,12 @@ class Trainer:
         train: Dataset | None,
         valid: Dataset | None,
         run_dir: str | Path,
+        trust_model: str | None,
         on_event: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        config.check()
+        config = config.check().resolved()
+        models.check_trusted(config.model.name, trust_model)
+        self.trust_model = trust_model
         t = config.training
         if t.monitor not in t.metrics and (t.patience or t.monitor != "nll"):
             raise ConfigError(f"config: [training] monitor must be one of metrics {t.metrics}, got {t.monitor!r}")
@@ -232,6 +269,8 @@ class Trainer:
         self.device = torch.device(t.device)
         self.progress = Progress()
         self.metrics: dict[str, float] = {}
+        self.warnings: list[str] = []  # of the last evaluation
+        self._last_loss: float | None = None
         self.average: dict[str, Tensor] = {}
         self._rng: dict[str, Tensor] = {}
         self._interrupts = Interrupts()
@@ -250,7 +289,7 @@ class Trainer:
     def _make(self, fit: bool) -> None:
         if fit:
             self._event("fit", sampler=self.config.sampler.name)
-        self.encoder, self.head = models.build(self.config, self.train, fit=fit)
+        self.encoder, self.head = models.build(self.config, self.train, fit=fit, trust_model=self.trust_model)
         self.optimizers = models.optimizers(self.config, self.encoder, self.head)
         self._rates = {name: [g["lr"] for g in o.param_groups] for name, o in self.optimizers.items()}
         if self.config.fused:
@@ -269,12 +308,10 @@ class Trainer:
         if self.on_event is not None:
             self.on_event({"event": event, **fields})
 
-    def _refused(self, path: Path, reason: str) -> None:
-        self._event("refused", path=str(path), reason=reason)
+    def _refused(self, path: Path, reason: str, instead: str) -> None:
+        self._event("refused", path=str(path), reason=reason, instead=instead)
         if self.on_event is None:
-            import warnings
-
-            warnings.warn(f"{reason}; using the one before", stacklevel=3)
+            warnings.warn(f"{reason}; {instead}", stacklevel=4)
 
     # ------------------------------------------------------------------------------------------ state
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -481,6 +518,7 @@ class Trainer:
         if p.skipped:
             record["skipped"] = p.skipped
         self._record(record)
+        self._last_loss = record["loss"]
         p.loss_sum, p.loss_count, p.last_log = 0.0, 0, p.step
         rate = self._rate()
         self._event("train", **record, steps_per_second=rate, eta=(self.total_steps - p.step) / rate if rate else None)
@@ -526,7 +564,23 @@ class Trainer:
             return None
         from samplex_cuda.metrics import propensities
 
-        return propensities(self.train.class_counts(), len(self.train))
+        t = self.config.training
+        return propensities(self.train.class_counts(), len(self.train), t.propensity_a, t.propensity_b)
+
+    def _watch_model(self) -> None:
+        """Notes what is wrong with the model, if anything: a loss that falls is no proof that it learns."""
+        p = self.progress
+        sampled = p.loss_sum / p.loss_count if p.loss_count else self._last_loss
+        comparable = self.config.head.loss == "sampled_softmax" and not self.config.head.label_smoothing
+        with swapped(self.average, self._averages()), torch.random.fork_rng(devices=[]):
+            self.warnings = check_model(
+                self.encoder,
+                self.head,
+                self.train,
+                self.batch_size,
+                sampled=sampled if comparable else None,
+                nll=self.metrics.get("nll"),
+            )
 
     def _evaluate(self) -> None:
         p, t = self.progress, self.config.training
@@ -535,6 +589,7 @@ class Trainer:
         self._count_time()
         begin = time.perf_counter()
         self.metrics = self.evaluate()
+        self._watch_model()
         seconds = time.perf_counter() - begin
         self._watch = time.perf_counter()
         p.last_eval = p.step
@@ -549,7 +604,12 @@ class Trainer:
                 p.best, p.best_step = value, p.step
         record = {"kind": "eval", "step": p.step, "epoch": p.epoch, **self.metrics, "seconds": round(p.seconds, 3)}
         self._record(record)
-        self._event("eval", **record, best=better, eval_seconds=seconds)
+        useless = self.metrics.get("nll", 0.0) > math.log(self.head.num_classes)
+        self._event("eval", **record, best=better, eval_seconds=seconds, worse_than_equal=useless)
+        for message in self.warnings:
+            self._event("warning", message=f"step {p.step:,}: {message}")
+            if self.on_event is None:
+                warnings.warn(f"trainer: step {p.step:,}: {message}", stacklevel=5)
         if better and t.keep_best:
             self._save_best()
         if t.patience and p.bad >= t.patience:
@@ -628,4 +688,4 @@ class Trainer:
                 f"no better {self.config.training.monitor} in {p.bad} evaluations; the best was at step {p.best_step}"
             )
         self._event("end", status=status, step=p.step, metrics=self.metrics, best=p.best, best_step=p.best_step)
-        return Result(status, p.step, dict(self.metrics), p.best, p.best_step, message)
+        return Result(status, p.step, dict(self.metrics), p.best, p.best_step, message, warnings=list(self.warnings))

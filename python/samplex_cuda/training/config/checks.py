@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from samplex_cuda.training.config.tables import Config, Head
 
 __all__ = [
+    "MIXED",
     "MODELS",
     "SAMPLERS",
     "ConfigError",
@@ -36,6 +37,8 @@ SAMPLERS = (
     "softmax",
     "mixture",
 )
+# Samplers whose distribution may lose classes that the model needs: a fixed one is mixed in (`sampler.base`).
+MIXED = ("tree", "rff")
 # Keys of [head] that are options of the loss, by their name there.
 LOSS_OPTIONS = {"label_smoothing": "label_smoothing", "absolute": "absolute", "reg": "reg", "eta_rate": "rate"}
 
@@ -143,6 +146,7 @@ def make_loss(head: Head, num_examples: int) -> losses.Loss:
 
 def check_together(source: str, c: Config) -> None:
     """Raises `ConfigError` for keys that contradict each other."""
+    c = c.resolved()
 
     def fail(table: str, name: str, wanted: str, got: Any) -> None:
         raise ConfigError(f"config: {source}: [{table}] {name} must be {wanted}, got {shown(got)}")
@@ -178,6 +182,10 @@ def check_together(source: str, c: Config) -> None:
         fail(
             "sampler", "components", "empty unless the sampler is a mixture", c.sampler.components or c.sampler.weights
         )
+    if c.sampler.base != "none" and c.sampler.name not in MIXED:
+        fail("sampler", "base", f'"auto" or "none" unless the sampler is {" or ".join(MIXED)}', c.sampler.base)
+    if c.sampler.base != "none" and c.head.stratified:
+        fail("sampler", "base", '"auto" or "none" with head.stratified, which takes a tree alone', c.sampler.base)
     names = c.sampler.components or [c.sampler.name]
     for key in ("refit_every", "refit_steps"):
         value = getattr(c.sampler, key)

@@ -15,7 +15,7 @@ from typing import Any
 from samplex_cuda.training.config.checks import ConfigError, allowed_values, check_together, check_value, kind_of, shown
 from samplex_cuda.training.config.tables import Config
 
-__all__ = ["describe", "dumps", "from_dict", "load", "override", "parse_toml", "to_toml"]
+__all__ = ["describe", "dumps", "from_dict", "load", "override", "parse_toml", "stored", "to_toml"]
 
 
 def _tables() -> dict[str, Any]:
@@ -78,7 +78,7 @@ def override(config: Config, settings: Iterable[str], source: str = "command lin
             raise ConfigError(f"config: {source}: a setting must be table.key=value, got {shown(setting)}")
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = text.strip()
         where = f"{source}: {setting}"
         part = tables.get(parts[0])
@@ -98,12 +98,33 @@ def override(config: Config, settings: Iterable[str], source: str = "command lin
     return from_dict(tables, source)
 
 
-def load(path: str | Path, settings: Iterable[str] = ()) -> Config:
+# Keys that runs of earlier versions do not have, with what those did.
+_BEFORE = {"sampler": {"base": "none"}}
+
+
+def stored(tables: Mapping[str, Any], source: str) -> Config:
+    """As `from_dict`, for what a run folder holds: a key that is missing there is older than the key.
+
+    Example:
+        >>> from samplex_cuda.training import config
+        >>> config.files.stored({"sampler": {"name": "tree"}}, "runs/old").sampler.base
+        'none'
+    """
+    known = {name: dict(keys) if isinstance(keys, Mapping) else keys for name, keys in tables.items()}
+    for name, keys in _BEFORE.items():
+        part = known.setdefault(name, {})
+        if isinstance(part, dict):
+            known[name] = keys | part
+    return from_dict(known, source)
+
+
+def load(path: str | Path, settings: Iterable[str] = (), *, of_run: bool = False) -> Config:
     """Reads a TOML file.
 
     Args:
         path: of the file.
         settings: as in `override`.
+        of_run: whether it is that of a run folder: keys that it lacks are as they were before they existed.
 
     Example:
         >>> import tempfile, pathlib
@@ -121,7 +142,8 @@ def load(path: str | Path, settings: Iterable[str] = ()) -> Config:
         raise ConfigError(f"config: {path}: is not there") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: {path}: cannot be read ({error})") from None
-    return override(from_dict(parse_toml(text, str(path)), str(path)), settings)
+    make = stored if of_run else from_dict
+    return override(make(parse_toml(text, str(path)), str(path)), settings)
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
@@ -140,6 +162,8 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
         return toml.loads(text)
     except toml.TOMLDecodeError as error:
         raise ConfigError(f"config: {source}: is no TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"config: {source}: is no configuration: it is nested too deeply") from None
 
 
 def to_toml(value: Any) -> str:

@@ -3,12 +3,13 @@
 # ruff: noqa: RUF009  (`_key` gives a dataclass field)
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import Any
 
 from samplex_cuda import losses
-from samplex_cuda.training.config.checks import SAMPLERS, check_together, check_value, make_loss
+from samplex_cuda.training.config.checks import MIXED, SAMPLERS, check_together, check_value, make_loss
 
 __all__ = ["Config", "Data", "Head", "Model", "Optimizer", "Sampler", "Schedule", "Training"]
 
@@ -64,7 +65,7 @@ class Model:
     name: str = _key(
         "linear",
         'linear, mlp, embedding_bag, lstm, gru, two_tower, sequence; or "package.module:Class", which is imported and '
-        "run: only from configurations that you trust",
+        "run: only with --trust-model",
     )
     dim: int = _key(64, "d, the width of h and of the class rows; linear: the width of the input, whatever this says",
                     least=1)  # fmt: skip
@@ -94,13 +95,18 @@ class Sampler:
         0.1
     """
 
-    name: str = _key("log_uniform", "the distribution", choices=SAMPLERS)
+    name: str = _key(
+        "auto", "the distribution; auto: unigram, whose draws are shared by the batch", choices=("auto", *SAMPLERS)
+    )
     update: int | str = _key(
         "auto", 'quadratic, rff: how often it follows the class table: "auto", "step", "epoch", or a number of steps',
         least=1, also=("auto", "step", "epoch"),
     )  # fmt: skip
     power: float = _key(1.0, "unigram, bigram: exponent on the counts", least=0.0)
-    smoothing: float = _key(0.0, "unigram, bigram: added to the count of each class", least=0.0)
+    smoothing: float = _key(
+        1.0, "unigram, bigram: added to the count of each class; 0: classes without an example are never drawn",
+        least=0.0,
+    )  # fmt: skip
     backoff: float = _key(0.1, "bigram: share of the unigram distribution", least=0.0, most=1.0)
     dim: int = _key(16, "tree: features a node looks at", least=1)
     reg: float = _key(0.1, "tree: strength of the regulariser of a node", above=0.0)
@@ -113,10 +119,17 @@ class Sampler:
     path: str = _key("", "tree: a file of `samplex fit-tree` to take instead of a fit; empty: fitted here")
     refit_every: int = _key(0, "tree, also in a mixture: fit anew after so many epochs; 0: never", least=0)
     refit_steps: int = _key(0, "the same, after so many steps; 0: never", least=0)
+    base: str = _key(
+        "auto", "tree, rff: a fixed distribution that is mixed in, so that every class is drawn; auto: unigram (none "
+        "with head.stratified)", choices=("auto", "none", "uniform", "log_uniform", "unigram"),
+    )  # fmt: skip
+    base_weight: float = _key(0.5, "share of `base`", above=0.0, below=1.0)
     alpha: float = _key(100.0, "quadratic: factor of the square", above=0.0)
     num_features: int = _key(1024, "rff: random features", least=1)
-    nu: float = _key(4.0, "rff: sharpness of the kernel", above=0.0)
-    kind: str = _key("rff", "rff: of the features", choices=("rff", "orf", "positive"))
+    nu: float | str = _key(
+        "auto", "rff: sharpness of the kernel; auto: `head.scale`, that of the softmax", above=0.0, also=("auto",)
+    )
+    kind: str = _key("positive", "rff: of the features", choices=("rff", "orf", "positive"))
     epsilon: float = _key(0.01, "rff: share of the uniform distribution", least=0.0, below=1.0)
     normalize: bool = _key(False, "rff: scale rows and queries to length 1")
     components: list[str] = _key([], 'mixture: names of other samplers, e.g. ["tree", "uniform"]')
@@ -134,8 +147,13 @@ class Head:
     """
 
     loss: str = _key("sampled_softmax", "see docs/losses.md", choices=losses.names())
-    num_samples: int = _key(64, "draws per row, or per batch with `shared`", least=1)
-    shared: bool = _key(False, "draw once for the whole batch; distributions that differ per row are averaged")
+    num_samples: int | str = _key(
+        "auto", "draws per row, or per batch with `shared`; auto: 64 per row, 1,024 per batch", least=1, also=("auto",)
+    )
+    shared: bool | str = _key(
+        "auto", 'draw once for the whole batch; distributions that differ per row are averaged; auto: with the sampler '
+        '"auto"', also=("auto",),
+    )  # fmt: skip
     stratified: bool = _key(False, "tree with `shared`: stratified draws, which are less noisy than independent ones")
     bias: bool = _key(True, "a bias per class")
     scale: float = _key(1.0, "inverse temperature: factor of the logits")
@@ -238,7 +256,13 @@ class Training:
     metrics: list[str] = _key(
         ["nll", "accuracy"], "nll, perplexity, accuracy, mrr, precision@k, recall@k, ndcg@k, psp@k"
     )
-    exclude_history: bool = _key(False, "interactions: items that a user knows are no answers in evaluation")
+    propensity_a: float = _key(
+        0.55, "psp@k: A of the propensities (Jain et al. 2016); 0.5 for Wikipedia, 0.6 for Amazon data"
+    )
+    propensity_b: float = _key(1.5, "psp@k: B of them; 0.4 for Wikipedia, 2.6 for Amazon data", above=0.0)
+    exclude_history: bool = _key(
+        False, "interactions: items that a user knows are no answers in evaluation and in `samplex predict`"
+    )
     monitor: str = _key("nll", "the metric of early stopping and of `best`")
     monitor_mode: str = _key("auto", "auto: min for nll, perplexity and loss, else max", choices=("auto", "min", "max"))
     patience: int = _key(0, "evaluations without a better value after which training ends; 0: never", least=0)
@@ -267,8 +291,8 @@ class Config:
     Example:
         >>> from samplex_cuda.training import config
         >>> run = config.Config(model=config.Model(name="mlp", dim=32))
-        >>> run.head.num_samples
-        64
+        >>> run.resolved().head.num_samples
+        1024
     """
 
     data: Data = dataclasses.field(default_factory=Data)
@@ -291,6 +315,22 @@ class Config:
                 check_value(source, table.name, field, getattr(part, field.name))
         check_together(source, self)
         return self
+
+    def resolved(self) -> Config:
+        """A copy in which sampler, draws and sharing are named instead of "auto": what `config.toml` of a run holds."""
+        found = copy.deepcopy(self)
+        s, h = found.sampler, found.head
+        if h.shared == "auto":
+            h.shared = s.name == "auto"
+        if s.name == "auto":
+            s.name = "unigram"
+        if h.num_samples == "auto":
+            h.num_samples = 1024 if h.shared else 64
+        if s.base == "auto":
+            s.base = "unigram" if s.name in MIXED and not h.stratified else "none"
+        if s.nu == "auto":
+            s.nu = h.scale if h.scale > 0 else 1.0
+        return found
 
     @property
     def fused(self) -> bool:

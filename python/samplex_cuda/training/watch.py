@@ -1,0 +1,118 @@
+"""Whether what a run trains is any good: the exact loss beside the sampled one, and what the sampler never draws."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from samplex_cuda.data import Dataset
+from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.training import models
+
+__all__ = ["FAR", "NEVER", "check_model"]
+
+FAR = 2.0  # nats between the exact and the sampled loss from which on the latter says little
+NEVER = math.log(1e3)  # a class that is drawn so much more rarely than by uniform draws is never drawn
+_ROWS = 128
+
+
+@torch.no_grad()
+def check_model(
+    encoder: models.Encoder,
+    head: SampledClassifier,
+    train: Dataset,
+    batch_size: int,
+    *,
+    sampled: float | None = None,
+    nll: float | None = None,
+) -> list[str]:
+    """What is wrong with a model in training, in sentences; empty: nothing was found.
+
+    Looks at up to 128 targets of the first training batch, over all classes. Encoder and head are left as they were.
+
+    Args:
+        encoder: gives h.
+        head: the classifier.
+        train: the training data.
+        batch_size: examples of a batch.
+        sampled: mean training loss of the last steps; None: not known, or of a loss that does not estimate the NLL.
+        nll: the exact NLL on validation data; None: not known.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda import data
+        >>> from samplex_cuda.training import Config, build
+        >>> from samplex_cuda.training.watch import check_model
+        >>> train = data.Dense(torch.randn(20, 6), torch.randint(0, 9, (20,)))
+        >>> check_model(*build(Config(), train), train, 16, nll=2.5)  # doctest: +ELLIPSIS
+        ['the exact NLL on validation data, 2.5, is above log C = 2.197: ...']
+    """
+    found: list[str] = []
+    limit = math.log(head.num_classes)
+    if nll is not None and not nll <= limit:
+        found.append(
+            f"the exact NLL on validation data, {nll:.4g}, is above log C = {limit:.4g}: the model is worse than equal "
+            "probabilities for all classes"
+        )
+    h, y, features, context = _some(encoder, head, train, batch_size)
+    if not len(h):
+        return found
+    exact = _exact(head, h, y, features)
+    # A gap to validation data may be overfitting; on training data only the draws can be the reason.
+    if sampled is not None and exact - sampled > FAR:
+        found.append(
+            f"the exact NLL on training data is {exact:.4g} where the sampled loss is {sampled:.4g}: the draws miss "
+            "classes that the model rates high, and the loss that falls is not the one that counts. More draws "
+            "(head.num_samples) or another sampler help: samplex diagnose"
+        )
+    if head.sampler is not None:
+        best = head.topk(h, 1, features=features)[1]
+        drawn = head.sampler.log_prob(h if features is None else features, best, context=context)[:, 0]
+        middle = float(drawn.float().nan_to_num(-math.inf, math.inf, -math.inf).median())
+        if middle < -limit - NEVER:
+            found.append(
+                f"the sampler never draws what the model rates highest: log q of its first class is {middle:.4g} "
+                f"(median of {len(h)} rows), uniform draws have {-limit:.4g}. Mix in a fixed distribution "
+                "(sampler.base = unigram), or fit the tree anew (sampler.refit_every = 1)"
+            )
+    return found
+
+
+def _some(
+    encoder: models.Encoder, head: SampledClassifier, train: Dataset, batch_size: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """h [n, d], targets, what the sampler looks at and its context, of some training examples that have a target."""
+    size = int(getattr(train, "columns", _ROWS)) if train.ordered else min(_ROWS, batch_size)
+    rows = torch.arange(min(size, len(train)))
+    batch = {name: t.to(head.weight.device) for name, t in train.batch(rows).items()}
+    training, carried = encoder.training, encoder.carried()
+    try:
+        encoder.eval()
+        encoder.carry({})
+        h, features = encoder.encode(batch)
+    finally:
+        encoder.train(training)
+        encoder.carry(carried)
+    y = batch["y"]
+    several = y.dim() == h.dim()
+    h = h.to(head.weight.dtype).reshape(-1, h.shape[-1])
+    y = y.reshape(-1, y.shape[-1]) if several else y.reshape(-1)
+    valid = ((y >= 0).any(1) if several else y >= 0).nonzero().squeeze(1)[:_ROWS]
+    context = models.context_of(batch)
+    return (
+        h[valid],
+        y[valid],
+        None if features is None else features.reshape(-1, features.shape[-1])[valid],
+        None if context is None else context[valid],
+    )
+
+
+def _exact(head: SampledClassifier, h: Tensor, y: Tensor, features: Tensor | None) -> float:
+    training = head.training
+    try:
+        nn.Module.train(head, False)  # not head.eval(): going back would count as a new epoch for its sampler
+        return float(head(h, y, features=features))
+    finally:
+        nn.Module.train(head, training)
