@@ -615,9 +615,7 @@ class SampledClassifier(ExactAnswers):
             destination[f"{prefix}sampler_lag"] = lag
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if self.sampler is not None and refuse_classes(
-            self, self.num_classes, state_dict, prefix, args[-1]
-        ):
+        if self.sampler is not None and refuse_classes(self, self.num_classes, state_dict, prefix, args[-1]):
             return
         # A checkpoint of nn.Linear has no `sampler.` entry at all: load it strictly all the same, and keep the sampler.
         without = not any(name.startswith(f"{prefix}sampler.") for name in state_dict)
