@@ -105,6 +105,7 @@ def test_lse_and_rows_have_functional_gradients():
 def test_a_head_under_functional_call(sampler):
     made = None if sampler == "static" else sx.samplers.Quadratic(torch.randn(97, 12))
     head = make(sampler=made, bias=False)
+    head.update_sampler()
     h, y = torch.randn(7, 12), torch.arange(7)
 
     def f(parameters):
