@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Watcher", "version_of", "watch", "written", "writing"]
+__all__ = ["Watcher", "version_of", "watch", "writing", "written"]
 
 _watched: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to its watcher
 _hooks: list[Any] = []

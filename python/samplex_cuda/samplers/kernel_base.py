@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import rff
-from samplex_cuda._checks import call, describe
+from samplex_cuda._checks import call, check_data, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import kernel_tree as ops
 from samplex_cuda.ops.static_sample import sort_exclude
@@ -483,6 +483,7 @@ class KernelSampler(Sampler):
         good = good and table.shape[1] >= 1 and (rows is None or table.shape == (rows, self.dim))
         if not good:
             raise ValueError(f"{self._op}: {name} must be [{wanted}, {width}] floating point, got {describe(table)}")
+        check_data(self._op, name, table)
 
     def _check_bias(self, bias: Tensor | None, rows: int) -> None:
         if bias is None and not self.has_bias:
