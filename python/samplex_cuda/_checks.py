@@ -18,6 +18,7 @@ __all__ = [
     "FLOATS",
     "call",
     "check_choice",
+    "check_data",
     "check_int",
     "check_number",
     "check_tensor",
@@ -101,6 +102,15 @@ def check_tensor(op: str, name: str, value: object, wanted: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor {wanted}, got {type(value).__name__}")
     return value
+
+
+def check_data(op: str, name: str, t: Tensor) -> Tensor:
+    """`t` if it holds numbers; ValueError on the meta device, where there are none to build tables from."""
+    if t.is_meta:
+        raise ValueError(
+            f"{op}: {name} must hold numbers, got {describe(t)}; make the sampler outside of torch.device('meta')"
+        )
+    return t
 
 
 def call(op: Callable[..., T], *args: Any) -> T:

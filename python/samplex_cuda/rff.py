@@ -108,10 +108,12 @@ def frequencies(
     _check_positive(op, "nu", nu)
     seed, offset = key_tensor(op, key, key.device if isinstance(key, Tensor) else torch.device("cpu")).tolist()
     # Odd multipliers: pairs that differ in one part only never meet.
-    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + offset * 0xD1B54A32D192ED03) % (1 << 63))
+    generator = torch.Generator("cpu").manual_seed(
+        (seed * 0x9E3779B97F4A7C15 + offset * 0xD1B54A32D192ED03) % (1 << 63)
+    )
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
     if kind == "rff":
         omega = normal(num_features, dim)

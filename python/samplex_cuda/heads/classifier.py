@@ -21,6 +21,7 @@ from samplex_cuda.heads.exact import ExactAnswers
 from samplex_cuda.heads.follow import Staleness, TableFollower
 from samplex_cuda.losses import Loss, Needs
 from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, RowSink, StaticInputs, run_loss
+from samplex_cuda.ops.transforms import transformed
 from samplex_cuda.optim.fusion import Fusion
 from samplex_cuda.prediction import mean_weight, valid_targets
 from samplex_cuda.rng import Key, key_tensor
@@ -319,8 +320,9 @@ class SampledClassifier(ExactAnswers):
             loss = self._full_loss(rows, target, sample_weight is not None)
         else:
             run: Any = type(self)._sampled_loss
-            if self._fusion is not None and _is_compiling():
-                # A fused optimizer works inside eager autograd: a compiled caller leaves its graph here.
+            if (self._fusion is not None or self.follower.active) and _is_compiling():
+                # An update inside backward, or of a sampler that follows the table, is no function of its inputs: a
+                # compiled caller leaves its graph here.
                 from samplex_cuda._eager import eager_loss as run
             loss = run(self, spec, form, rows, target, features, index, context, positives, key)
         if sample_weight is not None:
@@ -377,7 +379,8 @@ class SampledClassifier(ExactAnswers):
         if h.dtype is not weight.dtype or h.device != weight.device:
             h = like_weight(h, weight)
         follower = self.follower
-        if spec.draws_static and positives is None and target.dim() == 1 and not follower.active and not compiling:
+        alone = positives is None and target.dim() == 1 and not follower.active
+        if spec.draws_static and alone and not compiling and not transformed():
             sampler: Any = self._modules["sampler"]
             given = StaticInputs(
                 h if h.is_contiguous() else h.contiguous(),
@@ -391,9 +394,13 @@ class SampledClassifier(ExactAnswers):
                 sampler.law(),
             )
             return run_loss(spec.loss, given, form, self._fusion or self._rows_of(weight, bias))[0]
+        # Inside torch.func the tables are not the head's own: the sampler stays as it is.
+        following = follower.active and not transformed()
         with torch.no_grad():
-            if follower.active and follower.due():
-                self.update_sampler()
+            if following:
+                follower.look(weight, bias if getattr(self.sampler, "has_bias", False) else None)
+                if follower.due():
+                    self.update_sampler()
             draw, target_log_q = self._draw(spec, h, target, features, context, key)
         offsets, known = (None, None)
         if positives is not None:
@@ -418,7 +425,7 @@ class SampledClassifier(ExactAnswers):
         )
         sink = self._fusion or (None if compiling else self._rows_of(weight, bias))
         loss, extra = run_loss(spec.loss, x, form, sink)
-        if follower.active:  # after the loss has accepted the ids: a refused batch leaves no trace
+        if following:  # after the loss has accepted the ids: a refused batch leaves no trace
             follower.touch(target[self._valid(target)], draw.ids.reshape(-1))
         if state is not None and index is not None and used is not None and extra is not None:
             spec.loss.update_state(state, index, used, extra.detach())
@@ -551,7 +558,9 @@ class SampledClassifier(ExactAnswers):
     def staleness(self) -> Staleness:
         """How many training forwards, and how many class rows, the sampler lags behind `weight`.
 
-        Zero for samplers that do not depend on the table. With `sampler_update=None` nothing is counted.
+        Zero for samplers that do not depend on the table. With `sampler_update=None` nothing is counted. A write in
+        place to the table that no `torch.optim.Optimizer` made (found by the tensor's version counter; writes through
+        `.data` have none) makes `rows` -1, unless `mark_changed(ids)` says which rows it was.
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -562,6 +571,8 @@ class SampledClassifier(ExactAnswers):
             >>> stale.steps, 4 <= stale.rows <= 24
             (1, True)
         """
+        if self.follower.active:
+            self.follower.look(self.weight, self.bias if getattr(self.sampler, "has_bias", False) else None)
         return self.follower.staleness()
 
     def update_sampler(self) -> None:
@@ -660,6 +671,7 @@ class SampledClassifier(ExactAnswers):
         if without:
             self.follower.mark()
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.follower.accept()  # what was loaded belongs to the sampler and the lag that come with it
 
     def extra_repr(self) -> str:
         """What `print(head)` shows; options at their defaults are left out."""

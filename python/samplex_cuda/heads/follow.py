@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samplex_cuda._checks import describe
+from samplex_cuda.optim.writes import version_of, watch
 
 __all__ = ["Staleness", "TableFollower"]
 
@@ -53,7 +55,55 @@ class TableFollower:
         self.touched: list[Tensor] = []  # ids since the sampler was brought up to date
         self.steps = 0  # training forwards since then
         self.stale = policy is not None  # whether rows may have changed that nobody recorded
+        self._known: dict[str, int] = {}  # versions of weight and bias after the last write that is accounted for
+        self._tables: dict[str, Any] = {}  # weak references to them
 
+    # -------------------------------------------------------------------------------------------- writes
+    def look(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Notices writes to the table that no optimizer made: `stale` then, because all rows may have changed."""
+        if self.policy == "epoch":
+            return  # all rows count as changed until the next epoch anyway
+        for name, t in (("weight", weight), ("bias", bias)):
+            if t is None:
+                continue
+            before, version = self._tables.get(name), version_of(t)
+            if before is None or before() is not t:
+                self._tables[name] = weakref.ref(t)
+                watch(t, self)
+                self.stale = self.stale or before is not None
+            elif self._known.get(name) != version:
+                self.stale = True
+            self._known[name] = version
+
+    def accept(self) -> None:
+        """Takes the table as it is: whoever wrote to it says which rows."""
+        for name, reference in self._tables.items():
+            if (t := reference()) is not None:
+                self._known[name] = version_of(t)
+
+    def before_write(self, parameter: Tensor) -> None:
+        """An optimizer is about to write to rows with a gradient, which are recorded."""
+        for name, reference in self._tables.items():
+            if reference() is parameter and self._known.get(name) != version_of(parameter):
+                self.stale = True
+
+    def after_write(self, parameter: Tensor) -> None:
+        """It has written."""
+        for name, reference in self._tables.items():
+            if reference() is parameter:
+                self._known[name] = version_of(parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableFollower:
+        """A copy belongs to another table."""
+        other = TableFollower(self.policy, self.num_classes)
+        other.touched, other.steps, other.stale = [t.clone() for t in self.touched], self.steps, self.stale
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The same for pickles."""
+        return _remade, (self.policy, self.num_classes, self.touched, self.steps, self.stale)
+
+    # -------------------------------------------------------------------------------------------- the policy
     def due(self) -> bool:
         """Whether the sampler must be brought up to date before the next training forward."""
         if self.stale:
@@ -72,8 +122,10 @@ class TableFollower:
             return
         if ids is None:
             self.stale = True
-        elif self.policy != "epoch":
-            self.touched += ids
+        else:
+            self.accept()
+            if self.policy != "epoch":
+                self.touched += ids
 
     def end_epoch(self) -> None:
         """The head goes from evaluation to training."""
@@ -108,6 +160,8 @@ class TableFollower:
             rows = weight[ids]
             sampler.update(ids, rows, bias[ids]) if with_bias and bias is not None else sampler.update(ids, rows)
         self.reset()
+        self.look(weight, bias if with_bias else None)
+        self.stale = False
 
     def reset(self, *, stale: bool = False) -> None:
         """Forgets what was recorded."""
@@ -131,3 +185,11 @@ class TableFollower:
         self.steps, self.stale = max(0, int(lag[0])), bool(lag[1])
         if lag.shape[0] > 2:
             self.touched = [lag[2:].to(device)]
+
+
+def _remade(
+    policy: str | int | None, num_classes: int | None, touched: list[Tensor], steps: int, stale: bool
+) -> TableFollower:
+    made = TableFollower(policy, num_classes)
+    made.touched, made.steps, made.stale = touched, steps, stale
+    return made

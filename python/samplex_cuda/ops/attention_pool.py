@@ -12,6 +12,7 @@ from torch import Tensor
 
 from samplex_cuda._library import register_fake
 from samplex_cuda.ops.fused_loss import TableGradient, acc_dtype
+from samplex_cuda.ops.transforms import refuse_forward_mode, refuse_functional
 
 __all__ = ["attention_pool"]
 
@@ -111,6 +112,10 @@ def attention_pool(ids: Tensor, table: Tensor, query: Tensor, value: Tensor, *, 
         [3.0, 4.0]
     """
     grad = torch.is_grad_enabled()
+    if not torch.compiler.is_compiling():
+        refuse_forward_mode(_NAME, table, query, value)
+        if grad and (table.requires_grad or query.requires_grad or value.requires_grad):
+            refuse_functional(_NAME)
     need_vectors = grad and (query.requires_grad or value.requires_grad)
     need_grad = need_vectors or (grad and table.requires_grad)
     pooled, _, _ = torch.ops.samplex.attention_pool(ids, table, query, value, need_grad, need_vectors, sparse)

@@ -111,8 +111,8 @@ def build_alias_rows(weights: np.ndarray | list[float], offsets: Tensor) -> tupl
         (torch.Size([3, 4]), [0.0, 0.25, 1.0], 0)
     """
     array = np.ascontiguousarray(weights, dtype=np.float64)
-    table = torch.empty((array.shape[0], 4), dtype=torch.int64)
-    prefix = torch.empty(array.shape[0] + offsets.shape[0] - 1, dtype=torch.int64)
+    table = torch.empty((array.shape[0], 4), dtype=torch.int64, device="cpu")
+    prefix = torch.empty(array.shape[0] + offsets.shape[0] - 1, dtype=torch.int64, device="cpu")
     _native.build_alias_rows(array, offsets.contiguous().numpy(), table.numpy(), prefix.numpy())
     return table, prefix
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from samplex_cuda.ops.fused_loss import acc_dtype
 from samplex_cuda.ops.predict import predict_buffer, predict_grad
+from samplex_cuda.ops.transforms import refuse_forward_mode, refuse_functional
 from samplex_cuda.prediction import (
     KeptLogits,
     cut,
@@ -373,8 +374,10 @@ def full_softmax(
     """
     options = _Options(scale, label_smoothing, ignore_index, absolute, chunk_size)
     if not torch.compiler.is_compiling():
+        refuse_forward_mode("full_softmax", hidden, weight, bias)
         needed = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         if needed and torch.is_grad_enabled():
+            refuse_functional("full_softmax")
             return _Eager.apply(hidden, weight, bias, target, class_weight, options, reduction)
     loss = _op(hidden, weight, target, bias, class_weight, *options)[0]
     total = _total(target, class_weight, ignore_index, loss.dtype) if reduction == "mean" else None

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from samplex_cuda._checks import op_error
 from samplex_cuda._library import register_fake
+from samplex_cuda.ops.transforms import differentiated_twice, refuse_forward_mode, transformed
 
 if TYPE_CHECKING:
     from samplex_cuda.losses.base import Loss
@@ -468,6 +469,63 @@ class _FusedLoss(torch.autograd.Function):
         return (*ctx.sink.deliver(grad, ctx.needs_input_grad[:3]), None, None, None, None)
 
 
+class _FunctionalLoss(torch.autograd.Function):
+    """The same for `torch.func.grad`, `vjp` and `jacrev`, with dense gradients of weight and bias."""
+
+    @staticmethod
+    def forward(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: Loss, x: Inputs, form: Form
+    ) -> tuple[Tensor, ...]:
+        x = x._replace(hidden=hidden, weight=weight, bias=bias)
+        made = loss.forward(x, form, True, True)
+        return (made.loss, made.saved) if made.extra is None else (made.loss, made.saved, made.extra)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        hidden, weight, bias, loss, x, form = inputs
+        extra = len(output) > 2
+        ctx.plan = Plan(
+            loss.name,
+            weight.shape[0],
+            weight.dtype,
+            None if bias is None else bias.dtype,
+            form.reduction,
+            form.with_lse,
+            extra and not form.with_lse,
+        )
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[1], *(output[2:] if extra and not form.with_lse else ()))
+        ctx.save_for_backward(weight, bias, hidden, x.target, x.ids, output[1])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, hidden: Tensor, weight: Tensor, bias: Any, loss: Loss, *rest: Any) -> Any:
+        raise RuntimeError(
+            f"{loss.name}: torch.func.vmap of a gradient (per-sample gradients, jacfwd, hessian) is not supported; use "
+            'reduction="none" and one backward() per row'
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(f"{ctx.plan.op}: forward-mode differentiation of a gradient (hessian) is not supported")
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, grad_saved: Any, grad_extra: Tensor | None = None) -> Any:
+        plan = ctx.plan
+        weight, bias, *kept = ctx.saved_tensors
+        if any(differentiated_twice(t) for t in (weight, bias, kept[0], grad_loss, grad_extra)):
+            raise RuntimeError(f"{plan.op}: double backward (torch.func.grad of a gradient) is not supported")
+        if grad_loss is None and grad_extra is None:
+            return None, None, None, None, None, None
+        upstream = grad_extra if plan.with_lse else None
+        if grad_loss is None:
+            assert upstream is not None
+            grad_loss = upstream.new_zeros(() if plan.reduction else upstream.shape)
+        lse = None if upstream is None else upstream.contiguous()
+        grad = LossGrad(plan, *kept, grad_loss.contiguous(), lse)
+        with torch.no_grad():
+            return (*RowSink(False).deliver(grad, ctx.needs_input_grad[:3]), None, None, None)
+
+
 # Past `torch.autograd.Function.apply`, which looks for functorch wrappers in every argument.
 _apply = super(torch.autograd.Function, _FusedLoss).apply
 
@@ -494,6 +552,7 @@ def run_loss(
         assert isinstance(x, Inputs)
         made = loss.forward(x, form, need_grad, True)
         return made.loss, made.extra
+    refuse_forward_mode(loss.name, x.hidden, x.weight, bias)
     try:
         if not need_grad:
             with _below_autograd():
@@ -502,8 +561,10 @@ def run_loss(
                 else:
                     made = loss.forward(x, form, False, False)
             return made.loss, made.extra
-        call = _FusedLoss.apply if torch._C._are_functorch_transforms_active() else _apply
-        output = call(x.hidden, x.weight, bias, loss, x, form, sink)
+        if transformed():
+            found = _FunctionalLoss.apply(x.hidden, x.weight, bias, loss, x, form)
+            return found[0], found[2] if len(found) > 2 else None
+        output = _apply(x.hidden, x.weight, bias, loss, x, form, sink)
     except RuntimeError as error:
         raise op_error(error) from None
     return output if isinstance(output, tuple) else (output, None)

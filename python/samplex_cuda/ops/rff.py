@@ -9,6 +9,7 @@ from torch import Tensor
 
 from samplex_cuda._library import register_fake
 from samplex_cuda.ops.fused_loss import acc_dtype
+from samplex_cuda.ops.transforms import refuse_forward_mode, refuse_functional
 
 __all__ = ["KINDS", "num_numbers", "rff"]
 
@@ -123,7 +124,9 @@ def rff(x: Tensor, omega: Tensor | None, kind: int, nu: float, alpha: float, gau
     settings = (kind, nu, alpha, gaussian)
     if torch.compiler.is_compiling():
         return torch.ops.samplex.rff(x, omega, *settings, shift)
+    refuse_forward_mode("rff", x, omega)
     if torch.is_grad_enabled() and (x.requires_grad or (omega is not None and omega.requires_grad)):
+        refuse_functional("rff")
         return _Eager.apply(x, omega, settings, shift)
     with torch._C._AutoDispatchBelowAutograd():
         return _op(x, omega, *settings, shift)

@@ -175,8 +175,8 @@ def build_alias(weights: np.ndarray | Sequence[float]) -> tuple[Tensor, Tensor]:
     """
     array = np.ascontiguousarray(weights, dtype=np.float64)
     # torch's own memory: aligned, so that a 32-byte column never lies in two cache lines.
-    table = torch.empty((array.shape[0], 4), dtype=torch.int64)
-    prefix = torch.empty(array.shape[0] + 1, dtype=torch.int64)
+    table = torch.empty((array.shape[0], 4), dtype=torch.int64, device="cpu")
+    prefix = torch.empty(array.shape[0] + 1, dtype=torch.int64, device="cpu")
     _native.build_alias(array, table.numpy(), prefix.numpy())
     return table, prefix
 

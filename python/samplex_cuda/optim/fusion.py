@@ -22,6 +22,7 @@ from samplex_cuda._checks import check_int
 from samplex_cuda.ops.fused_loss import Entries, LossGrad, entries
 from samplex_cuda.ops.row_rules import row_update_
 from samplex_cuda.optim.base import RowOptimizer
+from samplex_cuda.optim.writes import writing, written
 
 __all__ = ["Fusion", "fusion_of"]
 
@@ -207,7 +208,13 @@ class Fusion:
             return
         with self._lock:
             self._check_version(version)
+            writing(self.weight)
+            if self.bias is not None:
+                writing(self.bias)
             self._count(arrived)
+            written(self.weight)
+            if self.bias is not None:
+                written(self.bias)
 
     def _count(self, arrived: list[Entries]) -> None:
         """Takes the entries of one backward; updates the rows with every `accumulate`-th."""

@@ -385,7 +385,7 @@ def _no_law(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def _holds(exclude: Exclude, ids: Tensor) -> Tensor:
     """Whether id b of ids [B] is among the excluded ones of row b."""
     if isinstance(exclude, Tensor):
-        return (exclude.reshape(ids.shape[0], -1) == ids[:, None]).any(1)
+        return ((exclude[:, None] if exclude.dim() == 1 else exclude) == ids[:, None]).any(1)
     offsets, excluded = exclude
     rows = torch.searchsorted(offsets, torch.arange(excluded.shape[0], device=ids.device), right=True) - 1
     hits = torch.zeros_like(ids)

@@ -105,7 +105,7 @@ class Bigram(Sampler):
         table, prefix = build_alias(alone)
         begin = torch.from_numpy(starts)
         pair_table, pair_prefix = ops.build_alias_rows(values, begin)
-        rest = torch.zeros(0, dtype=torch.float64) if share is None else torch.from_numpy(share)
+        rest = torch.zeros(0, dtype=torch.float64, device="cpu") if share is None else torch.from_numpy(share)
         buffers = (table, prefix, begin, torch.from_numpy(classes), pair_table, pair_prefix, rest)
         device = unigram.device if isinstance(unigram, Tensor) else torch.device("cpu")
         for name, value in zip(_BUFFERS, buffers, strict=True):

@@ -7,6 +7,7 @@ is held at a time is B x chunk_size logits and B x C / 256 block masses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -118,7 +119,7 @@ class ExactSampler(Sampler):
             for rows in _row_blocks(batch):
                 part = excluded.of(rows)
                 mass = self._left(flat[rows], self._block_mass(flat[rows]), part)
-                lse = mass.logsumexp(1)
+                lse = self._checked_lse(mass, flat[rows], rows.start)
                 found = self._invert(flat[rows], mass, uniforms[rows], part)
                 if part.ids.numel():  # nothing left: the first excluded id stands in
                     found = torch.where(lse[:, None] == -torch.inf, part.first()[:, None], found)
@@ -149,7 +150,8 @@ class ExactSampler(Sampler):
                 for rows in _row_blocks(batch):
                     part = excluded.of(rows)
                     mass = self._left(flat[rows], self._block_mass(flat[rows]), part)
-                    out[rows] = self._log_q(flat[rows], wanted[rows], mass.logsumexp(1), part)
+                    lse = self._checked_lse(mass, flat[rows], rows.start)
+                    out[rows] = self._log_q(flat[rows], wanted[rows], lse, part)
         return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
 
     @torch.no_grad()
@@ -159,7 +161,7 @@ class ExactSampler(Sampler):
         out = torch.empty((flat.shape[0], self.num_classes), dtype=torch.float32, device=flat.device)
         with torch.autocast(flat.device.type, enabled=False):
             for rows in _row_blocks(flat.shape[0]):
-                lse = self._block_mass(flat[rows]).logsumexp(1)
+                lse = self._checked_lse(self._block_mass(flat[rows]), flat[rows], rows.start)
                 for begin, s in self._logits(flat[rows]):
                     values = self._log_weight(s).permute(1, 0, 2).flatten(1)
                     out[rows, begin : begin + values.shape[1]] = (values - lse[:, None]).clamp_(max=0).float()
@@ -336,6 +338,20 @@ class ExactSampler(Sampler):
                 out[rows] = self._left(flat[rows], mass, excluded.of(rows)).logsumexp(1) - everything
         return out
 
+    def _checked_lse(self, mass: Tensor, h: Tensor, first: int) -> Tensor:
+        """log of the mass of each row, [B]; ValueError where it is not finite although h and the table are."""
+        lse = mass.logsumexp(1)
+        bad = ~lse.isfinite() & (lse != -torch.inf)  # -inf: nothing is left of the row
+        if bool(bad.any()):
+            overflow = (bad & h.isfinite().all(1)).nonzero()
+            weight, bias = self._table()
+            if overflow.numel() and bool(weight.isfinite().all()) and (bias is None or bool(bias.isfinite().all())):
+                raise ValueError(
+                    f"{self._op}: logits must be finite, got inf or nan in row {int(overflow[0]) + first} from finite "
+                    "h and weight. Scale them down, or use float64"
+                )
+        return lse
+
     def _pairs_at_a_time(self) -> int:
         return max(1, _GATHER_ELEMENTS // (BLOCK * max(1, self.dim)))
 
@@ -483,10 +499,16 @@ class Quartic(ExactSampler):
         self.alpha = float(alpha)
 
     def _mass_(self, s: Tensor) -> Tensor:
+        most = torch.finfo(s.dtype).max / (2.0 * s.shape[2] * max(self.alpha, 1.0))
+        if s.numel() and float(torch.linalg.vector_norm(s, math.inf)) > most**0.25:  # the fourth power would overflow
+            return self._log_weight(s).double().logsumexp(2)
         return s.square_().square_().mul_(self.alpha).add_(1).sum(2).double().log()
 
     def _log_weight(self, s: Tensor) -> Tensor:
-        return s.square().square_().mul_(self.alpha).log1p_()
+        value = s.square().square_().mul_(self.alpha).log1p_()
+        if self.alpha > 0.0 and bool(value.isinf().any()):
+            value = torch.where(value.isinf(), 4.0 * s.abs().log() + math.log(self.alpha), value)
+        return value
 
     def extra_repr(self) -> str:
         """Sizes and options."""

@@ -65,7 +65,9 @@ class Mixture(Sampler):
                 )
         self.num_classes = pairs[0][0].num_classes
         self.samplers = nn.ModuleList(sampler for sampler, _ in pairs)
-        weights = torch.tensor([float(weight) for _, weight in pairs], dtype=torch.float64)
+        weights = torch.tensor([float(weight) for _, weight in pairs], dtype=torch.float64, device="cpu")
+        if (default := torch.get_default_device()).type != "meta":
+            weights = weights.to(default)
         self.register_buffer("weights", weights / weights.sum())
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import call, describe
+from samplex_cuda._checks import call, check_data, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import static_sample as ops
 from samplex_cuda.ops.fused_loss import StaticLaw
@@ -332,7 +332,7 @@ class Unigram(StaticSampler):
     def _check_counts(counts: Tensor | np.ndarray | Sequence[float]) -> np.ndarray:
         """Counts as float64 [C]."""
         if isinstance(counts, Tensor):
-            counts = counts.detach().cpu().double().numpy()
+            counts = check_data("unigram", "counts", counts).detach().cpu().double().numpy()
         array = np.asarray(counts)
         if array.dtype.kind not in "iufb":
             raise TypeError(f"unigram: counts must be numbers, got {array.dtype}")

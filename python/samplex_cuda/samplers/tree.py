@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import samplex_cuda.tree_fit as fitting
-from samplex_cuda._checks import call, check_int, describe
+from samplex_cuda._checks import call, check_data, check_int, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import tree as ops
 from samplex_cuda.ops import tree_shared
@@ -74,6 +74,8 @@ class Tree(Sampler):
         if not isinstance(bias, Tensor) or bias.shape != (leaves,) or not bias.is_floating_point():
             raise ValueError(f"tree: bias must be [{leaves}] floating point, got {describe(bias)}")
         check_int64("tree", "leaf_class", leaf_class)
+        for name, t in (("weights", weights), ("bias", bias), ("leaf_class", leaf_class)):
+            check_data("tree", name, t)
         if leaf_class.shape != (leaves,):
             raise ValueError(f"tree: leaf_class must be [{leaves}] int64, got {describe(leaf_class)}")
         real = torch.nonzero(leaf_class >= 0).squeeze(1)
@@ -103,7 +105,7 @@ class Tree(Sampler):
                 )
             self._identity = False
         # The options of `fit` as JSON, so that `refit` after `load_state_dict` fits as before.
-        self.register_buffer("fit_options", torch.empty(0, dtype=torch.uint8))
+        self.register_buffer("fit_options", torch.empty(0, dtype=torch.uint8, device=weights.device))
         self.register_buffer("mean", mean.detach().to(torch.float32).contiguous().clone())
         self.register_buffer("projection", projection.detach().to(torch.float32).contiguous().clone())
 
@@ -147,9 +149,10 @@ class Tree(Sampler):
             >>> tree.sample(x[:4], 5, exclude=y[:4]).ids.shape
             torch.Size([4, 5])
         """
-        mean, projection = fitting.fit_pca(x, dim, whiten=whiten, seed=seed)
-        z = fitting.project(x, mean, projection)
-        fitted = fitting.fit_tree(z, y, num_classes, reg=reg, seed=seed, progress=progress, **options)
+        with torch.device(x.device if isinstance(x, Tensor) else "cpu"):  # whatever the default device is
+            mean, projection = fitting.fit_pca(x, dim, whiten=whiten, seed=seed)
+            z = fitting.project(x, mean, projection)
+            fitted = fitting.fit_tree(z, y, num_classes, reg=reg, seed=seed, progress=progress, **options)
         tree = cls(fitted.weights, fitted.bias, fitted.leaf_class, mean=mean, projection=projection, dtype=dtype)
         tree._set_options({"reg": reg, "whiten": whiten, "seed": seed, **options})
         tree._report = fitting.describe_fit(fitted)

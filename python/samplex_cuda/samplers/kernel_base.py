@@ -1,0 +1,564 @@
+"""`KernelSampler`: draws by a kernel over a tree of feature sums (Blanc & Rendle 2018, Rawat et al. 2019).
+
+The law and its rules are in docs/kernel_tree.md and, in plain torch, in `samplex_cuda.reference.kernel_tree`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplex_cuda import rff
+from samplex_cuda._checks import call, check_data, describe
+from samplex_cuda.draw import Draw
+from samplex_cuda.ops import kernel_tree as ops
+from samplex_cuda.ops.static_sample import sort_exclude
+from samplex_cuda.rng import Key, key_tensor
+from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
+from samplex_cuda.samplers.progress import bar
+from samplex_cuda.samplers.stored import finite_error, shape_error
+from samplex_cuda.tables import empty_table
+
+__all__ = ["KernelSampler"]
+
+_CHUNK_BYTES = 8 << 20  # of features at a time: they stay in the cache until they are summed
+_CLIPPED = 0.1  # share of negative estimates from which on a warning is due
+_WATCHED = 8  # one call of so many on a CUDA device sends its share to the host
+_MOST_SUM = 1e30  # of features over all classes: a product with the features of a query must stay in float32
+_MOST_ROW = 1e15  # of the numbers of a row: its distance from a query must stay in float32
+_MOST_QUERY = 1e15  # a longer query is shortened to this
+_LOST = 64.0  # a leaf that was so many times larger is summed anew: the rest of a difference has few digits
+
+
+class KernelSampler(Sampler):
+    """What `Quadratic` and `RandomFourier` share: q(c | h) about proportional to a kernel K(h, c) of the class rows.
+
+    The sampler keeps a copy of the class rows (an update needs the old ones) and, for every node of a balanced tree
+    over the classes, the sum of their features. `update` follows the rows that changed, `rebuild` starts anew.
+
+    Sums are in float32. A table whose sums would leave its range is refused, and the sampler stays as it was; a query
+    with a number above 1e15 (less for long rows) is shortened to it. Threads may share a sampler: one call at a time
+    reads or changes the tree. A `rebuild` or `update` that was interrupted (Ctrl-C) leaves a valid sampler: the next
+    call sums the rows it finds anew.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> isinstance(sx.samplers.Quadratic(torch.randn(10, 4)), sx.samplers.KernelSampler)
+        True
+    """
+
+    follows_rows = True
+    rows: Tensor
+    sums: Tensor
+    omega: Tensor | None
+    shift: Tensor
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        kind: str,
+        kernel: str,
+        scale: float,
+        epsilon: float,
+        normalize: bool,
+        num_features: int,
+        key: Key | Tensor | None,
+        progress: bool,
+    ) -> None:
+        super().__init__()
+        self._lock = threading.RLock()  # of the tree: whoever reads or changes it
+        self._mixed = False  # whether a change is under way, or was interrupted: the sums are not those of the rows
+        self._peak: Tensor | None = None  # [leaves] largest sum that each leaf has had since it was summed anew
+        self._longest = _MOST_QUERY
+        self._check_table("weight", weight)
+        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0.0 <= epsilon < 1.0:
+            raise ValueError(f"{self._op}: epsilon must be a number in [0, 1), got {epsilon!r}")
+        self.num_classes, self.dim = weight.shape
+        self.kind, self.kernel, self.scale = kind, kernel, float(scale)
+        self.epsilon, self.normalize, self.has_bias = float(epsilon), bool(normalize), bias is not None
+        self._check_bias(bias, self.num_classes)
+        width = self.dim + self.has_bias
+        numbers = rff.num_numbers(kind, width, num_features)
+        self.leaf_size = min(self.num_classes, max(1, -(-(numbers if kind == "quadratic" else num_features) // width)))
+        self.num_numbers = numbers
+        omega = None
+        if kind != "quadratic":
+            omega = rff.frequencies(width, num_features, nu=self.scale, kind=kind, key=key, device=weight.device)
+        self._warned = False
+        self._share: Tensor | None = None  # on the host, on its way from a CUDA device
+        self._calls = 0
+        self._shift = 0.0
+        leaves = 1 << self.depth
+        stride = ops.padded(numbers, ops.FEATURE_ALIGN)
+        self._check_finite("weight", weight, bias)
+        self.register_buffer("omega", omega)
+        self.register_buffer("shift", torch.zeros((), dtype=torch.float64, device=weight.device))
+        self.register_buffer(
+            "rows", empty_table(self.num_classes, ops.padded(width, ops.ROW_ALIGN), device=weight.device).zero_()
+        )
+        self.register_buffer("sums", empty_table(2 * leaves, stride, device=weight.device).zero_())
+        self._fill(weight, bias, progress)
+
+    # -------------------------------------------------------------------------------------------- shape
+    @property
+    def depth(self) -> int:
+        """Levels of the tree; 0 where all classes fit into one leaf."""
+        return (-(-self.num_classes // self.leaf_size) - 1).bit_length()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the sampler's own copy of the class rows, of the node sums, of the frequencies, and of all.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sx.samplers.RandomFourier(torch.randn(1000, 64), num_features=128).memory()["rows"]
+            256000
+        """
+        parts = {"rows": self.rows.nbytes, "sums": self.sums.nbytes}
+        parts["omega"] = 0 if self.omega is None else self.omega.nbytes
+        parts["total"] = sum(parts.values())
+        return parts
+
+    # -------------------------------------------------------------------------------------------- draws
+    def sample(
+        self,
+        h: Tensor | None,
+        num_samples: int,
+        *,
+        shared: bool = False,
+        key: Key | Tensor | None = None,
+        exclude: Exclude | None = None,
+        context: Tensor | None = None,
+        batch_size: int | None = None,
+    ) -> Draw:
+        """Draw `num_samples` classes for each query h [*, d]; see `Sampler.sample`.
+
+        `exclude` is exact: the law conditioned on the other classes. `shared` draws: from the mean of the rows' laws.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> weight = torch.nn.functional.normalize(torch.randn(1000, 16), dim=1)
+            >>> sampler = sx.samplers.RandomFourier(weight, num_features=256, nu=1.0)
+            >>> draw = sampler.sample(weight[:4], 8, exclude=torch.arange(4))
+            >>> draw.ids.shape, bool((draw.ids == torch.arange(4)[:, None]).any())
+            (torch.Size([4, 8]), False)
+        """
+        count = self._check_count(num_samples)
+        with self._in_order():
+            if shared:
+                return self._sample_shared(h, count, key, exclude, context, batch_size)
+            return self._sample_rows(h, count, key, exclude, batch_size)
+
+    def _sample_rows(
+        self, h: Tensor | None, count: int, key: Key | Tensor | None, exclude: Exclude | None, batch_size: int | None
+    ) -> Draw:
+        query, phi = self._query(h)
+        self._check_batch(query, batch_size, None)
+        flat, offsets = sort_exclude(self._check_exclude(exclude, query.device, query.shape[0]))
+        pair = key_tensor(self._op, key, query.device)
+        ids, log_q, clipped = call(
+            ops.kernel_tree_sample, pair, query, phi, self.rows, self.sums, *self._law(), count, flat, offsets
+        )
+        self._watch(clipped)
+        return Draw(ids, log_q)
+
+    def log_prob(
+        self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None
+    ) -> Tensor:
+        """Log-probability of given ids, the same numbers as the log_q of a draw; see `Sampler.log_prob`."""
+        check_int64(self._op, "ids", ids)
+        with self._in_order():
+            return self._log_prob(h, ids, exclude)
+
+    def _log_prob(self, h: Tensor | None, ids: Tensor, exclude: Exclude | None) -> Tensor:
+        query, phi = self._query(h)
+        batch = query.shape[0]
+        if ids.device != query.device:
+            raise ValueError(f"{self._op}: ids must be on {query.device}, got {ids.device}")
+        if ids.dim() == 2 and ids.shape[0] == batch:
+            wanted = ids
+        elif ids.dim() == 1:
+            wanted = ids.unsqueeze(1) if ids.shape[0] == batch else ids.expand(batch, -1)
+        else:
+            raise ValueError(f"{self._op}: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
+        flat, offsets = sort_exclude(self._check_exclude(exclude, query.device, batch))
+        out = call(
+            ops.kernel_tree_log_prob, query, phi, wanted.contiguous(), self.rows, self.sums, *self._law(), flat, offsets
+        )
+        return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
+
+    def log_prob_all(self, h: Tensor | None = None) -> Tensor:
+        """Log-probability of every class, [B, C] float32, in chunks of classes."""
+        with self._in_order():
+            return self._log_prob_all(h)
+
+    def sample_and_score(self, *args: Any, **options: Any) -> tuple[Draw, Tensor]:
+        """See `Sampler.sample_and_score`; both are of one state of the tree."""
+        with self._in_order():
+            return super().sample_and_score(*args, **options)
+
+    def _in_order(self) -> contextlib.AbstractContextManager[None]:
+        """Nobody changes the tree inside, and its sums are those of its rows."""
+        return contextlib.nullcontext() if torch.compiler.is_compiling() else self._held()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        with self._lock:
+            if self._mixed:
+                self._sum_up(False)
+            yield
+
+    def _log_prob_all(self, h: Tensor | None) -> Tensor:
+        query, phi = self._query(h)
+        out = query.new_empty(query.shape[0], self.num_classes)
+        chunk = max(1, (1 << 20) // max(1, query.shape[0]))
+        for begin in range(0, self.num_classes, chunk):
+            end = min(begin + chunk, self.num_classes)
+            ids = torch.arange(begin, end, device=query.device).expand(query.shape[0], -1).contiguous()
+            out[:, begin:end] = call(ops.kernel_tree_log_prob, query, phi, ids, self.rows, self.sums, *self._law())
+        return out
+
+    def _law(self) -> tuple[int, str, float, float]:
+        return self.leaf_size, self.kernel, self.scale, self.epsilon
+
+    def _query(self, h: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries [B, dim] as the leaves see them, and their features."""
+        if not isinstance(h, Tensor) or h.dim() < 1 or not h.is_floating_point() or h.shape[-1] != self.dim:
+            got = describe(h) if isinstance(h, Tensor) else type(h).__name__
+            raise ValueError(f"{self._op}: h must be [*, {self.dim}] floating point, got {got}")
+        if h.device != self.rows.device:
+            raise ValueError(f"{self._op}: h must be on {self.rows.device}, where the tree is, got {h.device}")
+        flat = h.detach().reshape(-1, self.dim).to(torch.float32)
+        if self.normalize:
+            flat = torch.nn.functional.normalize(flat, dim=1)
+        if self.has_bias:
+            flat = torch.nn.functional.pad(flat, (0, 1), value=1.0)
+        # Exactly 1 for all but absurd queries, whose features would overflow: no bit of the others changes.
+        flat = flat * (self._longest / torch.linalg.vector_norm(flat, math.inf, 1, keepdim=True)).clamp(max=1.0)
+        return ops.pad_columns(flat, ops.ROW_ALIGN), self._features(flat, 0.0)
+
+    def _features(self, x: Tensor, shift: float) -> Tensor:
+        """phi of rows [n, width] times e^shift ("positive"), zero columns up to the stride of the sums."""
+        if self.kind == "quadratic":
+            phi = rff.features(x, kind="quadratic", alpha=self.scale)
+        else:
+            phi = rff.features(x, self.omega, kind=self.kind, nu=self.scale, shift=shift)
+        return ops.pad_columns(phi, ops.FEATURE_ALIGN)
+
+    def _watch(self, clipped: Tensor) -> None:
+        """Warn once where too much of the estimated mass is negative."""
+        if self._warned or clipped.numel() == 0 or torch.compiler.is_compiling():
+            return
+        share = self._earlier_share(clipped) if clipped.is_cuda else float(clipped.nanmean())
+        if not share > _CLIPPED:
+            return
+        self._warned = True
+        wanted = math.ceil(2.7 * math.exp(min(2.0 * self.scale, 60.0)))
+        warnings.warn(
+            f"{self._op}: {share:.0%} of the estimated kernel mass is negative and counts as 0, so q is far from the "
+            f"kernel (log_q stays exact). For rows of length 1, num_features above about {wanted:,} is enough at nu = "
+            f"{self.scale:g}; a smaller nu needs fewer, normalize=True shortens longer rows, and kind='positive' has "
+            "no negative estimates.",
+            stacklevel=3,
+        )
+
+    def _earlier_share(self, clipped: Tensor) -> float:
+        """The share of an earlier call, so that no call waits for the device: 0 until the first one has arrived."""
+        if torch.cuda.is_current_stream_capturing():
+            return 0.0
+        if self._share is None:
+            self._share = torch.zeros((), pin_memory=True)
+        share = float(self._share)
+        if self._calls % _WATCHED == 0:
+            self._share.copy_(clipped.nanmean(), non_blocking=True)
+        self._calls += 1
+        return share
+
+    # -------------------------------------------------------------------------------------------- changes
+    def update(self, ids: Tensor, rows: Tensor, bias: Tensor | None = None) -> None:
+        """These rows of the class table changed: O(D (d + log C)) for each, nothing else is touched.
+
+        A row that is not finite is refused, and the tree stays as it was.
+
+        Args:
+            ids: [n] int64, each class at most once, any order.
+            rows: [n, d] floating point, their new rows.
+            bias: [n] their new biases, where the sampler has a bias.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> weight = torch.nn.functional.normalize(torch.randn(1000, 16), dim=1)
+            >>> sampler = sx.samplers.RandomFourier(weight, num_features=256, nu=1.0)
+            >>> sampler.update(torch.tensor([3, 700]), weight[:2])
+        """
+        check_int64(self._op, "ids", ids)
+        if ids.dim() != 1:
+            raise ValueError(f"{self._op}: ids must be [n], got {describe(ids)}")
+        self._check_table("rows", rows, ids.shape[0])
+        self._check_bias(bias, ids.shape[0])
+        for name, t in (("ids", ids), ("rows", rows)):
+            if t.device != self.rows.device:
+                raise ValueError(f"{self._op}: {name} must be on {self.rows.device}, where the tree is, got {t.device}")
+        if ids.shape[0] == 0:
+            return
+        order = ids.argsort()
+        ids = ids[order]
+        low, high = int(ids[0]), int(ids[-1])
+        if low < 0 or high >= self.num_classes:
+            bad = low if low < 0 else high
+            raise IndexError(f"{self._op}: ids must be in [0, {self.num_classes}), got {bad}")
+        same = ids[1:] == ids[:-1]
+        if bool(same.any()):
+            raise ValueError(f"{self._op}: ids must be different, got {int(ids[1:][same][0])} twice")
+        self._check_finite("rows", rows, bias)
+        with torch.no_grad(), self._held():
+            self._change(ids, rows, bias, order)
+
+    def _change(self, ids: Tensor, rows: Tensor, bias: Tensor | None, order: Tensor) -> None:
+        """`update` of ids [n], ascending, by the rows at `order`."""
+        width = self.dim + self.has_bias
+        # From half of the rows on a rebuild is cheaper; rows much shorter than all others ask for another shift.
+        shrunk = self.kind == "positive" and self._shift > 32.0 + self._decay(self._own(rows, bias, slice(None)))
+        everything = 2 * ids.shape[0] >= self.num_classes or shrunk
+        before = self.rows[ids, :width]
+        self._mixed = True
+        for part in self._chunks(ids.shape[0]):
+            some, new = ids[part], self._own(rows, bias, order[part])
+            if not everything:
+                old = self._features(before[part], self._shift)
+                ops.kernel_tree_update(self.sums, self._features(new, self._shift), old, some, self.leaf_size)
+            self.rows[some, :width] = new
+        if everything:
+            fine = self._sum_up(False)
+        else:
+            self._sum_lost_leaves((ids // self.leaf_size).unique_consecutive())
+            ops.kernel_tree_parents(self.sums, ids // self.leaf_size)
+            fine = self._measure()
+        if not fine:
+            self.rows[ids, :width] = before
+            self._sum_up(False)
+            self._refuse_rows("rows", rows, bias)
+        self._mixed = False
+
+    def _sum_lost_leaves(self, touched: Tensor) -> None:
+        """Sums leaves anew that were much larger before: (others + large) - large has lost the digits of the others."""
+        leaves = self.sums.shape[0] // 2
+        if self.kind in ("rff", "orf"):
+            return  # all features are of one size
+        if self._peak is None:
+            self._peak = torch.linalg.vector_norm(self.sums[leaves:], math.inf, 1)
+        lost = []
+        for part in touched.split(max(1, _CHUNK_BYTES // (self.sums.shape[1] * 4))):
+            now = torch.linalg.vector_norm(self.sums[leaves + part], math.inf, 1)
+            peak = torch.maximum(self._peak[part], now)
+            self._peak[part] = peak
+            lost.append(part[peak > _LOST * now])
+        for leaf in torch.cat(lost).tolist():
+            own = self.rows[leaf * self.leaf_size : (leaf + 1) * self.leaf_size, : self.dim + self.has_bias]
+            phi = self._features(own.contiguous(), self._shift)
+            ops.kernel_tree_build(self.sums, phi, leaf * self.leaf_size, self.leaf_size)
+            self._peak[leaf] = self.sums[leaves + leaf].abs().amax()
+
+    def _measure(self) -> bool:
+        """Whether the sums of all classes are in range; how long a query may be then."""
+        most = float(self.sums[1].abs().amax())
+        if not most <= _MOST_SUM:  # nan too
+            return False
+        self._longest = _MOST_QUERY
+        if self.kind == "quadratic":
+            room = 1e37 / (self.num_numbers * math.sqrt(2.0 * self.scale) * max(most, 1.0))
+            self._longest = min(_MOST_QUERY, math.sqrt(room))
+        return True
+
+    def _refuse_rows(self, name: str, rows: Tensor, bias: Tensor | None) -> None:
+        most = max(float(t.detach().abs().amax()) for t in (rows, bias) if t is not None and t.numel())
+        raise ValueError(
+            f"{self._op}: {name} must have features that sum up within float32, got numbers up to {most:g}. "
+            f"{self._way_out()}"
+        )
+
+    def _way_out(self) -> str:
+        smaller = f", use normalize=True or a nu smaller than {self.scale:g}" if self.kind == "positive" else ""
+        return f"Scale the rows down{smaller}; the sampler is as it was before"
+
+    def rebuild(self, weight: Tensor, bias: Tensor | None = None, *, progress: bool = False) -> None:
+        """Build the tree anew from the whole class table [C, d] (and bias [C]), in chunks, on all threads.
+
+        Args:
+            weight: [C, d].
+            bias: [C], where the sampler has a bias.
+            progress: show a progress bar on a terminal.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sampler = sx.samplers.Quadratic(torch.zeros(100, 8))
+            >>> sampler.rebuild(torch.randn(100, 8))
+        """
+        self._check_table("weight", weight, self.num_classes)
+        self._check_bias(bias, self.num_classes)
+        if weight.device != self.rows.device:
+            raise ValueError(
+                f"{self._op}: weight must be on {self.rows.device}, where the tree is, got {weight.device}"
+            )
+        self._check_finite("weight", weight, bias)
+        with self._held():
+            self._fill(weight, bias, progress)
+
+    def _chunks(self, count: int) -> Iterator[slice]:
+        """Rows whose features are made at once: whole leaves."""
+        leaf = max(1, _CHUNK_BYTES // (self.sums.shape[1] * 4) // self.leaf_size) * self.leaf_size
+        return (slice(begin, min(begin + leaf, count)) for begin in range(0, count, leaf))
+
+    def _own(self, weight: Tensor, bias: Tensor | None, which: slice | Tensor) -> Tensor:
+        """Rows as the tree keeps them, [n, width] float32."""
+        rows = weight.detach()[which].to(torch.float32)
+        if self.normalize:
+            rows = torch.nn.functional.normalize(rows, dim=1)
+        if bias is not None:
+            rows = torch.cat([rows, bias.detach()[which].to(torch.float32).unsqueeze(1)], 1)
+        return rows.contiguous()
+
+    @torch.no_grad()
+    def _fill(self, weight: Tensor, bias: Tensor | None, progress: bool) -> None:
+        width = self.dim + self.has_bias
+        # The rows come last: until then an interrupted call can go back to the old ones.
+        fine = self._sum_up(progress, lambda part: self._own(weight, bias, part))
+        self._mixed = True
+        if not fine:
+            self._sum_up(False)
+            self._refuse_rows("weight", weight, bias)
+        for part in self._chunks(self.num_classes):
+            self.rows[part, :width] = self._own(weight, bias, part)
+        self._mixed = False
+
+    @torch.no_grad()
+    def _sum_up(self, progress: bool, own: Callable[[slice], Tensor] | None = None) -> bool:
+        """All sums from the rows, or from those that `own` gives; whether they are in range."""
+        width = self.dim + self.has_bias
+        if own is None:
+
+            def own(part: slice) -> Tensor:
+                return self.rows[part, :width].contiguous()
+
+        self._mixed, self._peak = True, None
+        shift = 0.0
+        if self.kind == "positive":
+            # A common factor of all features changes no probability. It keeps the exponents of long rows, about
+            # -nu |c|^2 / 2, in range. In steps of 16, so that it is 0 for short rows and seldom another later.
+            decay = min(self._decay(own(part)) for part in self._chunks(self.num_classes))
+            if not decay < _MOST_SUM:
+                return False
+            shift = 16.0 * math.floor(decay / 16.0)
+        with bar(self.num_classes, progress) as show:
+            for part in self._chunks(self.num_classes):
+                phi = self._features(own(part), shift)
+                ops.kernel_tree_build(self.sums, phi, part.start, self.leaf_size)
+                show(part.stop)
+        ops.kernel_tree_parents(self.sums)
+        self._shift = shift
+        self.shift.fill_(shift)
+        fine = self._measure()
+        self._mixed = False
+        return fine
+
+    def _decay(self, rows: Tensor) -> float:
+        """nu |c|^2 / 2 of the shortest row."""
+        return 0.5 * self.scale * float(rows.square().sum(1).min())
+
+    # -------------------------------------------------------------------------------------------- checks
+    def _check_table(self, name: str, table: Tensor, rows: int | None = None) -> None:
+        wanted = "C" if rows is None else str(rows)
+        width = "d" if rows is None else str(self.dim)
+        if not isinstance(table, Tensor):
+            raise TypeError(f"{self._op}: {name} must be a [{wanted}, {width}] tensor, got {type(table).__name__}")
+        good = table.dim() == 2 and table.is_floating_point() and table.shape[0] >= (rows is None)
+        good = good and table.shape[1] >= 1 and (rows is None or table.shape == (rows, self.dim))
+        if not good:
+            raise ValueError(f"{self._op}: {name} must be [{wanted}, {width}] floating point, got {describe(table)}")
+        check_data(self._op, name, table)
+
+    def _check_bias(self, bias: Tensor | None, rows: int) -> None:
+        if bias is None and not self.has_bias:
+            return
+        if bias is None or not self.has_bias:
+            wanted = f"[{rows}], the sampler has a bias" if self.has_bias else "None, the sampler has no bias"
+            raise ValueError(f"{self._op}: bias must be {wanted}, got {'None' if bias is None else describe(bias)}")
+        if not isinstance(bias, Tensor) or bias.shape != (rows,) or not bias.is_floating_point():
+            got = describe(bias) if isinstance(bias, Tensor) else type(bias).__name__
+            raise ValueError(f"{self._op}: bias must be [{rows}] floating point, got {got}")
+
+    def _check_finite(self, name: str, rows: Tensor, bias: Tensor | None) -> None:
+        for what, table in ((name, rows), ("bias", bias)):
+            if table is None:
+                continue
+            for begin in range(0, table.shape[0], 65536):
+                part = table.detach()[begin : begin + 65536].reshape(-1, 1 if table.dim() == 1 else table.shape[1])
+                if float(torch.linalg.vector_norm(part, math.inf)) <= _MOST_ROW:  # false for nan
+                    continue
+                fine = part.abs() <= _MOST_ROW
+                bad = int((~fine).any(1).nonzero()[0, 0])
+                if not bool(part[bad].isfinite().all()):
+                    raise ValueError(f"{self._op}: {what} must be finite, got nan or inf in row {bad + begin}")
+                most = float(part[bad].abs().amax())
+                raise ValueError(
+                    f"{self._op}: {what} must hold numbers up to {_MOST_ROW:g}, got {most:g} in row {bad + begin}. "
+                    f"{self._way_out()}"
+                )
+
+    # -------------------------------------------------------------------------------------------- module
+    def _stored_error(self, found: dict[str, Any]) -> str | None:
+        for name, value in found.items():
+            own = self.get_buffer(name)
+            if wrong := shape_error(name, value, tuple(own.shape), own.dtype, str(list(own.shape))):
+                return f"{wrong}; make the sampler with the class table and the options of the saved one"
+            if wrong := finite_error(name, value):
+                return wrong
+        return None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        with self._lock:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+            self._peak, self._mixed = None, False
+            self._measure()
+            if prefix + "shift" in state_dict:
+                self._shift = float(self.shift)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        with self._held():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: each sampler has a lock of its own."""
+        with self._held():
+            return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `__getstate__`."""
+        super().__setstate__(state)
+        self._lock = threading.RLock()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> KernelSampler:
+        kept = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        self._peak = None
+        # `.to(bfloat16)` or `.half()` of a model is not about the sampler: its law, and with it log_q, would change.
+        for name, t in kept.items():
+            now = self.get_buffer(name)
+            if now.dtype != t.dtype:
+                setattr(self, name, t.to(now.device))
+        return self
+
+    def extra_repr(self) -> str:
+        """Sizes, the kernel, and the memory it takes."""
+        return (
+            f"num_classes={self.num_classes}, dim={self.dim}, leaf_size={self.leaf_size}, depth={self.depth}, "
+            f"epsilon={self.epsilon:g}, memory={self.memory()['total'] / 1e6:.1f} MB"
+        )
