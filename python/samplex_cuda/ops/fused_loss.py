@@ -521,7 +521,8 @@ class _FunctionalLoss(torch.autograd.Function):
             assert upstream is not None
             grad_loss = upstream.new_zeros(() if plan.reduction else upstream.shape)
         lse = None if upstream is None else upstream.contiguous()
-        grad = LossGrad(plan, *kept, grad_loss.contiguous(), lse)
+        hidden, target, ids, saved = kept
+        grad = LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), lse)
         with torch.no_grad():
             return (*RowSink(False).deliver(grad, ctx.needs_input_grad[:3]), None, None, None)
 

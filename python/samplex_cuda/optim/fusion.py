@@ -9,6 +9,7 @@ weight) is noticed before anything has changed.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -157,9 +158,13 @@ class Fusion:
             if self._arrived:
                 # Another backward runs beside this one, or never came to the weight (torch.autograd.grad of h alone):
                 # what this one may leave behind is dropped at its end.
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._arrived.pop(task, None))
-            self._arrived[task] = mine = (version, [])
+                torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._forget, task))
+            mine: tuple[int, list[Entries]] = (version, [])
+            self._arrived[task] = mine
         return mine
+
+    def _forget(self, task: int) -> None:
+        self._arrived.pop(task, None)
 
     def _check_version(self, version: int) -> None:
         if version != self.weight._version:
