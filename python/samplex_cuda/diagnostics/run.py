@@ -62,7 +62,8 @@ def default_candidates(
     """Samplers that can be built from a head alone: Uniform, its own, Unigram of the counts, two kernels.
 
     `Quadratic` and `RandomFourier` (positive features, nu = scale) copy the class table; above 200,000 classes they are
-    left out. For an absolute softmax the latter makes no sense and is left out too.
+    left out, and where the batch shares its draws: theirs then cost as much as draws per row. For an absolute softmax
+    the latter makes no sense and is left out too.
 
     Args:
         head: a `SampledClassifier`.
@@ -86,7 +87,7 @@ def default_candidates(
         if not isinstance(class_counts, Tensor) or class_counts.shape != (classes,):
             raise ValueError(f"default_candidates: class_counts must be [{classes}], got {describe(class_counts)}")
         out.setdefault("Unigram", samplers.Unigram(class_counts.double().clamp_min(1.0).cpu()).to(head.weight.device))
-    if classes > KERNELS_UP_TO or not bool(head.weight.isfinite().all()):
+    if head.shared or classes > KERNELS_UP_TO or not bool(head.weight.isfinite().all()):
         return out
     weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
     if "Quadratic" not in out and head.scale != 0:
