@@ -311,8 +311,9 @@ def test_negative_sampling_scores_get_the_noise_back():
 def test_default_candidates():
     head, h, _ = make(sx.samplers.LogUniform(50), classes=50)
     found = diagnose(head, h, class_counts=torch.arange(50), num_samples=(8,), timed=False)
-    assert [law.name for law in found.laws] == ["Uniform", "LogUniform", "Unigram", "Quadratic", "RandomFourier"]
-    assert [law.own for law in found.laws] == [False, True, False, False, False]
+    names = ["Uniform", "LogUniform", "Unigram", "Quadratic", "RandomFourier", "LogUniform, shared", "Unigram, shared"]
+    assert [law.name for law in found.laws] == names
+    assert [law.own for law in found.laws] == [False, True, False, False, False, False, False]
     assert all(law.missing == 0 for law in found.laws)
     assert [point.num_samples for point in found.laws[1].points] == [4, 8]  # the head's own m, too
     assert [point.num_samples for point in found.laws[0].points] == [8]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from diagnostics_cases import D, make
 
 import samplex_cuda as sx
-from samplex_cuda.diagnostics import Diagnosis, Law, Point, advice, diagnose
+from samplex_cuda.diagnostics import Diagnosis, Law, Point, advice, diagnose, timing
 
 
 # ------------------------------------------------------------------------------------------------ words
@@ -38,7 +39,7 @@ def test_recommendation_holds_against_what_the_head_does():
     own = Law("Unigram", "Unigram", own=True, points=[point(64, 0.05, 9.0), point(128, 0.02, 20.0)])
     uniform = Law("Uniform", "Uniform", points=[point(64, 0.5, 8.0), point(128, 0.25, 19.0)])
     assert advice.recommend(table(uniform, own, samples=64)) == (
-        "Keep Unigram with m = 64: bias 5 % of the gradient; nothing that was tried gets there in less time."
+        "Keep Unigram with m = 64: bias 5 % of the gradient; nothing that was tried gets there in clearly less time."
     )
     better = Law("Tree", "Tree", points=[point(16, 0.02, 3.0)])
     text = advice.recommend(table(uniform, own, better, samples=64))
@@ -153,7 +154,7 @@ def test_strata_are_told():
     flat = Law("Uniform", "Uniform", points=[point(16, 0.4)])
     tree = Law("Tree", "Tree", stratified=True, points=[point(16, 0.3)])
     assert advice.warn(table(flat, tree)) == [
-        "Tree: the head draws in strata; bias and std are of independent draws, which vary more."
+        "Tree: stratified draws; bias and std are of independent draws, which vary more."
     ]
 
 
@@ -168,29 +169,120 @@ def test_a_head_that_draws_in_strata():
     found = diagnose(head, x[:40], y=y[:40], num_samples=(8,))
     assert [(law.name, law.stratified) for law in found.laws[:2]] == [("Uniform", False), ("Tree", True)]
     assert (True, True) in calls  # what is timed is what the head does
-    assert any(text.startswith("Tree: the head draws in strata") for text in found.warnings)
+    assert any(text.startswith("Tree: stratified draws") for text in found.warnings)
     head.stratified = False
     calls.clear()
-    assert not any(law.stratified for law in diagnose(head, x[:40], y=y[:40], num_samples=(8,)).laws)
-    assert (True, True) not in calls
+    found = diagnose(head, x[:40], y=y[:40], num_samples=(8,))
+    assert [law.name for law in found.laws if law.stratified] == ["Tree, stratified"]  # offered, not what the head does
+    assert not any(law.stratified for law in diagnose(head, x[:40], y=y[:40], candidates=[tree], num_samples=(8,)).laws)
 
 
-def test_the_clock_leaves_the_first_run_out(monkeypatch):
+def test_the_first_round_does_not_count(monkeypatch):
     """Also a long one: what torch does once in a process is no part of a step."""
-    now, runs = [0.0], []
-    monkeypatch.setattr(sx.diagnostics.run.time, "perf_counter", lambda: now[0])
+    now, found = [0.0], {}
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing, "_used", lambda: None)
 
-    def clock(*seconds):
-        runs.clear()
+    def job(name, *seconds):
+        runs = []
 
-        def one():
+        def run():
             now[0] += seconds[min(len(runs), len(seconds) - 1)]
             runs.append(1)
 
-        return sx.diagnostics.run._clock(one, torch.device("cpu")), len(runs)
+        return timing.Job(run, lambda median, error: found.update({name: (median, error, len(runs))}), 2.0)
 
-    assert clock(9.0, 0.02, 0.01, 0.02) == (pytest.approx(10), 7)  # until 0.1 s
-    assert clock(9.0, 3.0) == (pytest.approx(3000), 2)  # one is enough where it is long
+    assert timing.measure([job("a", 9.0, 0.2, 0.1, 0.3), job("b", 9.0, 3.0)], torch.device("cpu")) is None
+    assert found["a"] == (pytest.approx(400), pytest.approx(200), 4)  # three that count: enough where they are long
+    assert found["b"] == (pytest.approx(6000), 0.0, 4)
+    found.clear()
+    timing.measure([job("a", 0.001)], torch.device("cpu"))
+    assert found["a"][2] == 16
+
+
+def test_medians_do_not_follow_a_busy_moment():
+    assert timing.spread([1.0, 1.1, 0.9, 1.0, 30.0]) == (1.0, pytest.approx(0.05, abs=0.06))
+    assert timing.spread([2.0]) == (2.0, 0.0)
+
+
+def test_other_processes_are_counted(monkeypatch):
+    cores = os.cpu_count()
+    used, now = iter([(100.0, 5.0), (100.0 + 10.0 * cores, 15.0)]), iter([0.0, 10.0])
+    monkeypatch.setattr(timing, "_used", lambda: next(used))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: cores)
+    # All cores are used, one of them by us: the others lack for our threads.
+    assert timing.Load().lacking() == pytest.approx(cores - 1)
+
+
+def timed(m, bias, ms, error=0.0):
+    return point(m, bias, ms, step_error=error)
+
+
+def test_no_recommendation_inside_the_noise():
+    own = Law("Unigram", "Unigram", own=True, points=[timed(64, 0.3, 10.0, 1.0)])
+    near = Law("Tree", "Tree", points=[timed(64, 0.3, 8.0, 1.0)])
+    sure = Law("Tree", "Tree", points=[timed(64, 0.3, 3.0, 1.0)])
+    found = table(own, near)
+    found.head_samples = 64
+    assert advice.recommend(found).startswith("Keep Unigram with m = 64")
+    found = table(own, sure)
+    found.head_samples = 64
+    assert advice.recommend(found).startswith("Tree with m = 64 gives the bias of Unigram")
+    found.lacking = 1.2
+    said = advice.recommend(found)
+    assert said.startswith("No recommendation: 1.2 cores were missing")
+    assert "Tree" not in said
+    assert any("1.2 cores were missing" in text for text in advice.warn(found))
+
+
+def test_what_the_times_do_not_tell_apart_is_told_by_bias():
+    own = Law("Unigram", "Unigram", own=True, points=[timed(64, 0.3, 50.0, 1.0)])
+    for fast, slow in ((3.0, 3.5), (3.5, 3.0)):  # noise that swaps them
+        a = Law("A", "Tree", points=[timed(64, 0.2, fast, 0.4)])
+        b = Law("B", "Tree", points=[timed(64, 0.1, slow, 0.4)])
+        found = table(own, a, b)
+        found.head_samples = 64
+        assert advice.recommend(found).startswith("B with m = 64")
+
+
+def test_shared_draws_are_proposed_where_they_are_many_enough():
+    own = Law("Unigram", "Unigram", own=True, points=[timed(64, 0.3, 50.0, 1.0)])
+    few = Law("Unigram, shared", "Unigram", shared=True, points=[timed(64, 0.3, 1.0)])
+    many = Law("Unigram, shared", "Unigram", shared=True, points=[timed(64, 0.3, 1.0), timed(1024, 0.1, 5.0)])
+    found = table(own, few)
+    found.head_samples = 64
+    assert advice.recommend(found).startswith("Keep Unigram")
+    found = table(own, many)
+    found.head_samples = 64
+    assert advice.recommend(found).startswith(
+        "Unigram, shared with m = 1,024 has a third of the bias of Unigram with m"
+    )
+
+
+def test_candidates_are_drawn_from_in_other_ways_too():
+    torch.manual_seed(0)
+    x, y = torch.randn(300, D), torch.randint(40, (300,))
+    tree = sx.samplers.Tree.fit(x, y, num_classes=40, dim=3, progress=False)
+    head = sx.SampledClassifier(D, 40, tree, 8)
+    found = diagnose(head, x[:40], y=y[:40], num_samples=(8,), class_counts=torch.arange(40))
+    laws = {law.name: law for law in found.laws}
+    assert {"Tree, shared", "Tree, stratified", "Unigram, shared"} <= set(laws)
+    assert [p.num_samples for p in laws["Unigram, shared"].points] == [128]
+    assert (laws["Tree"].shared, laws["Tree, shared"].shared, laws["Tree, stratified"].stratified) == (
+        False,
+        True,
+        True,
+    )
+    assert all(p.step_ms > 0 for law in found.laws for p in law.points)
+    assert [law.name for law in found.laws if law.own] == ["Tree"]
+    # The numbers of a way are those of a head that draws so.
+    other = sx.SampledClassifier(D, 40, tree, 8, shared=True)
+    other.load_state_dict(head.state_dict())
+    same = diagnose(other, x[:40], y=y[:40], num_samples=(128,), class_counts=torch.arange(40), timed=False)
+    here = next(law for law in same.laws if law.name == "Unigram").points[0]
+    assert laws["Unigram, shared"].points[0].bias == pytest.approx(here.bias)
+    assert "Unigram, per row" in [law.name for law in same.laws]
 
 
 def test_warnings_of_samplers_are_kept():
@@ -257,7 +349,7 @@ def test_progress_is_told():
     lines = []
     diagnose(head, h, num_samples=(4,), on_progress=lines.append)
     assert lines[0] == "softmax of 5 rows over 60 classes"
-    assert "Quadratic: time" in lines
+    assert lines[-1] == "times"
 
 
 def test_logits_of_thousands_stay_numbers():

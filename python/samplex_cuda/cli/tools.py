@@ -200,11 +200,13 @@ def diagnose(
             dataset = train if dataset is None else dataset
             counts = train.class_counts()
     h, features, y, context = _some_rows(encoder, head, dataset, rows, seed)
-    candidates = sx.diagnostics.default_candidates(head, counts, seed=seed)
+    candidates: dict[str, Any] = dict(sx.diagnostics.default_candidates(head, counts, seed=seed))
     # Without features the head's own sampler is none that has a tree, or one that looks at h.
     if tree_rows and features is None and head.num_classes <= TREE_UP_TO and not _has_tree(head.sampler):
         with out.busy("a tree of training examples"):
             candidates |= _tree_candidate(out, encoder, head, train, tree_rows, seed)
+    own = {name: one for name, one in candidates.items() if isinstance(one, samplers.Sampler)}
+    candidates |= sx.diagnostics.other_ways(head, own)
     with out.busy(f"{len(h):,} rows"):
         found = sx.diagnostics.diagnose(
             head,
@@ -236,10 +238,11 @@ def _has_tree(sampler: Any) -> bool:
     return any(isinstance(part, samplers.Tree) for part in ([] if sampler is None else sampler.modules()))
 
 
-def _tree_candidate(
-    out: Output, encoder: Any, head: Any, train: data.Dataset, rows: int, seed: int
-) -> dict[str, samplers.Sampler]:
-    """A tree fitted to h of training examples, with the uniform part that sampled softmax wants beside it."""
+def _tree_candidate(out: Output, encoder: Any, head: Any, train: data.Dataset, rows: int, seed: int) -> dict[str, Any]:
+    """A tree fitted to h of training examples, with the uniform part that sampled softmax wants beside it.
+
+    Where h does not change in training, also stratified draws of the tree alone.
+    """
     h, _, y, _ = _some_rows(encoder, head, train, rows, seed)
     keep = (y >= 0) & h.isfinite().all(1)
     h, y = h[keep].float().cpu(), y[keep].cpu()
@@ -249,7 +252,10 @@ def _tree_candidate(
     classes, dim = head.num_classes, min(TREE_DIM, h.shape[1], len(y))
     tree = samplers.Tree.fit(h, y, num_classes=classes, dim=dim, seed=seed, progress=False)
     mixed = samplers.Mixture([(tree, 0.9), (samplers.Uniform(classes), 0.1)])
-    return {"Tree + Uniform": mixed.to(head.weight.device)}
+    found: dict[str, Any] = {"Tree + Uniform": mixed.to(head.weight.device)}
+    if not any(p.requires_grad for p in encoder.parameters()) and head.loss.needs.weighted_draws:
+        found["Tree, stratified"] = sx.diagnostics.Candidate(tree, True, True)
+    return found
 
 
 @torch.no_grad()

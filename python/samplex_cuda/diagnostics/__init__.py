@@ -3,11 +3,12 @@
     diagnose        measures every candidate sampler on rows of a trained or training head
     Diagnosis       what it found: `table()`, `plot(path)`, `as_dict()`, `recommendation`, `warnings`
     Law, Point      one sampler; one sampler with one number of samples
+    Candidate       a sampler with the way it is drawn from: per row, shared, stratified
 
 See docs/diagnostics.md.
 """
 
 from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
-from samplex_cuda.diagnostics.run import default_candidates, diagnose
+from samplex_cuda.diagnostics.run import Candidate, default_candidates, diagnose, other_ways
 
-__all__ = ["Diagnosis", "Law", "Point", "default_candidates", "diagnose"]
+__all__ = ["Candidate", "Diagnosis", "Law", "Point", "default_candidates", "diagnose", "other_ways"]

@@ -16,6 +16,7 @@ WORSE = 1.05  # times the bias of Uniform
 SAME_COST = 1.2  # times the cost of the reference
 FAR_LESS = 0.7  # times its bias
 FEW_ROWS = 32
+SHARED_PER_ROW = 16  # 64 draws per row, or 1,024 shared
 _ORACLES = ("Softmax", "Quartic")  # O(C) a draw: never recommended without a time that says so
 _FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 7: "a seventh", 8: "an eighth"}
 _FRACTIONS |= {9: "a ninth", 10: "a tenth"}
@@ -37,22 +38,29 @@ def recommend(found: Diagnosis) -> str:
     if not points:
         return "Nothing was measured."
     reference = _reference(found)
-    goal = max(reference[1].bias * 1.02, NEGLIGIBLE * found.gradient_norm)
     timed = all(point.step_ms is not None for _, point in points)
+    if timed and found.busy:
+        return (
+            f"No recommendation: {found.lacking:.1f} cores were missing while steps were timed, because of other "
+            "processes, so times cannot be compared. Run it again on a quiet machine, or without times (timed=False, "
+            f"--no-timed). {_name(*reference)} has a bias of {_percent(found, reference[1])} of the gradient."
+        )
+    points = [pair for pair in points if _comparable(pair, reference, timed)]
+    goal = max(reference[1].bias * 1.02, NEGLIGIBLE * found.gradient_norm)
     # A bias that was measured counts with its noise, but for the one that all are held against.
     good = [pair for pair in points if _upper(pair[1]) <= goal and (timed or pair[0].kind not in _ORACLES)]
     good = good if any(pair[1] is reference[1] for pair in good) else [*good, reference]
-    law, best = min(good, key=lambda pair: _cost(pair[1], timed))
+    law, best = _cheapest(good, timed)
     words = []
-    if found.full_ms is not None and timed and found.full_ms <= _cost(best, timed)[0]:
+    if found.full_ms is not None and timed and found.full_ms + 2.0 * found.full_error <= _low(best, timed):
         words.append(
             f"The full softmax takes {_ms(found.full_ms)} ms a step here, no more than {_name(law, best)} "
             f"({_ms(best.step_ms)} ms), and has no bias: loss='full_softmax' is the better choice at this C."
         )
-    if (law is reference[0] and best is reference[1]) or _cost(best, timed) >= _cost(reference[1], timed):
+    if (law is reference[0] and best is reference[1]) or not _clearly_less(best, reference[1], timed):
         words.append(
             f"Keep {_name(*reference)}: bias {_percent(found, reference[1])} of the gradient; nothing that was tried "
-            f"gets there {'in less time' if timed else 'with fewer samples'}."
+            f"gets there {'in clearly less time' if timed else 'with fewer samples'}."
         )
     else:
         words.append(_compare(found, law, best, reference, timed))
@@ -65,6 +73,42 @@ def recommend(found: Diagnosis) -> str:
             f"The bias is still large; the lowest that was tried is {_percent(found, lowest[1])}, {_name(*lowest)}."
         )
     return " ".join(words)
+
+
+def _comparable(pair: tuple[Law, Point], reference: tuple[Law, Point], timed: bool) -> bool:
+    """Whether a point may be held against the reference.
+
+    Bias and std are of one row. Rows that share their draws also share their noise, which the mean over a batch does
+    not reduce, so shared draws count as a sixteenth. Numbers of samples alone say nothing about their costs.
+    """
+    (law, point), (base, at) = pair, reference
+    if law.shared == base.shared:
+        return True
+    if not timed:
+        return False
+    if law.shared:
+        return point.num_samples >= SHARED_PER_ROW * at.num_samples
+    return SHARED_PER_ROW * point.num_samples >= at.num_samples
+
+
+def _low(point: Point, timed: bool) -> float:
+    return (point.step_ms or 0.0) - 2.0 * point.step_error if timed else float(point.num_samples)
+
+
+def _high(point: Point, timed: bool) -> float:
+    return (point.step_ms or 0.0) + 2.0 * point.step_error if timed else float(point.num_samples)
+
+
+def _clearly_less(point: Point, base: Point, timed: bool) -> bool:
+    """Whether it is cheaper by more than the noise of both times."""
+    return _high(point, timed) < _low(base, timed)
+
+
+def _cheapest(pairs: list[tuple[Law, Point]], timed: bool) -> tuple[Law, Point]:
+    """The cheapest; of those that the times do not tell apart, the one with the least bias, which does not vary."""
+    first = min(pairs, key=lambda pair: _cost(pair[1], timed))
+    near = [pair for pair in pairs if not _clearly_less(first[1], pair[1], timed)] if timed else [first]
+    return min(near, key=lambda pair: (pair[1].bias, _cost(pair[1], timed)))
 
 
 def warn(found: Diagnosis) -> list[str]:
@@ -98,11 +142,11 @@ def warn(found: Diagnosis) -> list[str]:
     if any(not law.exact for law in found.laws):
         names = ", ".join(law.name for law in found.laws if not law.exact)
         out.append(f"{names}: estimated from draws; what is never drawn is not seen, so the bias may be larger.")
+    if found.busy:
+        out.append(f"{found.lacking:.1f} cores were missing because of other processes: times are too long and uneven.")
     strata = [law.name for law in found.laws if law.stratified]
     if strata:
-        out.append(
-            f"{', '.join(strata)}: the head draws in strata; bias and std are of independent draws, which vary more."
-        )
+        out.append(f"{', '.join(strata)}: stratified draws; bias and std are of independent draws, which vary more.")
     if found.loss not in (losses.SampledSoftmax.name, losses.FullSoftmax.name):
         out.append(f"The head trains with {found.loss}: bias and std are those of sampled_softmax with these samplers.")
     if found.rows < FEW_ROWS:
@@ -171,7 +215,9 @@ def _for_the_same(
 ) -> list[str]:
     """What has far less bias and costs about what the reference does."""
     limit = SAME_COST * _cost(reference[1], timed)[0]
-    near = [pair for pair in points if _cost(pair[1], timed)[0] <= limit and (timed or pair[0].kind not in _ORACLES)]
+    near = [pair for pair in points if _high(pair[1], timed) <= limit and (timed or pair[0].kind not in _ORACLES)]
+    if not near:
+        return []
     law, point = min(near, key=lambda pair: _upper(pair[1]))
     gain = _upper(point) < FAR_LESS * best.bias and found.relative(best.bias) > NEGLIGIBLE
     if point is best or not gain:

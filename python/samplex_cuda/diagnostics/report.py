@@ -12,6 +12,7 @@ from typing import Any
 
 __all__ = ["Diagnosis", "Law", "Point"]
 
+BUSY = 0.3  # cores that are missing
 _COLOURS = ("#888888", "#2b6cb0", "#3b8f5a", "#c0392b", "#c27b2b", "#6b46c1", "#d35fb7", "#111111", "#2c9c9c")
 
 
@@ -30,7 +31,9 @@ class Point:
         excess_error: its standard error; 0 where nothing was measured.
         measured: share of the rows whose bias was measured from draws, because m is too small for the leading term.
         std: root of the total variance of one row's gradient, root mean square over rows.
-        step_ms: draw + loss + backward of all rows, and update of a sampler that follows the weights; None: not timed.
+        step_ms: draw + loss + backward of all rows, and update of a sampler that follows the weights, a median; None:
+            not timed.
+        step_error: half the distance between the quartiles of the times.
         draw_ms: the draw alone.
         update_ms: the update alone.
 
@@ -51,6 +54,7 @@ class Point:
     excess: float | None = None
     excess_error: float = 0.0
     step_ms: float | None = None
+    step_error: float = 0.0
     draw_ms: float | None = None
     update_ms: float | None = None
 
@@ -75,7 +79,8 @@ class Law:
         stale_rows: share of the sampler's class rows that differ from the head's; None where it keeps none.
         drift: |sampler's rows - head's| / |head's|; None as above.
         stale_steps: training forwards since the head brought it up to date.
-        stratified: whether the head draws from it in strata: `step_ms` is of that, bias and std of independent draws.
+        stratified: whether draws are stratified: `step_ms` is of that, bias and std of independent draws.
+        shared: whether the batch shares its draws.
         points: one for each number of samples.
 
     Example:
@@ -100,6 +105,7 @@ class Law:
     drift: float | None = None
     stale_steps: int = 0
     stratified: bool = False
+    shared: bool = False
     points: list[Point] = dataclasses.field(default_factory=list)
 
 
@@ -117,7 +123,9 @@ class Diagnosis:
         gradient_norm: |gradient of the full softmax in the logits|, root mean square over rows.
         head_samples: `num_samples` of the head.
         laws: one for each sampler.
-        full_ms: a step of the full softmax over the same rows; None: not timed.
+        full_ms: a step of the full softmax over the same rows, a median; None: not timed.
+        full_error: half the distance between the quartiles of its times.
+        lacking: cores that were missing while steps were timed, because of other processes; None: not known.
         recommendation: in words.
         warnings: in words.
 
@@ -141,8 +149,15 @@ class Diagnosis:
     head_samples: int
     laws: list[Law] = dataclasses.field(default_factory=list)
     full_ms: float | None = None
+    full_error: float = 0.0
+    lacking: float | None = None
     recommendation: str = ""
     warnings: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def busy(self) -> bool:
+        """Whether other processes took so much of the machine that times cannot be compared."""
+        return self.lacking is not None and self.lacking > BUSY
 
     # -------------------------------------------------------------------------------------------- JSON
     def as_dict(self) -> dict[str, Any]:
@@ -228,7 +243,9 @@ class Diagnosis:
                     f"{self._bias(point)}{mark}",
                     _percent(self.relative(point.std)),
                 ]
-                rows.append(row + ([_ms(point.draw_ms), _ms(point.step_ms)] if timed else []))
+                rows.append(
+                    row + ([_ms(point.draw_ms), f"{_ms(point.step_ms)} ± {_ms(point.step_error)}"] if timed else [])
+                )
         return names, rows
 
     def _bias(self, point: Point) -> str:

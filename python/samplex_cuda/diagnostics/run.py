@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,22 +14,45 @@ from torch import Tensor, nn
 
 from samplex_cuda import functional, samplers
 from samplex_cuda._checks import describe
-from samplex_cuda.diagnostics import advice, gradient_error
+from samplex_cuda.diagnostics import advice, gradient_error, timing
 from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
 from samplex_cuda.prediction import valid_targets
 from samplex_cuda.rng import Key, fold_in
 
-__all__ = ["default_candidates", "diagnose"]
+__all__ = ["Candidate", "default_candidates", "diagnose", "other_ways"]
 
 KERNELS_UP_TO = 200_000  # classes for which the default candidates include kernel samplers: they copy the table
 ENUMERATE_UP_TO = 1 << 26  # rows x classes
 MAX_CLASSES = 1 << 23  # one row of float64 numbers is 64 MB
+MOST_SHARED = 1 << 14  # draws of a batch that are tried
 POOL = 1 << 19  # draws of a sampler that bias and variance are measured from
 TRUSTED = 0.1  # relative variance of the normaliser up to which the leading term is taken
 _TIMED_NUMBERS = 1 << 26  # gathered weights of a timed step
 _TIMED_DRAWS = 1 << 12  # of an exact sampler
 _COPIED_BYTES = 1 << 28  # of a sampler whose update is timed on a copy
-Candidates = Mapping[str, samplers.Sampler] | Sequence[samplers.Sampler]
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A sampler and how the batch draws from it; None: as the head does.
+
+    Attributes:
+        sampler: where draws come from.
+        shared: whether the batch shares its draws.
+        stratified: whether shared draws are stratified.
+
+    Example:
+        >>> import samplex_cuda as sx
+        >>> sx.diagnostics.Candidate(sx.samplers.Uniform(9), shared=True).stratified
+        False
+    """
+
+    sampler: samplers.Sampler
+    shared: bool | None = None
+    stratified: bool = False
+
+
+Candidates = Mapping[str, samplers.Sampler | Candidate] | Sequence[samplers.Sampler]
 
 
 @torch.no_grad()
@@ -39,7 +62,8 @@ def default_candidates(
     """Samplers that can be built from a head alone: Uniform, its own, Unigram of the counts, two kernels.
 
     `Quadratic` and `RandomFourier` (positive features, nu = scale) copy the class table; above 200,000 classes they are
-    left out. For an absolute softmax the latter makes no sense and is left out too.
+    left out, and where the batch shares its draws: theirs then cost as much as draws per row. For an absolute softmax
+    the latter makes no sense and is left out too.
 
     Args:
         head: a `SampledClassifier`.
@@ -63,7 +87,7 @@ def default_candidates(
         if not isinstance(class_counts, Tensor) or class_counts.shape != (classes,):
             raise ValueError(f"default_candidates: class_counts must be [{classes}], got {describe(class_counts)}")
         out.setdefault("Unigram", samplers.Unigram(class_counts.double().clamp_min(1.0).cpu()).to(head.weight.device))
-    if classes > KERNELS_UP_TO or not bool(head.weight.isfinite().all()):
+    if head.shared or classes > KERNELS_UP_TO or not bool(head.weight.isfinite().all()):
         return out
     weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
     if "Quadratic" not in out and head.scale != 0:
@@ -73,6 +97,37 @@ def default_candidates(
         out["RandomFourier"] = samplers.RandomFourier(
             weight, num_features=count, nu=head.scale, kind="positive", bias=bias, key=Key(seed)
         )
+    return out
+
+
+def other_ways(head: Any, found: Mapping[str, samplers.Sampler]) -> dict[str, Candidate]:
+    """The same samplers drawn from in the ways that the head does not: shared, per row, stratified.
+
+    Not Uniform, and not the kernel samplers, whose shared draws cost as much as those of each row.
+
+    Args:
+        head: a `SampledClassifier`.
+        found: samplers by name, as of `default_candidates`.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> head = sx.SampledClassifier(8, 100, sx.samplers.LogUniform(100), num_samples=5)
+        >>> list(sx.diagnostics.other_ways(head, sx.diagnostics.default_candidates(head)))
+        ['LogUniform, shared']
+    """
+    needs = head.loss.needs
+    out: dict[str, Candidate] = {}
+    for name, sampler in found.items():
+        static = not sampler.conditional and not isinstance(sampler, samplers.Uniform)
+        if static:
+            out[f"{name}, {'per row' if head.shared else 'shared'}"] = Candidate(sampler, not head.shared)
+        if not _has_tree(sampler) or (needs.draws and needs.prior):
+            continue
+        if not head.shared:
+            out[f"{name}, shared"] = Candidate(sampler, True)
+        can = getattr(sampler, "stratifies", False) and (not needs.draws or needs.weighted_draws)
+        if can and not (head.shared and head.stratified):
+            out[f"{name}, stratified"] = Candidate(sampler, True, True)
     return out
 
 
@@ -99,9 +154,10 @@ def diagnose(
     Args:
         head: a `SampledClassifier`, trained or in training.
         h: [*, d], some hundreds of rows.
-        candidates: samplers by name, or a list of them; Uniform is added for comparison. By default
-            `default_candidates(head, class_counts)`.
+        candidates: samplers (or `Candidate`s) by name, or a list of samplers; Uniform is added for comparison. By
+            default `default_candidates(head, class_counts)` and `other_ways` of them.
         num_samples: the m to try; `head.num_samples` is added where the head's own sampler is among the candidates.
+            Shared draws are tried with 16 times as many where the head draws per row, and the other way round.
         features: [*, f], what the head's sampler and trees look at where that is not h.
         y: int64 [*], or [*, P] padded with `head.ignore_index`, of which the first counts; rows without a target are
             left out. Without y, targets are drawn from the head's own softmax.
@@ -135,8 +191,8 @@ def diagnose(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         chosen = _named(head, candidates, class_counts, seed)
-        for name, sampler in chosen.items():
-            if sampler._needs_context and given is None:
+        for name, one in chosen.items():
+            if one.sampler._needs_context and given is None:
                 raise ValueError(f"diagnose: context must be int64 [*] for {name}, got None")
         say(f"softmax of {flat.shape[0]} rows over {head.num_classes:,} classes")
         rows = gradient_error.Rows(head, flat, target, seen, given)
@@ -157,21 +213,29 @@ def diagnose(
         gradient = None
         broken: list[str] = []
         by_row: list[list[Tensor]] = []
-        looks = [_look(head, sampler, flat, seen) for sampler in chosen.values()]
+        looks = [_look(head, one.sampler, flat, seen) for one in chosen.values()]
         used: list[Any] = [
-            gradient_error.SharedLaw(sampler, look, given) if head.shared and sampler.conditional else sampler
-            for sampler, look in zip(chosen.values(), looks, strict=True)
+            gradient_error.SharedLaw(one.sampler, look, given)
+            if one.shared and one.sampler.conditional
+            else one.sampler
+            for one, look in zip(chosen.values(), looks, strict=True)
         ]
         row_laws: list[gradient_error.RowLaw | None] = [None] * len(looks)
         if exact:
             say("laws")
-            pairs = list(zip(used, looks, strict=True))
-            row_laws = list(gradient_error.enumerate_laws(pairs, rows, given, shared=bool(head.shared)))
-        for number, (name, sampler) in enumerate(chosen.items()):
+            for shared in (False, True):
+                places = [place for place, one in enumerate(chosen.values()) if one.shared == shared]
+                pairs = [(used[place], looks[place]) for place in places]
+                if pairs:
+                    made = gradient_error.enumerate_laws(pairs, rows, given, shared=shared)
+                    for place, law_ in zip(places, made, strict=True):
+                        row_laws[place] = law_
+        jobs: list[timing.Job] = []
+        for number, (name, one) in enumerate(chosen.items()):
             say(f"{name}: bias and variance")
             look, key = looks[number], fold_in(torch.tensor([seed, number]), number)
             law, squares, biases = _one(
-                head, name, sampler, used[number], rows, look, given, sizes, row_laws[number], key
+                head, name, one, used[number], rows, look, given, _sizes(head, one, sizes), row_laws[number], key
             )
             if math.isnan(law.kl):
                 broken.append(f"{name}: its law is not a number on these rows; it was left out.")
@@ -179,15 +243,15 @@ def diagnose(
             if gradient is None or law.kind == "Uniform":  # estimated from draws, Uniform's is the steadiest
                 gradient = float((squares + rows.rest[: squares.shape[0]].square()).mean().sqrt())
             if timed:
-                say(f"{name}: time")
-                _time_law(head, sampler, law, flat, look, given, target)
+                jobs += _jobs(head, one, law, flat, look, given, target)
             out.laws.append(law)
             by_row.append(biases)
         _against_uniform(out.laws, by_row)
         out.gradient_norm = gradient or 0.0
         if timed:
-            say("full softmax: time")
-            out.full_ms = _time_full(head, flat, target)
+            say("times")
+            jobs += _full_jobs(head, out, flat, target)
+            out.lacking = timing.measure(jobs, flat.device)
     out.recommendation = advice.recommend(out)
     out.warnings = broken + advice.warn(out)
     for text in dict.fromkeys(str(one.message) for one in caught):
@@ -241,30 +305,41 @@ def _targets(head: Any, h: Tensor, flat: Tensor, y: Tensor | None, seed: int) ->
     return several.gather(1, first)[:, 0], valid.any(1)
 
 
-def _named(
-    head: Any, candidates: Candidates | None, class_counts: Tensor | None, seed: int
-) -> dict[str, samplers.Sampler]:
+def _named(head: Any, candidates: Candidates | None, class_counts: Tensor | None, seed: int) -> dict[str, Candidate]:
+    out: dict[str, samplers.Sampler | Candidate] = {}
     if candidates is None:
-        return default_candidates(head, class_counts, seed=seed)
-    out: dict[str, samplers.Sampler] = {}
-    if isinstance(candidates, Mapping):
+        found = default_candidates(head, class_counts, seed=seed)
+        out.update({**found, **other_ways(head, found)})
+    elif isinstance(candidates, Mapping):
         out.update(candidates)
     else:
         for sampler in candidates:
             name = type(sampler).__name__
             same = sum(one.split(" ")[0] == name for one in out)
             out[f"{name} {same + 1}" if same else name] = sampler
-    for name, sampler in out.items():
-        if not isinstance(sampler, samplers.Sampler):
-            raise TypeError(f"diagnose: candidates must be samplers, got {type(sampler).__name__} for {name!r}")
-        if sampler.num_classes != head.num_classes:
+    chosen: dict[str, Candidate] = {}
+    for name, given in out.items():
+        one = given if isinstance(given, Candidate) else Candidate(given, stratified=_in_strata(head, given))
+        if not isinstance(one.sampler, samplers.Sampler):
+            raise TypeError(f"diagnose: candidates must be samplers, got {type(one.sampler).__name__} for {name!r}")
+        if one.sampler.num_classes != head.num_classes:
             raise ValueError(
                 f"diagnose: candidates must have num_classes = {head.num_classes} as the head, got "
-                f"{sampler.num_classes} for {name!r}"
+                f"{one.sampler.num_classes} for {name!r}"
             )
-    if not any(isinstance(sampler, samplers.Uniform) for sampler in out.values()):
-        out = {"Uniform": samplers.Uniform(head.num_classes), **out}
-    return out
+        shared = bool(head.shared) if one.shared is None else one.shared
+        chosen[name] = dataclasses.replace(one, shared=shared)
+    if not any(isinstance(one.sampler, samplers.Uniform) for one in chosen.values()):
+        chosen = {"Uniform": Candidate(samplers.Uniform(head.num_classes), bool(head.shared)), **chosen}
+    return chosen
+
+
+def _sizes(head: Any, one: Candidate, sizes: list[int]) -> list[int]:
+    """The m to try: shared draws serve a whole batch, so there are more of them."""
+    if one.shared == bool(head.shared):
+        return sizes
+    times = advice.SHARED_PER_ROW
+    return sorted({min(m * times, MOST_SHARED) if one.shared else max(1, m // times) for m in sizes})
 
 
 def _look(head: Any, sampler: Any, flat: Tensor, seen: Tensor | None) -> Tensor:
@@ -284,7 +359,7 @@ def _has_tree(sampler: Any) -> bool:
 def _one(
     head: Any,
     name: str,
-    sampler: Any,
+    one: Candidate,
     used: Any,
     rows: gradient_error.Rows,
     look: Tensor,
@@ -297,10 +372,10 @@ def _one(
 
     Also the sum of p^2 over the negatives of the rows, and for each m |bias|^2 of the rows it was found for.
     """
-    own = sampler is head.sampler
+    sampler, shared = one.sampler, bool(one.shared)
+    own = sampler is head.sampler and shared == bool(head.shared) and one.stratified == _in_strata(head, sampler)
     if own and head.num_samples:
         sizes = sorted({*sizes, head.num_samples})
-    shared = bool(head.shared)
     draws = None
     if row_law is None or bool((row_law.v / sizes[0] > TRUSTED).any()):
         each = max(2 * sizes[-1], min(1 << 14, POOL // rows.count))
@@ -328,7 +403,8 @@ def _one(
         stale_rows=stale_rows,
         drift=drift,
         stale_steps=head.staleness().steps if own else 0,
-        stratified=_in_strata(head, sampler),
+        stratified=one.stratified,
+        shared=shared,
     )
     found = [_point(row_law, draws, rows, m) for m in sizes]
     law.points = [point for point, _ in found]
@@ -431,41 +507,21 @@ def _lag(head: Any, sampler: Any) -> tuple[float | None, float | None]:
 
 
 # ------------------------------------------------------------------------------------------------ times
-def _clock(run: Callable[[], Any], device: torch.device) -> float:
-    """The least of a few runs after one that does not count, ms: what else the machine does only adds.
-
-    The first run is left out however long it took: it finds cold caches, and in a new process torch imports seconds'
-    worth of modules in it.
-    """
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    least, total = math.inf, 0.0
-    for number in range(20):
-        wait()
-        begin = time.perf_counter()
-        run()
-        wait()
-        taken = time.perf_counter() - begin
-        if number == 0:
-            continue
-        total += taken
-        least = min(least, taken)
-        if total > 0.5 or (number >= 5 and total > 0.1):
-            break
-    return 1e3 * least
-
-
 def _leaves(head: Any, h: Tensor) -> list[Tensor]:
     """h, weight and bias with a gradient, sharing memory with the head's but none of its hooks and gradients."""
     found = [h.detach(), head.weight.detach()] + ([] if head.bias is None else [head.bias.detach()])
     return [t.requires_grad_() for t in found]
 
 
-def _time_law(
-    head: Any, sampler: Any, law: Law, h: Tensor, look: Tensor, context: Tensor | None, target: Tensor
-) -> None:
-    shared = bool(head.shared) and _can_share(sampler, look, context)
-    strata = {"stratified": True} if _in_strata(head, sampler) else {}
+def _jobs(
+    head: Any, one: Candidate, law: Law, h: Tensor, look: Tensor, context: Tensor | None, target: Tensor
+) -> list[timing.Job]:
+    """What is timed of a candidate: the draw, the step and the update of each point."""
+    sampler = one.sampler
+    shared = bool(one.shared) and _can_share(sampler, look, context)
+    strata: dict[str, Any] = {"stratified": True} if one.stratified else {}
     spare, smoothed = _spare(sampler), getattr(head.loss, "label_smoothing", 0.0) != 0
+    jobs: list[timing.Job] = []
     for point in law.points:
         m = point.num_samples
         most = _TIMED_NUMBERS // (m * head.in_features)
@@ -498,8 +554,18 @@ def _time_law(
             )
             return torch.autograd.grad(loss, leaves)
 
-        point.draw_ms = scale * _clock(draw, h.device)
-        point.step_ms = scale * _clock(step, h.device)
+        def drawn_in(median: float, error: float, point: Point = point) -> None:
+            point.draw_ms = median
+
+        def stepped_in(median: float, error: float, point: Point = point) -> None:
+            point.step_ms = (point.step_ms or 0.0) + median
+            point.step_error += error
+
+        def updated_in(median: float, error: float, point: Point = point) -> None:
+            point.update_ms = median
+            stepped_in(median, error, point)
+
+        jobs += [timing.Job(draw, drawn_in, scale), timing.Job(step, stepped_in, scale)]
         if spare is not None:
             ids = torch.cat([draw().ids.reshape(-1), y]).unique()
             rows, bias = head.weight.detach()[ids], None if head.bias is None else head.bias.detach()[ids]
@@ -508,8 +574,8 @@ def _time_law(
             def update(ids: Tensor = ids, rows: Tensor = rows, extra: tuple[Any, ...] = extra) -> None:
                 spare.update(ids, rows, *extra)
 
-            point.update_ms = _clock(update, h.device)
-            point.step_ms += point.update_ms
+            jobs.append(timing.Job(update, updated_in))
+    return jobs
 
 
 def _in_strata(head: Any, sampler: Any) -> bool:
@@ -532,9 +598,9 @@ def _spare(sampler: Any) -> Any:
     return copy.deepcopy(sampler)
 
 
-def _time_full(head: Any, h: Tensor, target: Tensor) -> float | None:
+def _full_jobs(head: Any, out: Diagnosis, h: Tensor, target: Tensor) -> list[timing.Job]:
     if head.weight.numel() > _TIMED_NUMBERS:  # its gradient is as large as the table
-        return None
+        return []
     leaves = _leaves(head, h)
 
     def step() -> Any:
@@ -543,4 +609,7 @@ def _time_full(head: Any, h: Tensor, target: Tensor) -> float | None:
         )
         return torch.autograd.grad(loss, leaves)
 
-    return _clock(step, h.device)
+    def done(median: float, error: float) -> None:
+        out.full_ms, out.full_error = median, error
+
+    return [timing.Job(step, done)]

@@ -20,6 +20,7 @@ __all__ = [
     "clean",
     "keep_batch",
     "lock",
+    "newest",
     "open_board",
     "plot_curves",
     "read_metrics",
@@ -62,6 +63,23 @@ def clean(run_dir: Path) -> list[Path]:
     """Removes what a killed process left half-written anywhere in a run folder; what was removed."""
     check_links(run_dir)
     return [path for folder in ("", *FOLDERS) for path in checkpoint.clean(run_dir / folder)]
+
+
+def newest(run_dir: Path, restart: bool) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The newest whole checkpoint, and the newer ones that are damaged, each with the reason.
+
+    RunError where every checkpoint is damaged, unless `restart`; (None, []) where there is none.
+    """
+    refused: list[tuple[Path, str]] = []
+    found = checkpoint.latest(run_dir, on_refused=lambda path, reason: refused.append((path, reason)))
+    if found is None and refused and not restart:
+        listed = "".join(f"\n  {reason}" for _, reason in refused)
+        raise RunError(
+            f"trainer: {run_dir}: no checkpoint is whole, so there is nothing to go on from; nothing was changed."
+            f"{listed}\nPut a good copy back, or begin again at step 0 with --restart (in Python restart=True), which "
+            "moves them to damaged/"
+        )
+    return found, refused
 
 
 def set_aside(run_dir: Path, path: Path) -> Path:

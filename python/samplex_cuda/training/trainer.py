@@ -36,6 +36,7 @@ from samplex_cuda.training.run_folder import (
     check_links,
     clean,
     lock,
+    newest,
     open_board,
     plot_curves,
     set_aside,
@@ -198,15 +199,7 @@ class Trainer:
 
         Returns that one, None where there is none, and the damaged ones that are newer.
         """
-        refused: list[tuple[Path, str]] = []
-        found = checkpoint.latest(self.run_dir, on_refused=lambda path, reason: refused.append((path, reason)))
-        if found is None and refused and not restart:
-            listed = "".join(f"\n  {reason}" for _, reason in refused)
-            raise RunError(
-                f"trainer: {self.run_dir}: no checkpoint is whole, so there is nothing to go on from; nothing was "
-                f"changed.{listed}\nPut a good copy back, or begin again at step 0 with --restart (in Python "
-                "restart=True), which moves them to damaged/"
-            )
+        found, refused = newest(self.run_dir, restart)
         for path, reason in refused:
             self._refused(path, reason, "training begins at step 0" if found is None else f"{found.name} is used")
         if found is None:
