@@ -510,6 +510,11 @@ def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tup
         x.hidden.requires_grad or x.weight.requires_grad or (bias is not None and bias.requires_grad)
     )
     if torch.compiler.is_compiling():
+        if need_grad and form.sparse and (x.weight.requires_grad or (bias is not None and bias.requires_grad)):
+            from samplex_cuda._eager import captures_scalars, eager_run_loss
+
+            if not captures_scalars():  # the number of gradient rows would break the graph inside the compiler
+                return eager_run_loss(loss, x, form)
         made = loss.forward(x, form, need_grad, True)
         return made.loss, made.extra
     refuse_forward_mode(loss.name, x.hidden, x.weight, bias)
