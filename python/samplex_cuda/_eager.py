@@ -22,8 +22,8 @@ __all__ = ["captures_scalars", "eager_attention_pool", "eager_loss", "eager_run_
 
 _UPDATES = (
     "SampledClassifier: a head with a fused optimizer, or with a sampler that follows the class table (Quadratic, "
-    "RandomFourier, Softmax), updates tables inside the step and runs outside of the graph. With fullgraph=True, do not "
-    "fuse and use sampler_update=None, or compile the encoder alone"
+    "RandomFourier, Softmax), updates tables inside the step and runs outside of the graph. With fullgraph=True, do "
+    "not fuse and use sampler_update=None, or compile the encoder alone"
 )
 _SPARSE = (
     "samplex_cuda: a sparse gradient has as many rows as the step touched, which the graph must read from the device. "

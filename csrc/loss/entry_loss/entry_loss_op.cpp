@@ -65,7 +65,7 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   check_value(kind != EntryLoss::kNce || target_log_q.has_value(), op, ": target_log_q must be [B], got None");
   if (target_log_q) {
     check_given(op, "target", target);
-  const bool one = target.dim() == 1;
+    const bool one = target.dim() == 1;
     check_tensor(op, "target_log_q", *target_log_q, one ? Shape{B} : Shape{B, P}, one ? "[B]" : "[B, P]", acc, weight);
   }
   check_value(kind != EntryLoss::kAugmentReduce || log_eta.has_value(), op, ": log_eta must be [B], got None");

@@ -5,8 +5,8 @@
 //   coef_loss = d loss_b / d (h_b . w_k)   and   d_loss = d loss_b / d h_b,
 // and the same of a second output, lse, where the loss has one. The backward multiplies them by the upstream gradients.
 //
-// A row without a loss (an ignored target) has no part in a gradient, whatever numbers its h or the class rows hold: its
-// d_hidden is 0, and products over the batch read `clean_hidden`, because 0 * nan is nan.
+// A row without a loss (an ignored target) has no part in a gradient, whatever numbers its h or the class rows hold:
+// its d_hidden is 0, and products over the batch read `clean_hidden`, because 0 * nan is nan.
 #pragma once
 
 #include <cstdint>

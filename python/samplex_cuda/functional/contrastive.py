@@ -113,7 +113,7 @@ def contrastive(
     in_batch = positives is None
     queries = _check(queries, keys, positives, key_ids, reduction)
     scale = check_number("contrastive", "scale", scale, -math.inf)
-    if sampler is not None and not (isinstance(sampler, torch.nn.Module) and hasattr(sampler, "sample")):
+    if not (sampler is None or hasattr(sampler, "sample")):
         raise TypeError(
             f"contrastive: sampler must be a sampler of samplex_cuda.samplers or None, got {describe(sampler)}"
         )

@@ -474,8 +474,8 @@ class _FunctionalLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_saved: Any, grad_extra: Tensor | None = None) -> Any:
         plan = ctx.plan
-        weight, bias, *kept = ctx.saved_tensors
-        if any(differentiated_twice(t) for t in (weight, bias, kept[0], grad_loss, grad_extra)):
+        weight, bias, hidden, target, ids, saved = ctx.saved_tensors
+        if any(differentiated_twice(t) for t in (weight, bias, hidden, grad_loss, grad_extra)):
             raise RuntimeError(f"{plan.op}: double backward (torch.func.grad of a gradient) is not supported")
         if grad_loss is None and grad_extra is None:
             return None, None, None, None, None, None
@@ -484,7 +484,7 @@ class _FunctionalLoss(torch.autograd.Function):
             assert upstream is not None
             grad_loss = upstream.new_zeros(() if plan.reduction else upstream.shape)
         lse = None if upstream is None else upstream.contiguous()
-        grad = LossGrad(plan, *kept, grad_loss.contiguous(), lse)
+        grad = LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), lse)
         with torch.no_grad():
             return (*RowSink(False).deliver(grad, ctx.needs_input_grad[:3]), None, None, None)
 

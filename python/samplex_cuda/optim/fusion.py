@@ -157,9 +157,13 @@ class Fusion:
             if self._arrived:
                 # Another backward runs beside this one, or never came to the weight (torch.autograd.grad of h alone):
                 # what this one may leave behind is dropped at its end.
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._arrived.pop(task, None))
-            self._arrived[task] = mine = (version, [])
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._forget(task))
+            mine: tuple[int, list[Entries]] = (version, [])
+            self._arrived[task] = mine
         return mine
+
+    def _forget(self, task: int) -> None:
+        self._arrived.pop(task, None)
 
     def _check_version(self, version: int) -> None:
         if version != self.weight._version:

@@ -243,7 +243,7 @@ class Bigram(Sampler):
                 if own.shape != value.shape:
                     setattr(self, name, torch.empty_like(value, device=own.device))
             self.num_classes = self.table.shape[0]
-        super(Sampler, self)._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        super(Sampler, self)._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Bigram:
         # `.half()` of a model is not about the law: the shares stay float64, and follow the device.

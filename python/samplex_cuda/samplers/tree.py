@@ -405,7 +405,7 @@ class Tree(Sampler):
                     setattr(self, name, torch.empty_like(value, device=own.device))
             self._dim = found["projection"].shape[1]
             self._identity = False
-        super(Sampler, self)._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        super(Sampler, self)._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Tree:
         before = self.nodes.dtype
