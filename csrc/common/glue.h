@@ -90,12 +90,19 @@ inline std::string device_name(const Tensor& t) {
 }
 
 inline std::string describe(const Tensor& t) {
+  if (!t.defined()) return "None";
   std::ostringstream text;
   text << '[';
   for (int64_t i = 0; i < t.dim(); ++i) text << (i ? ", " : "") << t.size(i);
   text << "] " << dtype_name(t.scalar_type()) << " on " << device_name(t);
   if (!t.is_contiguous()) text << " (not contiguous)";
   return text.str();
+}
+
+// None given for a tensor that is not optional arrives as one without anything: no question about it has an answer.
+inline void check_given(const char* op, const char* arg, const Tensor& t) {
+  if (!t.defined()) [[unlikely]]
+    fail("TypeError: ", op, ": ", arg, " must be a tensor, got None");
 }
 
 // One dimension of a wanted shape: a fixed size, or -1 for any.
@@ -110,6 +117,9 @@ inline bool shape_matches(const Tensor& t, const Shape& wanted) {
 // `wanted` is the shape to check, `text` the shape to print, e.g. "[B, d]". Device is that of `like`.
 inline void check_tensor(const char* op, const char* arg, const Tensor& t, const Shape& wanted, const char* text,
                          ScalarType dtype, const Tensor& like) {
+  check_given(op, arg, t);
+  if (!like.defined()) [[unlikely]]
+    fail("TypeError: ", op, ": every tensor must be given, got None");
   const bool device_ok = t.is_cpu() == like.is_cpu() && (t.is_cpu() || t.get_device_index() == like.get_device_index());
   if (shape_matches(t, wanted) && t.scalar_type() == dtype && device_ok && t.is_contiguous()) return;
   std::ostringstream sizes;
@@ -125,6 +135,7 @@ inline void check_tensor(const char* op, const char* arg, const Tensor& t, const
 }
 
 inline DType dtype_tag(const char* op, const char* arg, const Tensor& t) {
+  check_given(op, arg, t);
   switch (t.scalar_type()) {
     case ScalarType::Float:
       return DType::kFloat32;

@@ -43,7 +43,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def describe(value: object) -> str:
     """What an error says it got: `[3, 32] float16 on cpu` for a tensor, the type and value of anything else."""
     if isinstance(value, Tensor):
-        return f"{list(value.shape)} {dtype_name(value.dtype)} on {value.device}"
+        layout = "" if value.layout is torch.strided else f" {str(value.layout).removeprefix('torch.')}"
+        return f"{list(value.shape)} {dtype_name(value.dtype)}{layout} on {value.device}"
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     return type(value).__name__
@@ -98,9 +99,11 @@ def check_choice(op: str, name: str, value: Any, choices: Any) -> None:
 
 
 def check_tensor(op: str, name: str, value: object, wanted: str) -> Tensor:
-    """`value` if it is a tensor; TypeError otherwise."""
+    """`value` if it is a dense tensor; TypeError otherwise."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor {wanted}, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor {wanted}, got {describe(value)}; use .to_dense()")
     return value
 
 

@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import check_number, check_tensor
 from samplex_cuda.ops import rff as _rff
 from samplex_cuda.rng import Key, key_tensor
 
@@ -37,8 +38,8 @@ def _check_size(op: str, name: str, value: int) -> None:
 
 
 def _check_positive(op: str, name: str, value: float) -> None:
-    if not (isinstance(value, int | float) and 0 < value < 1e30):
-        raise ValueError(f"{op}: {name} must be positive and finite, got {value}")
+    if isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value < 1e30):
+        raise ValueError(f"{op}: {name} must be positive and finite, got {value!r}")
 
 
 def _described(t: Tensor) -> str:
@@ -108,9 +109,8 @@ def frequencies(
     _check_positive(op, "nu", nu)
     seed, offset = key_tensor(op, key, key.device if isinstance(key, Tensor) else torch.device("cpu")).tolist()
     # Odd multipliers: pairs that differ in one part only never meet.
-    generator = torch.Generator("cpu").manual_seed(
-        (seed * 0x9E3779B97F4A7C15 + offset * 0xD1B54A32D192ED03) % (1 << 63)
-    )
+    mixed = (seed * 0x9E3779B97F4A7C15 + offset * 0xD1B54A32D192ED03) % (1 << 63)
+    generator = torch.Generator("cpu").manual_seed(mixed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -166,8 +166,7 @@ def features(
     """
     op = "rff.features"
     _check_kind(op, kind)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
+    check_tensor(op, "x", x, "[*, d]")
     if x.dtype not in _FLOATS or x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"{op}: x must be [*, d] float32, float64, float16 or bfloat16, got {_described(x)}")
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -176,8 +175,7 @@ def features(
             raise ValueError(f"{op}: omega must be None for kind 'quadratic', got {_described(omega)}")
         _check_positive(op, "alpha", alpha)
     else:
-        if not isinstance(omega, Tensor):
-            raise TypeError(f"{op}: omega must be a [D, {x.shape[-1]}] tensor, got {type(omega).__name__}")
+        omega = check_tensor(op, "omega", omega, f"[D, {x.shape[-1]}]")
         good = omega.dim() == 2 and omega.shape[0] >= 1 and omega.shape[1] == x.shape[-1]
         if not good or omega.dtype not in _FLOATS or omega.device != x.device:
             raise ValueError(
@@ -190,8 +188,7 @@ def features(
     if kind == "positive":
         if nu is None:
             raise ValueError(f"{op}: nu must be given for kind 'positive', got None")
-        if not math.isfinite(shift):
-            raise ValueError(f"{op}: shift must be finite, got {shift}")
+        shift = check_number(op, "shift", shift, -math.inf)
     if nu is not None:
         _check_positive(op, "nu", nu)
     rows = x.reshape(-1, x.shape[-1]).contiguous()

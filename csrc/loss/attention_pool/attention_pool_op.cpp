@@ -61,6 +61,7 @@ Backward attention_pool_bwd(const Tensor& grad, const Tensor& ids, const Tensor&
                             bool need_vectors) {
   constexpr const char* op = "attention_pool_bwd";
   begin_op();
+  check_given(op, "query", query);
   const ScalarType acc = query.scalar_type();
   check_type(acc == ScalarType::Float || acc == ScalarType::Double, op, ": query must be float32 or float64, got ",
              describe(query));

@@ -26,6 +26,7 @@ EntryLoss kind_of(const char* op, int64_t code) {
 
 // P of a target [B] or [B, P].
 int64_t check_target(const char* op, const Tensor& target, int64_t batch, const Tensor& like) {
+  check_given(op, "target", target);
   const bool one = target.dim() == 1;
   check_tensor(op, "target", target, one ? Shape{batch} : Shape{batch, -1}, one ? "[B]" : "[B, P]", ScalarType::Long,
                like);
@@ -50,6 +51,7 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   const int64_t B = hidden.size(0);
   const Reduction reduction = reduction_of(op, reduction_code);
   const int64_t P = check_target(op, target, B, weight);
+  check_given(op, "ids", ids);
   const bool shared = ids.dim() == 1;
   check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
   const int64_t m = ids.size(ids.dim() - 1);
@@ -62,6 +64,7 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   check_value(reg == 0 || target_log_q.has_value(), op, ": target_log_q must be [B] where reg is not 0, got None");
   check_value(kind != EntryLoss::kNce || target_log_q.has_value(), op, ": target_log_q must be [B], got None");
   if (target_log_q) {
+    check_given(op, "target", target);
     const bool one = target.dim() == 1;
     check_tensor(op, "target_log_q", *target_log_q, one ? Shape{B} : Shape{B, P}, one ? "[B]" : "[B, P]", acc, weight);
   }
@@ -145,11 +148,13 @@ LossGradients entry_loss_bwd(const Tensor& grad_loss, const Tensor& hidden, cons
   const EntryLoss kind = kind_of("entry_loss_bwd", kind_code);
   const char* op = kBackwardNames[kind_code];
   dtype_tag(op, "hidden", hidden);
+  check_value(num_classes >= 0, op, ": num_classes must be at least 0, got ", num_classes);
   const ScalarType acc = acc_type(hidden.scalar_type());
   check_tensor(op, "hidden", hidden, {-1, -1}, "[B, d]", hidden.scalar_type(), hidden);
   const int64_t B = hidden.size(0), d = hidden.size(1);
   const Reduction reduction = reduction_of(op, reduction_code);
   const int64_t P = check_target(op, target, B, hidden);
+  check_given(op, "ids", ids);
   const bool shared = ids.dim() == 1;
   check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
   const int64_t m = ids.size(ids.dim() - 1);

@@ -16,6 +16,8 @@ Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hi
   const ScalarType acc = acc_type(hidden.scalar_type());
   const int64_t B = hidden.size(0), d = hidden.size(1);
   const Reduction reduction = reduction_of(op, reduction_code);
+  check_given(op, "target", target);
+  check_given(op, "ids", ids);
   check_value(target.dim() == 1 || target.dim() == 2, op, ": target must be [B] or [B, P], got ", describe(target));
   const int64_t P = target.dim() == 1 ? 1 : target.size(1);
   check_tensor(op, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, P}, "[B] or [B, P]", ScalarType::Long,

@@ -34,6 +34,8 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   check_tensor(kOp, "hidden", hidden, {-1, d}, "[B, d]", storage, weight);
   const int64_t B = hidden.size(0);
   const Reduction reduction = reduction_of(kOp, reduction_code);
+  check_given(kOp, "target", target);
+  check_given(kOp, "ids", ids);
   const int64_t P = target.dim() == 1 ? 1 : target.dim() == 2 ? target.size(1) : -1;
   check_tensor(kOp, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, -1}, target.dim() == 1 ? "[B]" : "[B, P]",
                ScalarType::Long, weight);
@@ -157,6 +159,9 @@ LossGradients sampled_softmax_bwd(const Tensor& grad_loss, const std::optional<T
   check_tensor(op, "hidden", hidden, {-1, -1}, "[B, d]", hidden.scalar_type(), hidden);
   const int64_t B = hidden.size(0), d = hidden.size(1);
   const Reduction reduction = reduction_of(op, reduction_code);
+  check_value(num_classes >= 0, op, ": num_classes must be at least 0, got ", num_classes);
+  check_given(op, "target", target);
+  check_given(op, "ids", ids);
   const int64_t P = target.dim() == 1 ? 1 : target.dim() == 2 ? target.size(1) : -1;
   check_tensor(op, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, -1}, target.dim() == 1 ? "[B]" : "[B, P]",
                ScalarType::Long, hidden);

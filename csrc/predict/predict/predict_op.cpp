@@ -11,6 +11,7 @@ using MaybeTensor = std::optional<Tensor>;
 
 PredictChunk chunk_of(const char* op, const Tensor& dots, const MaybeTensor& bias, int64_t first, double scale,
                       bool absolute) {
+  check_given(op, "dots", dots);
   const ScalarType acc = dots.scalar_type();
   check_type(acc == ScalarType::Float || acc == ScalarType::Double, op,
              ": dots must be [B, n] float32 or float64, got ", describe(dots));
@@ -66,8 +67,8 @@ void predict_grad(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor clas
   constexpr const char* op = "predict_grad";
   begin_op();
   PredictGradParams p{};
-  const ScalarType acc = dots.scalar_type();
   p.chunk = chunk_of(op, dots, bias, first, scale, absolute);
+  const ScalarType acc = dots.scalar_type();
   p.num_targets = num_targets(op, target, dots);
   check_class_weight(op, class_weight, dots);
   check_rows(op, "lse", lse, dots, ScalarType::Double);
@@ -132,6 +133,7 @@ Tensor predict_dots(Tensor hidden, Tensor weight, Tensor ids) {
 // Memory of the loop over chunks, used again by the next step: fresh pages would cost more than the passes.
 Tensor predict_buffer(Tensor like, int64_t rows, int64_t columns) {
   constexpr const char* op = "predict_buffer";
+  check_given(op, "like", like);
   check_value(rows >= 0 && columns >= 0, op, ": rows and columns must be at least 0, got ", rows, " and ", columns);
   return empty_pooled(like, {rows, columns}, like.scalar_type());
 }

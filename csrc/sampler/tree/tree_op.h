@@ -9,6 +9,8 @@ namespace samplex::glue {
 // The tree for rows x [B, k], or projected by x [K, k].
 inline TreeTable tree_table_of(const char* op, const char* arg, const Tensor& x, const Tensor& nodes,
                                const Tensor& leaf_class, const Tensor& class_leaf) {
+  check_given(op, "nodes", nodes);
+  check_given(op, arg, x);
   check_type(nodes.scalar_type() == ScalarType::Float || nodes.scalar_type() == ScalarType::BFloat16, op,
              ": nodes must be float32 or bfloat16, got ", describe(nodes));
   check_value(x.dim() == 2, op, ": ", arg, " must be [B, k] float32, got ", describe(x));

@@ -74,6 +74,8 @@ struct SourceNames {
 
 RowReduceSource source_of(const SourceNames& names, const RowSource& x, const Tensor& like) {
   const char* op = "row_reduce";
+  check_given(op, names.ids, x.ids);
+  check_given(op, names.rows, x.rows);
   check_value(x.ids.dim() == 1 || x.ids.dim() == 2, op, ": ", names.ids, " must be [S] or [S, k], got ",
               describe(x.ids));
   const bool flat = x.ids.dim() == 1;  // one entry per row
@@ -93,6 +95,7 @@ RowReduceSource source_of(const SourceNames& names, const RowSource& x, const Te
 RowGradients reduce(const RowSource& a, const RowSource& b, const std::optional<Tensor>& bias_b, int64_t num_rows,
                     bool with_bias, bool check_ids) {
   begin_op();
+  check_given("row_reduce", "rows_a", a.rows);
   check_value(a.rows.dim() == 2, "row_reduce: rows_a must be [S, d], got ", describe(a.rows));
   check_value(num_rows >= 0, "row_reduce: num_rows must be >= 0, got ", num_rows);
   RowReduceParams params{};

@@ -27,6 +27,7 @@ void* state_of(const char* op, const char* arg, const Tensor& state, const Tenso
 }
 
 RowTable table_of_rows(const char* op, const char* arg, const Tensor& weight, const RowRule& rule) {
+  check_given(op, arg, weight);
   check_value(weight.dim() == 1 || weight.dim() == 2, op, ": ", arg, " must be [C] or [C, d], got ", describe(weight));
   check_value(weight.is_contiguous(), op, ": ", arg, " must be contiguous, got ", describe(weight));
   RowTable table{};
@@ -134,6 +135,7 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
                  std::vector<double> weight_rule, std::vector<double> bias_rule) {
   constexpr const char* op = "row_update_";
   begin_op();
+  check_given(op, "weight", weight);
   check_value(weight.dim() == 2, op, ": weight must be [C, d], got ", describe(weight));
   RowRulesParams params{};
   params.weight = table_of_rows(op, "weight", weight, rule_of(op, "weight_rule", weight_rule));

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import FLOATS, check_tensor, describe, dtype_name, shape_text
+from samplex_cuda._checks import FLOATS, check_int, check_number, check_tensor, describe, dtype_name, shape_text
 from samplex_cuda.losses.base import reduction_code
-from samplex_cuda.ops.fused_loss import Inputs, acc_dtype
+from samplex_cuda.ops.fused_loss import Form, Inputs, acc_dtype
 
-__all__ = ["known_positives", "prepare", "reduction_code", "row_values"]
+__all__ = ["form_of", "known_positives", "prepare", "reduction_code", "row_values"]
 
 
 def _check_ids(op: str, name: str, t: Tensor, device: torch.device) -> None:
@@ -56,7 +56,7 @@ def prepare(
         ("ids", ids, "[*, m] or [m] int64"),
         ("log_q", log_q, "of the shape of ids"),
     ):
-        if not isinstance(t, Tensor):
+        if not isinstance(t, Tensor) or t.layout is not torch.strided:
             check_tensor(op, name, t, wanted)
     dtype, device, size = weight.dtype, weight.device, weight.shape
     if len(size) != 2 or dtype not in FLOATS:
@@ -109,6 +109,22 @@ def prepare(
         known,
     )
     return None if len(lead) == 1 else lead, inputs
+
+
+def form_of(op: str, scale: Any, ignore_index: Any, reduction: str, sparse: Any, with_lse: bool = False) -> Form:
+    """The options that every loss shares, checked.
+
+    Args:
+        op: name for error messages.
+        scale: a finite number.
+        ignore_index: an int.
+        reduction: "none", "mean" or "sum".
+        sparse: whether the gradient of weight is.
+        with_lse: whether lse is wanted too.
+    """
+    scale = check_number(op, "scale", scale, -math.inf)
+    ignored = check_int(op, "ignore_index", ignore_index, -(1 << 63), (1 << 63) - 1)
+    return Form(scale, ignored, reduction_code(op, reduction), bool(sparse), bool(with_lse))
 
 
 def _table(op: str, name: str, table: Tensor, weight: Tensor, acc: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import FLOATS, describe, op_error
+from samplex_cuda._checks import FLOATS, check_tensor, describe, op_error
 from samplex_cuda.ops.attention_pool import attention_pool as _attention_pool
 from samplex_cuda.ops.fused_loss import acc_dtype
 
@@ -18,8 +18,7 @@ _OP = "attention_pool"
 
 def _check(ids: Tensor, embedding: Tensor, p: Tensor, v: Tensor, mask: Tensor | None) -> None:
     for name, t in (("ids", ids), ("embedding", embedding), ("p", p), ("v", v)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{_OP}: {name} must be a tensor, got {describe(t)}")
+        check_tensor(_OP, name, t, {"ids": "[*, T] int64", "embedding": "[S, d]"}.get(name, "[d]"))
     if embedding.dim() != 2 or embedding.dtype not in FLOATS:
         raise ValueError(
             f"{_OP}: embedding must be [S, d] float32, float64, float16 or bfloat16, got {describe(embedding)}"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import describe, op_error
+from samplex_cuda._checks import check_number, describe, op_error
 from samplex_cuda.losses import SampledSoftmax
 from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, acc_dtype, run_loss
 from samplex_cuda.ops.subset_sample import subset_sample
@@ -112,6 +112,11 @@ def contrastive(
     """
     in_batch = positives is None
     queries = _check(queries, keys, positives, key_ids, reduction)
+    scale = check_number("contrastive", "scale", scale, -math.inf)
+    if not (sampler is None or hasattr(sampler, "sample")):
+        raise TypeError(
+            f"contrastive: sampler must be a sampler of samplex_cuda.samplers or None, got {describe(sampler)}"
+        )
     how = _ways(in_batch, negatives, log_q, num_negatives, sampler, key, key_ids, exact, symmetric)
     batch, n = queries.shape[0], keys.shape[0]
     if in_batch:
@@ -138,9 +143,9 @@ def contrastive(
         log_q = _check_log_q(log_q, negatives, "the shape of negatives")
     if sparse is None:
         sparse = not in_batch and keys.is_leaf
-    loss = _loss(queries, keys, positives, negatives, log_q, known, float(scale), reduction, bool(sparse))
+    loss = _loss(queries, keys, positives, negatives, log_q, known, scale, reduction, bool(sparse))
     if symmetric:
-        back = _loss(keys, queries, positives, negatives, None, known, float(scale), reduction, False)
+        back = _loss(keys, queries, positives, negatives, None, known, scale, reduction, False)
         return (loss + back) / 2
     return loss
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from samplex_cuda import losses
 from samplex_cuda._checks import check_number
-from samplex_cuda.functional._inputs import prepare, reduction_code, row_values
-from samplex_cuda.ops.fused_loss import Form, run_loss
+from samplex_cuda.functional._inputs import form_of, prepare, row_values
+from samplex_cuda.ops.fused_loss import run_loss
 from samplex_cuda.optim.fusion import fusion_of
 
 __all__ = ["augment_reduce", "nce", "negative_sampling", "one_vs_each"]
@@ -353,6 +353,6 @@ def _entry_loss(
         target_log_q = target_log_q.reshape(x.target.shape)
     log_eta = row_values(op, "log_eta", log_eta, [h.shape[:-1]], needs.example_index, "", weight)
     log_eta = log_eta if log_eta is None or log_eta.dim() == 1 else log_eta.reshape(-1)
-    form = Form(float(scale), int(ignore_index), reduction_code(op, reduction), bool(sparse))
+    form = form_of(op, scale, ignore_index, reduction, sparse)
     made, extra = run_loss(loss, x._replace(target_log_q=target_log_q, row_value=log_eta), form, fusion_of(weight))
     return made.reshape(lead) if lead is not None and reduction == "none" else made, extra, log_eta

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._checks import check_int, check_number, check_tensor, describe
-from samplex_cuda.functional._inputs import prepare, reduction_code
+from samplex_cuda.functional._inputs import form_of, prepare
 from samplex_cuda.ops.full_softmax import full_softmax as _full_softmax
 
 __all__ = ["full_softmax"]
@@ -64,7 +64,7 @@ def full_softmax(
     check_number(op, "label_smoothing", label_smoothing, 0.0, 1.0)
     if chunk_size is not None:
         check_int(op, "chunk_size", chunk_size)
-    reduction_code(op, reduction)
+    form = form_of(op, scale, ignore_index, reduction, False)
     check_tensor(op, "weight", weight, "[C, d]")
     if weight.dim() == 2 and weight.shape[0] < 1:
         raise ValueError(f"{op}: weight must have at least one class, got {describe(weight)}")
@@ -79,9 +79,9 @@ def full_softmax(
         target,
         x.bias,
         x.class_weight,
-        float(scale),
+        form.scale,
         float(label_smoothing),
-        int(ignore_index),
+        form.ignore_index,
         bool(absolute),
         chunk_size or 0,
         reduction,

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from samplex_cuda import losses
 from samplex_cuda._checks import check_number
-from samplex_cuda.functional._inputs import prepare, reduction_code
-from samplex_cuda.ops.fused_loss import Form, run_loss
+from samplex_cuda.functional._inputs import form_of, prepare
+from samplex_cuda.ops.fused_loss import run_loss
 from samplex_cuda.optim.fusion import fusion_of
 
 __all__ = ["sampled_softmax"]
@@ -77,7 +77,7 @@ def sampled_softmax(
         check_number("sampled_softmax", "label_smoothing", label_smoothing, 0.0, 1.0)
         loss_of = losses.SampledSoftmax(label_smoothing, absolute)
     lead, x = prepare("sampled_softmax", h, weight, target, ids, log_q, bias, class_weight, positives)
-    form = Form(float(scale), int(ignore_index), reduction_code("sampled_softmax", reduction), bool(sparse), return_lse)
+    form = form_of("sampled_softmax", scale, ignore_index, reduction, sparse, return_lse)
     loss, lse = run_loss(loss_of, x, form, fusion_of(weight))
     if lead is not None and reduction == "none":
         loss = loss.reshape(lead)

@@ -14,7 +14,7 @@ from samplex_cuda.losses import Loss
 if TYPE_CHECKING:
     from samplex_cuda.heads.classifier import SampledClassifier
 
-__all__ = ["check_sampler", "like_weight", "refuse_moved", "refuse_replicas"]
+__all__ = ["check_sampler", "explain_mismatch", "like_weight", "refuse_moved", "refuse_replicas"]
 
 _NAME = "SampledClassifier"
 _MOVED = ("label_smoothing", "absolute", "reg", "num_examples", "eta_rate")  # to the objects of sx.losses
@@ -68,6 +68,37 @@ def check_sampler(
     if follows and getattr(sampler, "has_bias", False) and not bias:
         raise ValueError(f"{_NAME}: bias must be True with a sampler that has a bias, got False")
     return update
+
+
+def explain_mismatch(
+    head: SampledClassifier,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: Any,
+    unexpected: Any,
+    errors: list[str],
+) -> None:
+    """Adds to the errors of `load_state_dict` what to do about another size or another sampler."""
+    weight = state_dict.get(f"{prefix}weight")
+    if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape != head.weight.shape:
+        classes, width = weight.shape
+        errors.append(
+            f"{_NAME}: the state dict has {classes} classes of width {width}, this head has {head.num_classes} of "
+            f"width {head.in_features}: make it with {_NAME}({width}, {classes}, ...) and such a sampler"
+        )
+    start = f"{prefix}sampler."
+    stored = {name.removeprefix(start) for name in state_dict if name.startswith(start)}
+    own = set() if head.sampler is None else set(head.sampler.state_dict()) | {"fit_options"}
+    needed = own - {"fit_options"}
+    if strict and stored and not (needed <= stored <= own):
+        kind = "no sampler" if head.sampler is None else f"a {type(head.sampler).__name__}"
+        errors.append(
+            f"{_NAME}: the state dict holds another sampler, with {', '.join(sorted(stored))}; this head has {kind}: "
+            "make it with the saved sampler, or load the weights alone, "
+            "head.load_state_dict(other.linear().state_dict()) or the entries weight and bias"
+        )
 
 
 def like_weight(h: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from samplex_cuda._checks import check_choice, check_int, check_number, describe
 from samplex_cuda.draw import COPIES, Draw
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.functional.full import full_softmax
-from samplex_cuda.heads.checks import check_sampler, like_weight, refuse_moved, refuse_replicas
+from samplex_cuda.heads.checks import check_sampler, explain_mismatch, like_weight, refuse_moved, refuse_replicas
 from samplex_cuda.heads.exact import ExactAnswers
 from samplex_cuda.heads.follow import Staleness, TableFollower
 from samplex_cuda.losses import Loss, Needs
@@ -156,15 +156,24 @@ class SampledClassifier(ExactAnswers):
         check_int(_NAME, "num_classes", num_classes)
         loss = losses.resolve(loss, _NAME)
         if loss.needs.draws:
+            if sampler is None:
+                raise TypeError(
+                    f"{_NAME}: sampler must be a sampler of samplex_cuda.samplers with {loss!r}, got None; "
+                    f"take sx.samplers.LogUniform({num_classes}) if classes are sorted by frequency, Unigram(counts) "
+                    'if counts are known, Uniform otherwise; loss="full_softmax" needs none'
+                )
             check_int(_NAME, "num_samples", num_samples)
+        check_int(_NAME, "ignore_index", ignore_index, -(1 << 63), (1 << 63) - 1)
         check_choice(_NAME, "reduction", reduction, REDUCTIONS)
         check_number(_NAME, "scale", scale, -math.inf)
         if class_weight is not None and (
-            class_weight.shape != (num_classes,) or not class_weight.dtype.is_floating_point
+            not isinstance(class_weight, Tensor)
+            or class_weight.shape != (num_classes,)
+            or not class_weight.dtype.is_floating_point
         ):
             raise ValueError(f"{_NAME}: class_weight must be [{num_classes}] float32, got {describe(class_weight)}")
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"{_NAME}: dtype must be floating point, got {dtype}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"{_NAME}: dtype must be floating point, got {dtype!r}")
         policy = check_sampler(sampler, loss, num_classes, bias, shared, stratified, sampler_update)
 
         self.in_features = in_features
@@ -290,7 +299,8 @@ class SampledClassifier(ExactAnswers):
         """
         lead = self._check_h("forward", h)
         flat = len(lead) == 1
-        if not isinstance(y, Tensor) or y.dtype is not torch.int64 or y.shape[: len(lead)] != lead or y.dim() > h.dim():
+        dense = isinstance(y, Tensor) and y.layout is torch.strided
+        if not dense or y.dtype is not torch.int64 or y.shape[: len(lead)] != lead or y.dim() > h.dim():
             raise ValueError(
                 f"{_NAME}: y must be {shape_text(lead)} or {shape_text(lead, 'P')} int64 to fit h, got {describe(y)}"
             )
@@ -401,7 +411,11 @@ class SampledClassifier(ExactAnswers):
                 follower.look(weight, bias if getattr(self.sampler, "has_bias", False) else None)
                 if follower.due():
                     self.update_sampler()
-            draw, target_log_q = self._draw(spec, h, target, features, context, key)
+            try:
+                draw, target_log_q = self._draw(spec, h, target, features, context, key)
+            except IndexError:
+                self._refuse_targets(target)  # the sampler was given them by another name
+                raise
         offsets, known = (None, None)
         if positives is not None:
             offsets, known = known_positives(spec.loss.name, positives, h.shape[0], weight.device)
@@ -449,6 +463,15 @@ class SampledClassifier(ExactAnswers):
             exclude = target.clamp_min(-1) if self.ignore_index < 0 else torch.where(self._valid(target), target, -1)
         draw = sampler.sample(seen, self.num_samples, key=key, exclude=exclude, context=context, **spec.sampling)
         return draw.merged() if spec.merges and self._repeats(draw) else draw, None
+
+    def _refuse_targets(self, target: Tensor) -> None:
+        """IndexError if a target is out of range."""
+        wrong = self._valid(target) & ((target < 0) | (target >= self.num_classes))
+        if bool(wrong.any()):
+            got = int(target[wrong].flatten()[0])
+            raise IndexError(
+                f"{_NAME}: y must be in [0, {self.num_classes}) or ignore_index={self.ignore_index}, got {got}"
+            ) from None
 
     def _repeats(self, draw: Draw) -> bool:
         """Whether shared draws hold enough copies for `Draw.merged` to pay."""
@@ -660,6 +683,7 @@ class SampledClassifier(ExactAnswers):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.sampler is not None and refuse_classes(self, self.num_classes, state_dict, prefix, args[-1]):
             return
+        explain_mismatch(self, state_dict, prefix, *args)
         # A checkpoint of nn.Linear has no `sampler.` entry at all: load it strictly all the same, and keep the sampler.
         without = not any(name.startswith(f"{prefix}sampler.") for name in state_dict)
         if without and self.sampler is not None:

@@ -83,6 +83,8 @@ class ExactAnswers(nn.Module):
     def _check_h(self, method: str, h: Tensor) -> torch.Size:
         if not isinstance(h, Tensor) or h.dim() == 0 or h.shape[-1] != self.in_features or not h.is_floating_point():
             raise ValueError(f"{_where(method)}: h must be [*, {self.in_features}] floating point, got {describe(h)}")
+        if h.layout is not torch.strided:
+            raise TypeError(f"{_where(method)}: h must be a dense tensor, got {describe(h)}; use .to_dense()")
         return h.shape[:-1]
 
     def _check_features(self, method: str, features: Tensor | None, lead: torch.Size) -> None:

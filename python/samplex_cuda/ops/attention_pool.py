@@ -118,5 +118,10 @@ def attention_pool(ids: Tensor, table: Tensor, query: Tensor, value: Tensor, *, 
             refuse_functional(_NAME)
     need_vectors = grad and (query.requires_grad or value.requires_grad)
     need_grad = need_vectors or (grad and table.requires_grad)
+    if torch.compiler.is_compiling() and grad and sparse and table.requires_grad:
+        from samplex_cuda._eager import captures_scalars, eager_attention_pool
+
+        if not captures_scalars():  # as in `run_loss`
+            return eager_attention_pool(ids, table, query, value)
     pooled, _, _ = torch.ops.samplex.attention_pool(ids, table, query, value, need_grad, need_vectors, sparse)
     return pooled

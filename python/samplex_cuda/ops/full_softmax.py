@@ -8,11 +8,13 @@ The ops, which a compiled graph holds, keep none.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import check_int, check_number, check_tensor, describe
 from samplex_cuda.ops.fused_loss import acc_dtype
 from samplex_cuda.ops.predict import predict_buffer, predict_grad
 from samplex_cuda.ops.transforms import refuse_forward_mode, refuse_functional
@@ -71,6 +73,36 @@ class _Weights(NamedTuple):
     share: Tensor  # [B, P]
     every: Tensor  # [B]
     whole: Tensor  # [B]
+
+
+def _check_op(
+    op: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    options: _Options,
+) -> None:
+    """The checks of the op itself; the functional layer makes its own, with the names of its arguments."""
+    acc = (torch.float32, torch.float64)
+    check_tensor(op, "weight", weight, "[C, d]")
+    if weight.dim() != 2 or weight.shape[0] < 1 or not weight.is_floating_point():
+        raise ValueError(f"{op}: weight must be [C, d] floating point with C >= 1, got {describe(weight)}")
+    check_tensor(op, "hidden", hidden, "[B, d]")
+    if hidden.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.dtype != weight.dtype:
+        raise ValueError(f"{op}: hidden must be [B, {weight.shape[1]}] {weight.dtype}, got {describe(hidden)}")
+    check_tensor(op, "target", target, "[B, P] int64")
+    if target.dim() != 2 or target.shape[0] != hidden.shape[0] or target.dtype != torch.int64:
+        raise ValueError(f"{op}: target must be [{hidden.shape[0]}, P] int64, got {describe(target)}")
+    for name, table in (("bias", bias), ("class_weight", class_weight)):
+        if table is None:
+            continue
+        if check_tensor(op, name, table, "[C]").shape != weight.shape[:1] or table.dtype not in (weight.dtype, *acc):
+            raise ValueError(f"{op}: {name} must be [{weight.shape[0]}] floating point, got {describe(table)}")
+    check_number(op, "scale", options.scale, -math.inf)
+    check_number(op, "label_smoothing", options.label_smoothing, 0.0, 1.0)
+    check_int(op, "chunk_size", options.chunk_size, 0)
 
 
 def _rows(
@@ -230,6 +262,7 @@ def _op(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     options = _Options(scale, label_smoothing, ignore_index, absolute, chunk_size)
+    _check_op("full_softmax", hidden, weight, target, bias, class_weight, options)
     target, weights = _rows("full_softmax", target, class_weight, options, weight.shape[0])
     return _forward(hidden, weight, bias, class_weight, target, weights, options)
 
@@ -253,6 +286,10 @@ def _bwd_op(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = _Options(scale, label_smoothing, ignore_index, absolute, chunk_size)
+    _check_op("full_softmax_bwd", hidden, weight, target, bias, class_weight, options)
+    for name, t, dtype in (("grad", grad, acc_dtype(weight.dtype)), ("lse", lse, torch.float64)):
+        if check_tensor("full_softmax_bwd", name, t, "[B]").shape != hidden.shape[:1] or t.dtype != dtype:
+            raise ValueError(f"full_softmax_bwd: {name} must be [{hidden.shape[0]}] {dtype}, got {describe(t)}")
     target, weights = _rows("full_softmax_bwd", target, class_weight, options, weight.shape[0])
     d_hidden, d_weight, d_bias = _gradients(
         grad, hidden, weight, bias, class_weight, lse, target, weights, options, (need_hidden, need_weight, need_bias)

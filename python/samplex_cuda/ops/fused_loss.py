@@ -511,8 +511,8 @@ class _FunctionalLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_saved: Any, grad_extra: Tensor | None = None) -> Any:
         plan = ctx.plan
-        weight, bias, *kept = ctx.saved_tensors
-        if any(differentiated_twice(t) for t in (weight, bias, kept[0], grad_loss, grad_extra)):
+        weight, bias, hidden, target, ids, saved = ctx.saved_tensors
+        if any(differentiated_twice(t) for t in (weight, bias, hidden, grad_loss, grad_extra)):
             raise RuntimeError(f"{plan.op}: double backward (torch.func.grad of a gradient) is not supported")
         if grad_loss is None and grad_extra is None:
             return None, None, None, None, None, None
@@ -521,7 +521,6 @@ class _FunctionalLoss(torch.autograd.Function):
             assert upstream is not None
             grad_loss = upstream.new_zeros(() if plan.reduction else upstream.shape)
         lse = None if upstream is None else upstream.contiguous()
-        hidden, target, ids, saved = kept
         grad = LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), lse)
         with torch.no_grad():
             return (*RowSink(False).deliver(grad, ctx.needs_input_grad[:3]), None, None, None)
@@ -551,6 +550,11 @@ def run_loss(
     )
     if torch.compiler.is_compiling():
         assert isinstance(x, Inputs)
+        if need_grad and form.sparse and (x.weight.requires_grad or (bias is not None and bias.requires_grad)):
+            from samplex_cuda._eager import captures_scalars, eager_run_loss
+
+            if not captures_scalars():  # the number of gradient rows would break the graph inside the compiler
+                return eager_run_loss(loss, x, form)
         made = loss.forward(x, form, need_grad, True)
         return made.loss, made.extra
     refuse_forward_mode(loss.name, x.hidden, x.weight, bias)
