@@ -522,7 +522,7 @@ BAD = {
     "ids": [
         ((IDS.int(), E, P, P), TypeError, "ids must be int64, got [2, 3] int32 on cpu"),
         ((torch.tensor(1), E, P, P), ValueError, "ids must be [*, T] on cpu like embedding, got [] int64 on cpu"),
-        (([1, 2], E, P, P), TypeError, "ids must be a tensor, got list"),
+        (([1, 2], E, P, P), TypeError, "ids must be a tensor [*, T] int64, got list"),
         ((IDS + 5, E, P, P), IndexError, "ids must be in [0, 5) or -1, -100 for padding, got 5 at flat position 0"),
         ((IDS - 2, E, P, P), IndexError, "ids must be in [0, 5) or -1, -100 for padding, got -2 at flat position 0"),
     ],

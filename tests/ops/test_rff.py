@@ -340,13 +340,13 @@ def test_backward_op_errors():
     ("call", "error", "message"),
     [
         (lambda: sx.rff.features(X, W, kind="cos"), ValueError, "kind must be one of 'rff', 'orf', 'positive', 'quadr"),
-        (lambda: sx.rff.features([1.0], W), TypeError, "x must be a tensor, got list"),
+        (lambda: sx.rff.features([1.0], W), TypeError, "x must be a tensor [*, d], got list"),
         (
             lambda: sx.rff.features(X.int(), W),
             ValueError,
             "x must be [*, d] float32, float64, float16 or bfloat16, got",
         ),
-        (lambda: sx.rff.features(X), TypeError, "omega must be a [D, 4] tensor, got NoneType"),
+        (lambda: sx.rff.features(X), TypeError, "omega must be a tensor [D, 4], got NoneType"),
         (lambda: sx.rff.features(X, W[:, :2]), ValueError, "omega must be [D, 4] floating with D >= 1 on cpu, got [5,"),
         (lambda: sx.rff.features(X, W[:0]), ValueError, "omega must be [D, 4] floating with D >= 1 on cpu, got [0, 4]"),
         (lambda: sx.rff.features(X, W, kind="positive"), ValueError, "nu must be given for kind 'positive', got None"),
