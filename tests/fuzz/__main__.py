@@ -11,7 +11,9 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,17 @@ def _one(text: str, names: list[str]) -> int:
     for key, value in call.args.items():
         print(f"  {key} = {_show(value)}")
     sys.stdout.flush()
-    verdict, said, _, out = run_call(call, done, d, Pool())
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as noise:
+        os.dup2(noise.fileno(), 2)
+        try:
+            verdict, said, _, out = run_call(call, done, d, Pool())
+        finally:
+            os.dup2(stderr, 2)
+        noise.seek(0)
+        printed = noise.read().decode(errors="replace")
+    if printed and verdict in ("ok", "refused"):
+        verdict, said = "bare", f"text on stderr: {printed}"
     print(f"result: {_show(out)}" if not isinstance(out, Exception) else f"raised {type(out).__name__}: {out}")
     print(f"{verdict}{': ' if said else ''}{said}")
     return verdict not in ("ok", "refused")
@@ -78,6 +90,7 @@ def main() -> int:
         pool.child(json.loads(args.child))
         return 0
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     patterns = args.names.split(",") if args.names else None
     registry.plant(args.plant)
     names = registry.select(patterns)

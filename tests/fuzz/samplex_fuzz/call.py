@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Poisoned(Exception):
+class PoisonedError(Exception):
     """A refused call that left an object unusable."""
 
 

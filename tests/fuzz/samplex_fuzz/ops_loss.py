@@ -156,7 +156,7 @@ def _sampled_softmax(d: Dice) -> Call:
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
         if is_meta(*a.values(), *out):
             return
-        loss, lse, saved = out
+        loss, lse, _ = out
         batch, wide = a.hidden.shape[0], acc(a.weight.dtype)
         has_form("loss", loss, () if a.reduction else (batch,), wide)
         if not all_ordinary(a.scale, a.label_smoothing):
@@ -276,7 +276,7 @@ def _entry_loss(d: Dice) -> Call:
 # ------------------------------------------------------------------------------------------------ backward
 def _row_form(a: Args, out: Any, num_classes: int) -> None:
     """Row ids of a backward: distinct, ascending, in range; -1 behind the count."""
-    d_hidden, row_ids, row_grads, _, count = out
+    d_hidden, row_ids, _, _, count = out
     has_form("d_hidden", d_hidden, a.hidden.shape, a.hidden.dtype)
     if not a.need_rows:
         return

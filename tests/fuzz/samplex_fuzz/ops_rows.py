@@ -231,7 +231,8 @@ def _apply(name: str, weight: Tensor, states: list[Tensor | None], ids: Tensor, 
         assert states[0] is not None
         row_rules.row_adagrad(weight, states[0], ids, rows, lr=0.05, eps=1e-6, weight_decay=0.01)
     else:
-        assert states[0] is not None and states[1] is not None
+        assert states[0] is not None
+        assert states[1] is not None
         row_rules.row_adam(
             weight, states[0], states[1], ids, rows, lr=0.05, step=3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.01,
             decoupled_weight_decay=name == "adamw",

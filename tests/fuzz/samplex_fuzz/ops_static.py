@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -167,7 +168,7 @@ _BIGRAM = {"table", "prefix", "offsets", "pair_ids", "pair_table", "pair_prefix"
 
 def _pair_weights(a: Args) -> np.ndarray:
     at, prefix = a.offsets.tolist(), a.pair_prefix.numpy()
-    parts = [np.diff(prefix[x + c : y + c + 1]) for c, (x, y) in enumerate(zip(at, at[1:], strict=False))]
+    parts = [np.diff(prefix[x + c : y + c + 1]) for c, (x, y) in enumerate(itertools.pairwise(at))]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ def excluded(exclude: Any, offsets: Any, batch: int) -> list[list[int]] | None:
         rows = exclude.reshape(batch, -1).tolist() if batch else []
     else:
         at, flat = offsets.tolist(), exclude.tolist()
-        rows = [flat[a:b] for a, b in zip(at, at[1:], strict=False)]
-    if any(a > b for row in rows for a, b in zip(row, row[1:], strict=False)):
+        rows = [flat[a:b] for a, b in itertools.pairwise(at)]
+    if any(a > b for row in rows for a, b in itertools.pairwise(row)):
         return None
     return [sorted({k for k in row if k >= 0}) for row in rows]

@@ -163,13 +163,16 @@ class Worker:
 def fuzz(
     seed: int, calls: int, jobs: int, names: list[str], *, first: int = 0, progress: bool = False, **settings: Any
 ) -> tuple[dict[str, collections.Counter[str]], list[tuple[int, str, str, str]]]:
-    """Runs calls `first` to `first + calls` and returns counts by name, and the findings in the order of their numbers."""
+    """Runs calls `first` to `first + calls`; counts by name, and the findings in the order of their numbers."""
     settings = {"seed": seed, "first": first, "last": first + calls, "step": jobs, **settings}
     with tempfile.TemporaryDirectory(prefix="samplex-fuzz-") as directory:
         workers = [Worker(Path(directory), which, settings, names) for which in range(jobs)]
         bar = _bar(calls) if progress else None
         try:
-            while any([worker.poll() for worker in workers]):
+            while True:
+                busy = [worker.poll() for worker in workers]
+                if not any(busy):
+                    break
                 time.sleep(0.02)
                 if bar is not None:
                     bar.update(sum(worker.done() for worker in workers) - bar.n)

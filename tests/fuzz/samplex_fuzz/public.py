@@ -13,7 +13,7 @@ from torch import Tensor
 import samplex_cuda as sx
 from samplex_cuda import functional, metrics
 from samplex_cuda.ops.tree import unpack_nodes
-from samplex_fuzz.call import Args, Call, Dice, Poisoned, generator
+from samplex_fuzz.call import Args, Call, Dice, PoisonedError, generator
 from samplex_fuzz.ops_loss import WORDS, Inputs, compare_loss, full_rows, make_inputs, size_of, softmax_rows, usual_rows
 from samplex_fuzz.ops_static import alias_counts
 from samplex_fuzz.ops_tree import make_tree
@@ -175,8 +175,9 @@ def _features(d: Dice) -> Call:
     kind, dim = d.pick(("rff", "orf", "positive", "quadratic")), d.width()
     omega = None if kind == "quadratic" else d.normal(d.int(1, 6), dim)
     args = {
-        "x": d.normal(d.size(), dim, scale=0.3), "omega": omega, "kind": kind, "nu": 1.0 if kind == "positive" else None,
-        "alpha": d.pick((1.0, 100.0)), "gaussian": kind == "positive" and d.maybe(0.3), "shift": 0.0,
+        "x": d.normal(d.size(), dim, scale=0.3), "omega": omega, "kind": kind,
+        "nu": 1.0 if kind == "positive" else None, "alpha": d.pick((1.0, 100.0)),
+        "gaussian": kind == "positive" and d.maybe(0.3), "shift": 0.0,
     }  # fmt: skip
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
@@ -331,7 +332,7 @@ def _load(name: str) -> Callable[[Dice], Call]:
                     sampler.sample(h, 4, key=key, context=context)
                 except Exception as error:
                     text = f"load_state_dict refused ({refused}), then sample raised {type(error).__name__}: {error}"
-                    raise Poisoned(text) from None
+                    raise PoisonedError(text) from None
                 raise
             draw = sampler.sample(h, 4, key=key, context=context)
             return draw, sampler.log_prob(h, draw.ids, context=context)
@@ -391,7 +392,7 @@ def _forward(d: Dice) -> Call:
                 head.state_dict()
             except Exception as error:
                 text = f"refused ({refused}), then an ordinary step raised {type(error).__name__}: {error}"
-                raise Poisoned(text) from None
+                raise PoisonedError(text) from None
             raise
         return loss.detach()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samplex_fuzz.arena import Arena, Pool
-from samplex_fuzz.call import GENERATORS, WEIGHTS, Args, Call, Dice, Poisoned
+from samplex_fuzz.call import GENERATORS, WEIGHTS, Args, Call, Dice, PoisonedError
 from samplex_fuzz.mutate import mutate
 
 VERDICTS = ("ok", "refused", "crash", "silent", "bare")
@@ -109,7 +109,7 @@ def run_call(call: Call, done: dict[str, str], d: Dice, pool: Pool) -> tuple[str
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             out = call.run(placed.args)
-    except Poisoned as error:
+    except PoisonedError as error:
         return "silent", str(error), placed.before, error
     except Exception as error:
         verdict, text = judge_error(error, call)
