@@ -96,9 +96,13 @@ class Targets:
         self.folder = folder
         x, y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])
         csr = {
-            "x_indptr": np.array([0, 1, 2, 3]), "x_indices": np.array([0, 2, 1]), "x_data": np.ones(3, np.float32),
-            "x_shape": np.array([3, 4]), "y": np.array([0, 1, 0]),
-        }  # fmt: skip
+            "indptr": np.array([0, 1, 2, 3]),
+            "indices": np.array([0, 2, 1]),
+            "data": np.ones(3, np.float32),
+            "shape": np.array([3, 4]),
+            "format": np.array(b"csr"),
+            "y": np.array([0, 1, 0]),
+        }
         self._parts = _checkpoint(folder)
         self._checkpoint_dir = folder / "checkpoint-00000001"
 
@@ -155,7 +159,7 @@ class Targets:
             "svmlight": (read("a.svm", format="svmlight"), b"1 1:0.5 3:2 # c\n2,3 2:1\n0 1:1e-3\n", documented),
             "text": (read("a.txt", format="text"), b"the cat sat\non the mat\n\nthe end \xc3\xa9\n" * 40, documented),
             "interactions": (read("a.csv", format="interactions"), ratings, documented),
-            "ratings": (read("a.tsv", format="interactions"), b"1\t10\t4\t100\n1\t11\t5\t101\n2\t10\t1\t7\n", documented),
+            "ratings": (read("a.tsv", format="interactions"), ratings.replace(b",", b"\t"), documented),
             "sequences": (read("a.seq", format="sequences"), b"1 2 3 4\n5 6 7\n1 9\n", documented),
             "npy": (arrays("x.npy", ("y.npy", _npy(y))), _npy(x), documented),
             "npy labels": (labels, _npy(y), documented),

@@ -243,6 +243,10 @@ def _exclude(d: Dice, batch: int, classes: int) -> Any:
     return offsets, d.ids(classes, int(counts.sum()))
 
 
+def _floats(h: Any) -> bool:
+    return isinstance(h, Tensor) and h.layout is torch.strided and h.is_floating_point()
+
+
 def _sample(name: str) -> Callable[[Dice], Call]:
     def make(d: Dice) -> Call:
         batch = d.size()
@@ -258,7 +262,7 @@ def _sample(name: str) -> Callable[[Dice], Call]:
             if is_meta(*a.values(), *out[:2]) or (a.h is None and name != "Bigram"):
                 return
             ids, log_q = out.ids, out.log_q
-            if a.h is not None and (not isinstance(a.h, Tensor) or a.h.layout is not torch.strided):
+            if a.h is not None and not _floats(a.h):
                 return  # a static sampler looks at the number of rows alone
             rows = a.context.numel() if a.h is None else math.prod(a.h.shape[:-1])
             shape = (int(a.num_samples),) if a.shared else (rows, int(a.num_samples))
@@ -273,7 +277,12 @@ def _sample(name: str) -> Callable[[Dice], Call]:
                 known = again.isfinite()  # a row with no class left: its stand-in has log_q 0
                 near("log_q against log_prob", log_q[known], again[known], 1e-3 * (1 + float(log_q.abs().max())))
 
-        return Call(Args(args), lambda a: sampler.sample(**a), check, words=("samples", "rows", "ids", "offsets"))
+        return Call(
+            Args(args),
+            lambda a: sampler.sample(**a),
+            check,
+            words=("samples", "rows", "ids", "offsets", "exclude_offsets"),
+        )
 
     return make
 
@@ -297,7 +306,7 @@ def _log_prob(name: str) -> Callable[[Dice], Call]:
                 return
             expect(out.dtype == torch.float32, f"log_prob must be float32, got {out.dtype}")
             expect(not bool((out > 1e-4).any()), f"log_prob must be at most 0, got {out.tolist()}")
-            if a.h is not None and (not isinstance(a.h, Tensor) or a.h.dim() != 2 or not bool(ordinary(a.h).all())):
+            if a.h is not None and (not _floats(a.h) or a.h.dim() != 2 or not bool(ordinary(a.h).all())):
                 return
             if not shared and a.exclude is None and a.ids.dim() == 2 and a.ids.shape[0]:
                 every = sampler.log_prob_all(a.h, context=a.context) if name == "Bigram" else sampler.log_prob_all(a.h)
@@ -307,7 +316,7 @@ def _log_prob(name: str) -> Callable[[Dice], Call]:
                 near("log_prob", out, every.gather(1, a.ids), 1e-3 * (1 + float(every[every.isfinite()].abs().max())))
 
         call = sampler.log_prob_shared if shared else sampler.log_prob
-        return Call(Args(args), lambda a: call(**a), check, words=("rows", "offsets"))
+        return Call(Args(args), lambda a: call(**a), check, words=("rows", "offsets", "exclude_offsets"))
 
     return make
 
