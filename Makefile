@@ -6,7 +6,9 @@
 #   CUDA_ARCHS=...   architectures of this build; the default embeds one PTX that any GPU from sm_75 on can load
 #   ARCHS="75 ..."   architectures of the gate
 #   JOBS=n           parallel compile jobs (default: all cores)
-#   ARGS="..."       passed on to pytest, the demo or the benchmark
+#   SANITIZE=1       `make fuzz` under AddressSanitizer and UndefinedBehaviorSanitizer
+#   SECONDS=60       how long `make fuzz-files` runs
+#   ARGS="..."       passed on to pytest, the demo, the benchmark or the fuzzer
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -15,6 +17,8 @@ CUDA_ARCHS ?= 75-virtual
 ARCHS ?= 75 80 86 89 90 100 120
 JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 PTXRUN ?=
+SANITIZE ?=
+SECONDS ?= 60
 ARGS ?=
 
 TORCH := torch==2.13.0
@@ -28,7 +32,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-slow test-emulated sanitize bench lint format cuda-gate docs wheel clean distclean FORCE
+.PHONY: help build demo test test-slow test-emulated sanitize fuzz fuzz-files bench lint format cuda-gate docs wheel clean distclean FORCE
 
 help: ## Show this list
 	@echo "samplex-cuda"
@@ -51,6 +55,12 @@ sanitize: $(STAMPS)/build ## The op suite under AddressSanitizer and UndefinedBe
 
 test-emulated: $(STAMPS)/build ## The op suite on nvcc's code under an emulated CUDA runtime; needs PTXRUN=dir
 	$(PY) scripts/side_build.py emulated --ptxrun "$(PTXRUN)" $(ARGS)
+
+fuzz: $(STAMPS)/build ## Random calls of every op and public function; ARGS="--calls 1000000", SANITIZE=1 for the sanitizer build
+	$(if $(SANITIZE),$(PY) scripts/side_build.py sanitize --run tests/fuzz,$(PY) tests/fuzz) $(ARGS)
+
+fuzz-files: $(STAMPS)/build ## Altered files into every reader for SECONDS seconds (default 60); coverage-guided if atheris is installed
+	$(PY) tests/fuzz/fuzz_files.py --seconds $(SECONDS) $(ARGS)
 
 bench: $(STAMPS)/build ## All benchmarks; tables in bench/results and the README, plot in docs/images
 	@status=0; for script in bench/bench_*.py; do \

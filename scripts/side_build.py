@@ -1,6 +1,7 @@
 """Build the extension in an environment of its own beside the current one, and run tests there.
 
     python scripts/side_build.py sanitize [pytest arguments]
+    python scripts/side_build.py sanitize --run SCRIPT [its arguments]
     python scripts/side_build.py emulated --ptxrun DIR [pytest arguments]
 
 sanitize   AddressSanitizer and UndefinedBehaviorSanitizer over the op suite (CPU kernels and SIMT harness)
@@ -64,8 +65,10 @@ def sanitizer_runtime(name: str) -> str:
 
 
 def run_tests(python: Path, arguments: list[str], environment: dict[str, str]) -> int:
-    """Run pytest in the side environment; returns its exit status."""
-    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    """Run pytest, or the script behind `--run`, in the side environment; returns its exit status."""
+    script = arguments[:1] == ["--run"]
+    command = [str(python), *arguments[1:]] if script else [str(python), "-m", "pytest", "-p", "no:cacheprovider"]
+    command += [] if script else arguments
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=False).returncode
 
 
