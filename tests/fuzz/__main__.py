@@ -41,6 +41,8 @@ def _show(value: Any) -> str:
     head = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if value.is_meta or value.layout is not torch.strided:
         return f"{head} {value.device} {value.layout}"
+    if max(value.shape, default=0) > 10_000:
+        return head
     if not value.is_contiguous():
         head += f" strides {list(value.stride())}"
     return f"{head} {value.tolist()}"

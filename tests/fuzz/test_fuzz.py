@@ -62,6 +62,6 @@ def test_a_hang_is_a_crash(monkeypatch):
     from samplex_fuzz import pool
 
     monkeypatch.setattr(pool, "HANG", 1.5)
-    counts, findings = pool.fuzz(3, 12, 1, ["planted"], only=["planted"], plant="hang", simd=None, limit_memory=True)
+    counts, findings = pool.fuzz(3, 25, 1, ["planted"], only=["planted"], plant="hang", simd=None, limit_memory=True)
     assert counts["planted"]["crash"] == len(findings) >= 1
     assert "no answer in 1.5 s" in findings[0][3]

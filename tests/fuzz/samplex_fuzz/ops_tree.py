@@ -177,7 +177,11 @@ def _tree_project(d: Dice) -> Call:
         if all_ordinary(a.mean, a.projection):
             want = plain.project(a.features, a.mean, a.projection)
             same = (a.features - a.mean) @ a.projection
-            size = float(((a.features[rows] - a.mean).abs() @ a.projection.abs()).max()) if rows.any() else 0.0
+            size = (
+                float(((a.features[rows] - a.mean).abs() @ a.projection.abs()).max())
+                if rows.any() and out.numel()
+                else 0.0
+            )
             close("x", out, want, same, size, rows)
 
     args = {

@@ -34,8 +34,8 @@ class Board:
         size = _HEAD + _SLOT * len(names)
         if not path.exists():
             path.write_bytes(bytes(size))
-        self._file = path.open("r+b")
-        self._map = mmap.mmap(self._file.fileno(), size)
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), size)
 
     def start(self, number: int, name: int) -> None:
         """A call begins; name is -1 while it is being made."""

@@ -371,6 +371,8 @@ def _head(d: Dice) -> sx.SampledClassifier:
     name = d.pick(("Uniform", "LogUniform", "Unigram", "Quadratic", "RandomFourier", "Softmax"))
     classes = d.int(2, 12)
     sampler = _SAMPLERS[name](d, classes)
+    if name == "Unigram":  # NCE of a target without probability is nan by definition
+        sampler = sx.samplers.Unigram(d.uniform(classes, low=0.5, high=9.0))
     loss = d.pick(("sampled_softmax", "sampled_softmax", "negative_sampling", "nce", "one_vs_each"))
     return sx.SampledClassifier(
         _DIM, classes, sampler, num_samples=d.int(1, 5), loss=loss, bias=name not in _OF_ROWS and d.maybe(0.5),
