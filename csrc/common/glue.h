@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <cstdlib>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -37,6 +38,7 @@ constexpr uint64_t kStreamRowsSmallest = uint64_t(4) << 20;
 //   IndexError   an id, target or row id out of range
 //   TypeError    a wrong dtype
 //   ValueError   a wrong shape, device, layout or number, offsets that do not ascend
+//   MemoryError  a result that does not fit into memory
 //
 // Not STD_TORCH_CHECK: that puts the build machine's path into the message.
 template <typename... Parts>
@@ -119,7 +121,7 @@ inline void check_tensor(const char* op, const char* arg, const Tensor& t, const
                          ScalarType dtype, const Tensor& like) {
   check_given(op, arg, t);
   if (!like.defined()) [[unlikely]]
-    fail("TypeError: ", op, ": every tensor must be given, got None");
+    fail("TypeError: ", op, ": every tensor besides ", arg, " must be given, got None");
   const bool device_ok = t.is_cpu() == like.is_cpu() && (t.is_cpu() || t.get_device_index() == like.get_device_index());
   if (shape_matches(t, wanted) && t.scalar_type() == dtype && device_ok && t.is_contiguous()) return;
   std::ostringstream sizes;
@@ -217,8 +219,27 @@ inline void* out_any(const Tensor& t) {
   return data;
 }
 
+// Before torch is asked: an allocation that fails inside it prints a C++ stack.
+inline void check_memory(const Tensor& like, const Shape& shape, size_t item) {
+  constexpr size_t kProbed = size_t(1) << 32, kMost = size_t(1) << 46;
+  size_t bytes = item;
+  bool fits = true;
+  for (int64_t size : shape) fits = fits && size >= 0 && !__builtin_mul_overflow(bytes, size_t(size), &bytes);
+  fits = fits && bytes <= kMost;
+  if (fits && bytes > kProbed && like.is_cpu()) {
+    void* probe = std::malloc(bytes);
+    fits = probe != nullptr;
+    std::free(probe);
+  }
+  if (fits) return;
+  std::ostringstream sizes;
+  for (size_t i = 0; i < shape.size(); ++i) sizes << (i ? ", " : "") << shape[i];
+  fail("MemoryError: samplex: can't allocate memory for a tensor of [", sizes.str(), "] numbers");
+}
+
 // Not torch::stable::new_empty: looking an operator up by its name costs more than the allocation.
 inline Tensor empty(const Tensor& like, const Shape& shape, ScalarType dtype) {
+  check_memory(like, shape, 8);
   std::array<int64_t, 4> strides{};
   int64_t step = 1;
   for (size_t i = shape.size(); i-- > 0;) {
@@ -236,6 +257,7 @@ inline Tensor empty(const Tensor& like, const Shape& shape, ScalarType dtype) {
 
 // The same, from the pool of reused memory where that pays: large tensors of the CPU kernels.
 inline Tensor empty_pooled(const Tensor& like, const Shape& shape, ScalarType dtype) {
+  check_memory(like, shape, 8);
   size_t bytes = dtype == ScalarType::Double || dtype == ScalarType::Long ? 8 : 4;
   for (int64_t size : shape) bytes *= size_t(size);
   if (!like.is_cpu() || cpu_backend() != Backend::kCpu || bytes < kPoolSmallest) return empty(like, shape, dtype);

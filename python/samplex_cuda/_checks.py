@@ -19,6 +19,7 @@ __all__ = [
     "call",
     "check_choice",
     "check_data",
+    "check_dense",
     "check_int",
     "check_number",
     "check_tensor",
@@ -32,7 +33,12 @@ T = TypeVar("T")
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
-_CODES: dict[str, type[Exception]] = {"IndexError": IndexError, "ValueError": ValueError, "TypeError": TypeError}
+_CODES: dict[str, type[Exception]] = {
+    "IndexError": IndexError,
+    "MemoryError": MemoryError,
+    "TypeError": TypeError,
+    "ValueError": ValueError,
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -114,6 +120,13 @@ def check_data(op: str, name: str, t: Tensor) -> Tensor:
             f"{op}: {name} must hold numbers, got {describe(t)}; make the sampler outside of torch.device('meta')"
         )
     return t
+
+
+def check_dense(op: str, name: str, value: Tensor) -> Tensor:
+    """`value` if it is a dense tensor; TypeError for sparse and other layouts."""
+    if value.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor, got {describe(value)} {value.layout}; use .to_dense()")
+    return value
 
 
 def call(op: Callable[..., T], *args: Any) -> T:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from samplex_cuda._checks import describe
+from samplex_cuda._checks import check_dense, describe
 from samplex_cuda.prediction import _stable_topk
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def _check(where: str, ids: Tensor, targets: Tensor, empty: str = "skip") -> Ten
     fits = isinstance(targets, Tensor) and targets.dtype == torch.int64 and targets.dim() in (1, 2)
     if not fits or targets.shape[0] != n:
         raise ValueError(f"{where}: targets must be [{n}] or [{n}, P] int64, got {describe(targets)}")
+    check_dense(where, "ids", ids), check_dense(where, "targets", targets)
     if empty not in ("skip", "zero"):
         raise ValueError(f"{where}: empty must be 'skip' or 'zero', got {empty!r}")
     return targets.unsqueeze(1) if targets.dim() == 1 else targets

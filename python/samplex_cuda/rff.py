@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import check_number, check_tensor
+from samplex_cuda._checks import check_dense, check_number, check_tensor, describe
 from samplex_cuda.ops import rff as _rff
 from samplex_cuda.rng import Key, key_tensor
 
@@ -40,10 +40,6 @@ def _check_size(op: str, name: str, value: int) -> None:
 def _check_positive(op: str, name: str, value: float) -> None:
     if isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value < 1e30):
         raise ValueError(f"{op}: {name} must be positive and finite, got {value!r}")
-
-
-def _described(t: Tensor) -> str:
-    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 
 def num_numbers(kind: str, dim: int, num_features: int = 0) -> int:
@@ -166,33 +162,31 @@ def features(
     """
     op = "rff.features"
     _check_kind(op, kind)
-    check_tensor(op, "x", x, "[*, d]")
+    check_dense(op, "x", check_tensor(op, "x", x, "[*, d]"))
     if x.dtype not in _FLOATS or x.dim() < 1 or x.shape[-1] < 1:
-        raise ValueError(f"{op}: x must be [*, d] float32, float64, float16 or bfloat16, got {_described(x)}")
+        raise ValueError(f"{op}: x must be [*, d] float32, float64, float16 or bfloat16, got {describe(x)}")
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
     if kind == "quadratic":
         if omega is not None:
-            raise ValueError(f"{op}: omega must be None for kind 'quadratic', got {_described(omega)}")
+            raise ValueError(f"{op}: omega must be None for kind 'quadratic', got {describe(omega)}")
         _check_positive(op, "alpha", alpha)
     else:
-        omega = check_tensor(op, "omega", omega, f"[D, {x.shape[-1]}]")
+        omega = check_dense(op, "omega", check_tensor(op, "omega", omega, f"[D, {x.shape[-1]}]"))
         good = omega.dim() == 2 and omega.shape[0] >= 1 and omega.shape[1] == x.shape[-1]
         if not good or omega.dtype not in _FLOATS or omega.device != x.device:
             raise ValueError(
-                f"{op}: omega must be [D, {x.shape[-1]}] floating with D >= 1 on {x.device}, got {_described(omega)}"
+                f"{op}: omega must be [D, {x.shape[-1]}] floating with D >= 1 on {x.device}, got {describe(omega)}"
             )
         if omega.dtype is not acc:
             omega = omega.to(acc)
         if not omega.is_contiguous():
             omega = omega.contiguous()
-    if kind == "positive":
-        if nu is None:
-            raise ValueError(f"{op}: nu must be given for kind 'positive', got None")
-        shift = check_number(op, "shift", shift, -math.inf)
+    if kind == "positive" and nu is None:
+        raise ValueError(f"{op}: nu must be given for kind 'positive', got None")
+    shift = check_number(op, "shift", shift, -math.inf)
+    alpha = check_number(op, "alpha", alpha, -math.inf)
     if nu is not None:
         _check_positive(op, "nu", nu)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    result = _rff.rff(
-        rows, omega, _rff.KINDS[kind], 1.0 if nu is None else float(nu), float(alpha), bool(gaussian), float(shift)
-    )
+    result = _rff.rff(rows, omega, _rff.KINDS[kind], 1.0 if nu is None else float(nu), alpha, bool(gaussian), shift)
     return result if x.dim() == 2 else result.view(*x.shape[:-1], result.shape[-1])

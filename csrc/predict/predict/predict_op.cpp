@@ -9,6 +9,8 @@ namespace {
 
 using MaybeTensor = std::optional<Tensor>;
 
+constexpr int64_t kMostClasses = int64_t(1) << 52;
+
 PredictChunk chunk_of(const char* op, const Tensor& dots, const MaybeTensor& bias, int64_t first, double scale,
                       bool absolute) {
   check_given(op, "dots", dots);
@@ -17,7 +19,7 @@ PredictChunk chunk_of(const char* op, const Tensor& dots, const MaybeTensor& bia
              ": dots must be [B, n] float32 or float64, got ", describe(dots));
   check_tensor(op, "dots", dots, {-1, -1}, "[B, n]", acc, dots);
   if (bias) check_tensor(op, "bias", *bias, {dots.size(1)}, "[n]", acc, dots);
-  check_value(first >= 0, op, ": first must be at least 0, got ", first);
+  check_value(first >= 0 && first <= kMostClasses, op, ": first must be in [0, 2^52], got ", first);
   return {nullptr, nullptr, dots.size(0), dots.size(1), first, scale, absolute, acc == ScalarType::Double};
 }
 

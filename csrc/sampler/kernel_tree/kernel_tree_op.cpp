@@ -7,7 +7,7 @@
 #include <cmath>
 #include <tuple>
 
-#include "common/glue.h"
+#include "common/calls.h"
 #include "common/ids.h"
 #include "common/philox.h"
 #include "sampler/kernel_tree/kernel_tree_params.h"
@@ -99,14 +99,12 @@ void take_exclude(const char* op, KernelTreeSampleParams& p, const Tensor& h, co
   }
 }
 
-// a [n, k] times the transpose of b [p, k]. mm.out, which autocast leaves alone.
+// a [n, k] times the transpose of b [p, k]. mm.out, which autocast leaves alone; draws have no gradient, and mm.out
+// refuses tensors that want one.
 Tensor product_transposed(const Tensor& a, const Tensor& b) {
   const Tensor result = empty(a, {a.size(0), b.size(0)}, ScalarType::Float);
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(a),
-                                    torch::stable::detail::from(torch::stable::transpose(b, 0, 1)),
-                                    torch::stable::detail::from(result)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  const auto detached = [](const Tensor& t) { return tensor_of(call_op("aten::detach", "", t)[0]); };
+  return tensor_of(call_op("aten::mm", "out", detached(a), detached(torch::stable::transpose(b, 0, 1)), result)[0]);
 }
 
 // Values of the top levels, scratch, outputs, launch. `p` holds key or given already.

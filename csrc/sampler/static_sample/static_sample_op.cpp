@@ -68,10 +68,10 @@ void take_pointers(StaticSampleParams& p, const Tensor* table, const Tensor* pre
 }
 
 void run(StaticSampleParams& p, const Tensor& ref, const char* op, bool trusted = false) {
+  if (p.exclude != nullptr && ref.is_cpu() && !trusted) check_exclude_values(op, p);
   if (p.batch == 0 || p.num_samples == 0) return;
   MaybeTensor rows;
   if (p.exclude != nullptr) {
-    if (ref.is_cpu() && !trusted) check_exclude_values(op, p);
     rows = glue::empty(ref, {p.batch, 5}, ScalarType::Long);
     p.rows = reinterpret_cast<StaticRow*>(glue::out<int64_t>(*rows));
   }

@@ -62,7 +62,7 @@ int64_t sorted_ranges(const RowReduceParams& p, void (*body)(const RowReduceRang
   const int entry_bits = std::bit_width(uint64_t(entries));
   const int id_bits = std::max(1, int(std::bit_width(uint64_t(std::max<int64_t>(p.num_rows - 1, 1)))));
   if (entry_bits + id_bits > 64)
-    throw std::runtime_error("ValueError: row_reduce: entries x num_rows must stay below 2^64");
+    throw std::runtime_error("ValueError: row_reduce: num_rows (num_classes of a loss) must stay below 2^64 / entries");
 
   const int64_t parts = std::clamp<int64_t>(entries / 4096, 1, num_threads());
   const int top_bits = std::min(id_bits, kMaxDigitBits), top_shift = entry_bits + id_bits - top_bits;

@@ -60,6 +60,7 @@ void run_given(const char* op, const Tensor& weight, const RowTable& table, cons
   params.dim = weight.dim() == 2 ? weight.size(1) : 1;
   const int64_t n = x.row_ids ? x.row_ids->numel() : params.num_rows;
   if (x.row_ids) check_tensor(op, "row_ids", *x.row_ids, {-1}, "[n]", ScalarType::Long, weight);
+  check_given(op, "rows", x.rows);
   check_type(is_row_type(x.rows, weight), op, ": rows must be ", dtype_name(weight.scalar_type()),
              " as the weight, or ", dtype_name(acc_type(weight.scalar_type())), ", got ", describe(x.rows));
   check_tensor(op, "rows", x.rows, weight.dim() == 2 ? Shape{n, params.dim} : Shape{n},
@@ -116,6 +117,8 @@ RowReduceSource entries_from(const char* op, const char* arg_ids, const char* ar
                              const Tensor& ids, const std::optional<Tensor>& coef, const Tensor& rows,
                              const Tensor& weight) {
   const int64_t d = weight.size(1);
+  check_given(op, arg_ids, ids);
+  check_given(op, arg_rows, rows);
   check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ", arg_ids, " must be [S] or [S, k], got ", describe(ids));
   const int64_t S = ids.size(0), k = ids.dim() == 2 ? ids.size(1) : 1;
   check_tensor(op, arg_ids, ids, ids.dim() == 2 ? Shape{S, k} : Shape{S}, ids.dim() == 2 ? "[S, k]" : "[S]",

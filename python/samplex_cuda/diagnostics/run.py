@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -90,13 +91,16 @@ def default_candidates(
     if head.shared or classes > KERNELS_UP_TO or not bool(head.weight.isfinite().all()):
         return out
     weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
+    # A table whose features leave float32 is refused by a kernel sampler, which is then no candidate.
     if "Quadratic" not in out and head.scale != 0:
-        out["Quadratic"] = samplers.Quadratic(weight, min(1e29, 100.0 * head.scale**2), bias)
+        with contextlib.suppress(ValueError):
+            out["Quadratic"] = samplers.Quadratic(weight, min(1e29, 100.0 * head.scale**2), bias)
     if "RandomFourier" not in out and head.scale > 0 and not head.loss.absolute:
         count = num_features or min(1024, max(64, 4 * head.in_features))
-        out["RandomFourier"] = samplers.RandomFourier(
-            weight, num_features=count, nu=head.scale, kind="positive", bias=bias, key=Key(seed)
-        )
+        with contextlib.suppress(ValueError):
+            out["RandomFourier"] = samplers.RandomFourier(
+                weight, num_features=count, nu=head.scale, kind="positive", bias=bias, key=Key(seed)
+            )
     return out
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import check_number, describe, op_error
+from samplex_cuda._checks import check_choice, check_number, describe, op_error
 from samplex_cuda.losses import SampledSoftmax
 from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, acc_dtype, run_loss
 from samplex_cuda.ops.subset_sample import subset_sample
@@ -192,8 +192,7 @@ def _check(queries: Tensor, keys: Tensor, positives: Tensor | None, key_ids: Ten
         _check_ids("key_ids", key_ids, keys.device, "[B]")
         if key_ids.shape != (batch,):
             raise ValueError(f"{_OP}: key_ids must be [{batch}] to fit queries, got {describe(key_ids)}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{_OP}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    check_choice(_OP, "reduction", reduction, tuple(REDUCTIONS))
     return queries
 
 

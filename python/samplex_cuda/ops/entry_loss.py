@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._library import register_fake
-from samplex_cuda.ops.fused_loss import OpCall, Plan, acc_dtype, differentiate, fake_gradients, saved_numbers
+from samplex_cuda.ops.fused_loss import (
+    OpCall,
+    Plan,
+    acc_dtype,
+    differentiate,
+    fake_gradients,
+    fake_sizes,
+    saved_numbers,
+)
 
 __all__ = ["KINDS", "entry_loss", "ratio_of"]
 
@@ -49,7 +57,7 @@ class _Arguments(NamedTuple):
 @register_fake("samplex::entry_loss")
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*inputs)
-    batch, dim = a.hidden.shape
+    batch, dim = fake_sizes("entry_loss", a.hidden)
     width = (1 if a.target.dim() == 1 else a.target.shape[1]) + a.ids.shape[-1]
     saved = saved_numbers(batch, width, dim, a.reduction, a.need_grad, False, a.kind == _WITH_RATIO)
     shapes = [() if a.reduction else (batch,), (saved,)]

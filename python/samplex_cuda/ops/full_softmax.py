@@ -56,7 +56,7 @@ def _shares(
     """
     count = valid.sum(1, keepdim=True)
     share = torch.where(valid, (1.0 - label_smoothing) / count.clamp(min=1).double(), 0.0)
-    every = torch.where(count.squeeze(1) > 0, label_smoothing / num_classes, 0.0).double()
+    every = (count.squeeze(1) > 0).double() * (label_smoothing / num_classes)  # torch.where would round to float32
     if class_weight is None:
         mass: float | Tensor = float(num_classes)
     else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from samplex_cuda._checks import op_error
+from samplex_cuda._checks import describe, op_error
 from samplex_cuda._library import register_fake
 from samplex_cuda.ops.transforms import differentiated_twice, refuse_forward_mode, transformed
 
@@ -223,7 +223,7 @@ def _(
     with_bias: bool,
     with_ratio: bool = False,
 ) -> tuple[Tensor, ...]:
-    batch, dim = hidden.shape
+    batch, dim = fake_sizes("loss_entries", hidden)
     shared, m = ids.dim() == 1, ids.shape[-1]
     targets = 1 if target.dim() == 1 else target.shape[1]
     summed = m if shared and batch > 0 else 0
@@ -622,6 +622,13 @@ class OpCall(NamedTuple):
     target: Tensor | None
     ids: Tensor | None
     saved: Tensor | None
+
+
+def fake_sizes(op: str, hidden: Tensor) -> tuple[int, int]:
+    """B and d, where no kernel checks the shape."""
+    if hidden.dim() != 2:
+        raise ValueError(f"{op}: hidden must be [B, d], got {describe(hidden)}")
+    return hidden.shape[0], hidden.shape[1]
 
 
 def fake_gradients(

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._library import register_fake
-from samplex_cuda.ops.fused_loss import OpCall, Plan, acc_dtype, differentiate, fake_gradients, saved_numbers
+from samplex_cuda.ops.fused_loss import (
+    OpCall,
+    Plan,
+    acc_dtype,
+    differentiate,
+    fake_gradients,
+    fake_sizes,
+    saved_numbers,
+)
 
 __all__ = ["sampled_softmax", "sampled_softmax_static"]
 
@@ -47,7 +55,7 @@ class _Arguments(NamedTuple):
 @register_fake("samplex::sampled_softmax")
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*inputs)
-    batch, dim = a.hidden.shape
+    batch, dim = fake_sizes(_NAME, a.hidden)
     width = (1 if a.target.dim() == 1 else a.target.shape[1]) + a.ids.shape[-1]
     saved = saved_numbers(batch, width, dim, a.reduction, a.need_grad, a.with_lse, False)
     shapes = [() if a.reduction else (batch,), (batch,), (saved,)]
@@ -60,7 +68,7 @@ def _(
     table: Tensor | None, prefix: Tensor | None, bias: Tensor | None, class_weight: Tensor | None, scale: float,
     label_smoothing: float, ignore_index: int, reduction: int, absolute: bool, need_grad: bool, need_hidden: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    batch, dim = hidden.shape
+    batch, dim = fake_sizes("sampled_softmax", hidden)
     saved = saved_numbers(batch, 1 + num_samples, dim, reduction, need_grad, False, False)
     acc = acc_dtype(hidden.dtype)
     return (

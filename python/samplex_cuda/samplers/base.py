@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import describe
+from samplex_cuda._checks import check_dense, check_tensor, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import uniform_sample
 from samplex_cuda.rng import Key, fold_in, key_tensor
@@ -31,7 +31,7 @@ def check_int64(op: str, name: str, t: object) -> Tensor:
         raise TypeError(f"{op}: {name} must be an int64 tensor, got {type(t).__name__}")
     if t.dtype != torch.int64:
         raise TypeError(f"{op}: {name} must be int64, got {describe(t)}")
-    return t
+    return check_dense(op, name, t)
 
 
 def refuse_classes(
@@ -172,7 +172,11 @@ class Sampler(torch.nn.Module):
         place = (bits.double().mul_(2.0**-_UNIFORM_BITS) * there.sum()).long()
         which = torch.argsort(there.logical_not(), stable=True)[place]  # rows with a law first
         queries = None if h is None else h.reshape(-1, h.shape[-1])[which]
-        given = None if context is None else context.reshape(-1)[which]
+        given = None
+        if context is not None:
+            given = check_dense(self._op, "context", check_tensor(self._op, "context", context, "[B]")).reshape(-1)[
+                which
+            ]
         number = None if h is not None else count
         ids = self.sample(queries, 1, key=fold_in(pair, 1), context=given, batch_size=number).ids[:, 0]
         return Draw(ids, self.log_prob_shared(h, ids, context=context))
@@ -188,7 +192,7 @@ class Sampler(torch.nn.Module):
         """B, and which rows have a law: those without nan and inf."""
         if h is not None:
             rows = self._rows_of(h)
-            return rows, h.reshape(rows, h.shape[-1]).isfinite().all(1)
+            return rows, check_dense(self._op, "h", h).reshape(rows, h.shape[-1]).isfinite().all(1)
         if not isinstance(context, Tensor):
             raise ValueError(f"{self._op}: h must be a tensor [*, d] with shared=True, got None")
         rows = context.numel()
@@ -323,6 +327,7 @@ class Sampler(torch.nn.Module):
     def _rows_of(self, h: Tensor) -> int:
         if not isinstance(h, Tensor):
             raise TypeError(f"{self._op}: h must be a tensor [*, d] or None, got {type(h).__name__}")
+        check_dense(self._op, "h", h)
         if h.dim() < 1:
             raise ValueError(f"{self._op}: h must be [*, d], got {describe(h)}")
         return math.prod(h.shape[:-1])
@@ -335,11 +340,13 @@ class Sampler(torch.nn.Module):
             if batch_size < 0:
                 raise ValueError(f"{self._op}: batch_size must not be negative, got {batch_size}")
         if h is not None:
-            rows = h.shape[0] if isinstance(h, Tensor) and h.dim() == 2 else self._rows_of(h)
+            rows = self._rows_of(h)
             if batch_size is not None and batch_size != rows:
                 raise ValueError(f"{self._op}: batch_size must be {rows} as h {describe(h)} says, got {batch_size}")
             batch_size = rows
         if batch_size is None and exclude is not None:
+            if not isinstance(exclude, Tensor) and (len(exclude) != 2 or not isinstance(exclude[0], Tensor)):
+                raise TypeError(f"{self._op}: exclude must be a tensor or a pair (offsets, ids), got {exclude!r}")
             batch_size = exclude.shape[0] if isinstance(exclude, Tensor) else exclude[0].shape[0] - 1
         if batch_size is None:
             raise ValueError(f"{self._op}: batch_size must be given where h is None, got None")

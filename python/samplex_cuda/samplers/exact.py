@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import uniform_sample
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import MAX_SAMPLES, Exclude, Sampler, check_int64
+from samplex_cuda.samplers.stored import finite_error, shape_error
 
 __all__ = ["ExactSampler", "Quartic", "Softmax"]
 
@@ -386,6 +388,14 @@ class ExactSampler(Sampler):
             raise IndexError(
                 f"{self._op}: {name} must be {also}in [0, {self.num_classes}), got {int(ids[wrong].flatten()[0])}"
             )
+
+    def _stored_error(self, found: dict[str, Any]) -> str | None:
+        for name, value in found.items():
+            own = self.get_buffer(name)
+            wanted = str(list(own.shape))
+            if wrong := shape_error(name, value, tuple(own.shape), own.dtype, wanted) or finite_error(name, value):
+                return wrong
+        return None
 
     def _excluded(self, exclude: Exclude | None, h: Tensor) -> _Excluded:
         exclude = self._check_exclude(exclude, h.device, h.shape[0])

@@ -221,6 +221,8 @@ class Mixture(Sampler):
             raise TypeError(f"mixture: exclude must be a tensor or a pair (offsets, ids), got {type(exclude).__name__}")
         if h is None and batch_size is None and self._needs_context and isinstance(context, Tensor):
             batch_size = context.numel()
+        if isinstance(exclude, tuple | list) and len(exclude) != 2:
+            raise TypeError(f"mixture: exclude must be a tensor or a pair (offsets, ids), got {len(exclude)} parts")
         first = exclude[0] if isinstance(exclude, tuple | list) else exclude
         return self._check_batch(h, batch_size, exclude), self._device(h, context, first)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import samplex_cuda.tree_fit as fitting
-from samplex_cuda._checks import call, check_data, check_int, describe
+from samplex_cuda._checks import call, check_data, check_dense, check_int, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import tree as ops
 from samplex_cuda.ops import tree_shared
@@ -240,7 +240,7 @@ class Tree(Sampler):
             raise ValueError(f"tree: h must be on {nodes.device}, where the tree is, got {describe(x)}")
         x = x.detach()
         if x.dim() != 2 or x.dtype != torch.float32 or not x.is_contiguous():
-            x = x.reshape(-1, width).to(torch.float32).contiguous()
+            x = check_dense(self._op, "h", x).reshape(-1, width).to(torch.float32).contiguous()
         return x
 
     def sample(

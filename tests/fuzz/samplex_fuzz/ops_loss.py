@@ -431,9 +431,10 @@ def full_rows(x: Inputs, dtype: torch.dtype, scale: float, smoothing: float, abs
 def _full_args(d: Dice) -> dict[str, Any]:
     x = make_inputs(d)
     return {
-        "hidden": x.h, "weight": x.weight, "target": x.target, "bias": x.bias, "class_weight": x.class_weight,
-        "scale": d.pick((1.0, 2.0)), "label_smoothing": d.pick((0.0, 0.1)), "ignore_index": x.ignore_index,
-        "absolute": d.maybe(0.2), "chunk_size": d.pick((0, 0, 1, 3, 100)),
+        "hidden": x.h, "weight": x.weight,
+        "target": x.target if x.target.dim() == 2 else x.target.unsqueeze(1), "bias": x.bias,
+        "class_weight": x.class_weight, "scale": d.pick((1.0, 2.0)), "label_smoothing": d.pick((0.0, 0.1)),
+        "ignore_index": x.ignore_index, "absolute": d.maybe(0.2), "chunk_size": d.pick((0, 0, 1, 3, 100)),
     }  # fmt: skip
 
 

@@ -300,7 +300,9 @@ def _row_update(d: Dice) -> Call:
             return
         if any(s is not None and bool((s <= 0).any()) for s in (a.weight_state0, a.weight_state1)):
             return
-        ids, sums, _ = row_reduce(*_entries(a))
+        ids, coefs, rows = _entries(a)
+        ids = torch.where(ids < len(a.weight), ids, -1)  # an ignore_index may be beyond the table
+        ids, sums, _ = row_reduce(ids, coefs, rows)
         wide = a.weight.double()
         held = [None if s is None else s.double() for s in (a.weight_state0, a.weight_state1)]
         _apply(name, wide, held, ids, sums)

@@ -14,11 +14,16 @@ from torch import Tensor
 from samplex_fuzz.arena import Arena, Pool
 from samplex_fuzz.call import GENERATORS, WEIGHTS, Args, Call, Dice, PoisonedError
 from samplex_fuzz.mutate import mutate
+from samplex_fuzz.oracle import is_meta
 
 VERDICTS = ("ok", "refused", "crash", "silent", "bare")
-_REFUSALS = (ValueError, TypeError, IndexError, NotImplementedError, RuntimeError)
+_REFUSALS = (ValueError, TypeError, IndexError, MemoryError, NotImplementedError, RuntimeError)
 _NAMED = re.compile(r"(?:(?:Value|Type|Index)Error: )?(?P<name>[A-Za-z_][\w.]*(?:\([^)]*\))?): (?P<text>.*)", re.DOTALL)
 _SCHEMA = re.compile(r"samplex::\w+\(\) ")
+# Sparse tensors and None for every tensor: torch finds no kernel, and names the op.
+_DISPATCH = re.compile(
+    r"Could not run 'samplex::|There were no tensor arguments to this function .* samplex::", re.DOTALL
+)
 _TRACE = re.compile(r"Exception raised from|frame #\d+|\.cpp:\d+|\.h:\d+")
 _MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|Storage size calculation overflowed")
 _DIFFERENT = "changed, although the call must not write to it"
@@ -95,6 +100,10 @@ def judge_error(error: BaseException, call: Call) -> tuple[str, str]:
     if _MEMORY.search(text) or isinstance(error, torch.OutOfMemoryError):
         return "refused", said
     if _SCHEMA.match(text) or text.startswith("Error(s) in loading state_dict for "):
+        return "refused", said
+    if (
+        "must be given, got None" in text or _DISPATCH.match(text) or is_meta(*call.args.values())
+    ):  # torch's own words: no op of ours has been reached
         return "refused", said
     found = _NAMED.match(text)
     if found is None or _TRACE.search(text) or not named_argument(found["text"], call):
