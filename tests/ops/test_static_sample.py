@@ -549,7 +549,7 @@ class TestErrors:
     )
     def test_exclude(self, law, exclude, error, text):
         if isinstance(exclude, torch.Tensor) and exclude.device.type == "meta" and law == "alias":
-            text = "tensors must be on cpu, where the table is, got meta"
+            text = "h, exclude and key must be on cpu, where the table is, got meta"
         with pytest.raises(error, match=text):
             make(law).sample(torch.zeros(2, 1), 3, exclude=exclude, key=sx.Key(0))
 

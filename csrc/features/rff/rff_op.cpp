@@ -3,7 +3,7 @@
 //   rff_bwd  -> d_x [B, d] like x, d_omega [D, d]; the one not asked for is empty
 #include <tuple>
 
-#include "common/glue.h"
+#include "common/calls.h"
 #include "features/rff/rff_params.h"
 
 namespace samplex::glue {
@@ -76,10 +76,8 @@ Tensor rff(Tensor x, MaybeTensor omega, int64_t kind, double nu, double alpha, b
 // a [n, k] times b [k, p]. mm.out and not matmul: under autocast the functional overloads answer in half precision.
 Tensor call_mm(const Tensor& a, const Tensor& b) {
   const Tensor result = empty(a, {a.size(0), b.size(1)}, a.scalar_type());
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
-                                    torch::stable::detail::from(result)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  const auto detached = [](const Tensor& t) { return tensor_of(call_op("aten::detach", "", t)[0]); };
+  return tensor_of(call_op("aten::mm", "out", detached(a), detached(b), result)[0]);
 }
 
 std::tuple<Tensor, Tensor> rff_bwd(Tensor grad, Tensor x, MaybeTensor omega, Tensor features, int64_t kind, double nu,

@@ -142,6 +142,7 @@ Tensor log_prob(StaticLaw law, const Tensor& ids, int64_t num_classes, const Ten
 
 int64_t table_classes(const char* op, const Tensor& table) {
   glue::check_tensor(op, "table", table, {-1, 4}, "[C, 4]", ScalarType::Long, table);
+  glue::check_value(table.size(0) >= 1, op, ": table must be [C, 4] with C >= 1, got ", glue::describe(table));
   return table.size(0);
 }
 

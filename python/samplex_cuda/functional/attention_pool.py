@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import FLOATS, check_tensor, describe, op_error
+from samplex_cuda._checks import FLOATS, check_dense, check_tensor, describe, op_error
 from samplex_cuda.ops.attention_pool import attention_pool as _attention_pool
 from samplex_cuda.ops.fused_loss import acc_dtype
 
@@ -40,6 +40,7 @@ def _check(ids: Tensor, embedding: Tensor, p: Tensor, v: Tensor, mask: Tensor | 
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             raise TypeError(f"{_OP}: mask must be a bool tensor of the shape of ids, got {describe(mask)}")
+        check_dense(_OP, "mask", mask)
         if mask.shape != ids.shape or mask.device != device:
             raise ValueError(f"{_OP}: mask must be {list(ids.shape)} on {device} like ids, got {describe(mask)}")
 

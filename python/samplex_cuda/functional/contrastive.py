@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import check_choice, check_number, describe, op_error
+from samplex_cuda._checks import check_choice, check_dense, check_number, describe, op_error
 from samplex_cuda.losses import SampledSoftmax
 from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, acc_dtype, run_loss
 from samplex_cuda.ops.subset_sample import subset_sample
@@ -163,6 +163,7 @@ def _check(queries: Tensor, keys: Tensor, positives: Tensor | None, key_ids: Ten
     for name, t, wanted in (("queries", queries, "[B, d]"), ("keys", keys, "[n, d]")):
         if not isinstance(t, Tensor):
             raise TypeError(f"{_OP}: {name} must be a tensor {wanted}, got {describe(t)}")
+        check_dense(_OP, name, t)
     if keys.dim() != 2 or keys.dtype not in _FLOATS:
         raise ValueError(f"{_OP}: keys must be [n, d] float32, float64, float16 or bfloat16, got {describe(keys)}")
     if queries.dim() != 2 or queries.shape[1] != keys.shape[1]:

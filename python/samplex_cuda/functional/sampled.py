@@ -73,8 +73,8 @@ def sampled_softmax(
         (True, torch.Size([1000, 16]))
     """
     loss_of = _PLAIN
+    check_number("sampled_softmax", "label_smoothing", label_smoothing, 0.0, 1.0)
     if label_smoothing or absolute:
-        check_number("sampled_softmax", "label_smoothing", label_smoothing, 0.0, 1.0)
         loss_of = losses.SampledSoftmax(label_smoothing, absolute)
     lead, x = prepare("sampled_softmax", h, weight, target, ids, log_q, bias, class_weight, positives)
     form = form_of("sampled_softmax", scale, ignore_index, reduction, sparse, return_lse)

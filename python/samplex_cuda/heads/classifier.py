@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda import losses
-from samplex_cuda._checks import check_choice, check_int, check_number, describe, shape_text
+from samplex_cuda._checks import check_choice, check_dense, check_int, check_number, check_tensor, describe, shape_text
 from samplex_cuda.draw import COPIES, Draw
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.functional.full import full_softmax
@@ -308,10 +308,12 @@ class SampledClassifier(ExactAnswers):
             raise ValueError(f"{_NAME}: y must have at least one target per row, got {describe(y)}")
         if features is not None:
             self._check_features("forward", features, lead)
-        if sample_weight is not None and (sample_weight.shape != lead or not sample_weight.is_floating_point()):
-            raise ValueError(
-                f"{_NAME}: sample_weight must be {list(lead)} floating point, got {describe(sample_weight)}"
-            )
+        if sample_weight is not None:
+            check_dense(_NAME, "sample_weight", check_tensor(_NAME, "sample_weight", sample_weight, str(list(lead))))
+            if sample_weight.shape != lead or not sample_weight.is_floating_point():
+                raise ValueError(
+                    f"{_NAME}: sample_weight must be {list(lead)} floating point, got {describe(sample_weight)}"
+                )
         # A reshape to the same shape would be a view, and one more node for autograd to visit.
         rows = h if flat else h.reshape(-1, self.in_features)
         target = y if flat else y.reshape(rows.shape[0], *y.shape[len(lead) :])

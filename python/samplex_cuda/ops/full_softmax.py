@@ -187,7 +187,7 @@ def _gradients(
     else:
         # A row that does not count adds nothing, whatever its gradient is.
         grad = torch.where(weights.counts, grad.to(acc), 0.0)
-        coef, target_coef = grad * weights.whole.to(acc), grad.unsqueeze(1) * weights.share.to(acc)
+        coef, target_coef = grad * weights.whole.to(acc), (grad.unsqueeze(1) * weights.share.to(acc)).contiguous()
         if options.label_smoothing > 0.0:
             smooth = grad * weights.every.to(acc)
         # Nor must the nan of an ignored row reach every row of the weight gradient by way of 0 * nan.

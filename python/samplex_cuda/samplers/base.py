@@ -171,7 +171,7 @@ class Sampler(torch.nn.Module):
         bits = uniform_sample(fold_in(pair, 0), 1, count, 1 << _UNIFORM_BITS)[0][0]
         place = (bits.double().mul_(2.0**-_UNIFORM_BITS) * there.sum()).long()
         which = torch.argsort(there.logical_not(), stable=True)[place]  # rows with a law first
-        queries = None if h is None else h.reshape(-1, h.shape[-1])[which]
+        queries = None if h is None else h.reshape(rows, h.shape[-1])[which]
         given = None
         if context is not None:
             given = check_dense(self._op, "context", check_tensor(self._op, "context", context, "[B]")).reshape(-1)[
@@ -358,8 +358,7 @@ class Sampler(torch.nn.Module):
         if exclude is None:
             return None
         if isinstance(exclude, Tensor):
-            if exclude.dtype is not torch.int64:
-                check_int64(self._op, "exclude", exclude)
+            check_int64(self._op, "exclude", exclude)
             if exclude.dim() not in (1, 2) or exclude.shape[0] != batch:
                 raise ValueError(f"{self._op}: exclude must be [B] or [B, P] with B = {batch}, got {describe(exclude)}")
             parts = [exclude]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import rff
-from samplex_cuda._checks import call, check_data, describe
+from samplex_cuda._checks import call, check_data, check_dense, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import kernel_tree as ops
 from samplex_cuda.ops.static_sample import sort_exclude
@@ -28,6 +28,8 @@ from samplex_cuda.tables import empty_table
 
 __all__ = ["KernelSampler"]
 
+# What tables of a state dict may hold: more than this, and features of any row leave float32.
+_LARGEST = {"omega": 1e8, "rows": 1e18}
 _CHUNK_BYTES = 8 << 20  # of features at a time: they stay in the cache until they are summed
 _CLIPPED = 0.1  # share of negative estimates from which on a warning is due
 _WATCHED = 8  # one call of so many on a CUDA device sends its share to the host
@@ -236,7 +238,7 @@ class KernelSampler(Sampler):
             raise ValueError(f"{self._op}: h must be [*, {self.dim}] floating point, got {got}")
         if h.device != self.rows.device:
             raise ValueError(f"{self._op}: h must be on {self.rows.device}, where the tree is, got {h.device}")
-        flat = h.detach().reshape(-1, self.dim).to(torch.float32)
+        flat = check_dense(self._op, "h", h).detach().reshape(-1, self.dim).to(torch.float32)
         if self.normalize:
             flat = torch.nn.functional.normalize(flat, dim=1)
         if self.has_bias:
@@ -519,7 +521,7 @@ class KernelSampler(Sampler):
             own = self.get_buffer(name)
             if wrong := shape_error(name, value, tuple(own.shape), own.dtype, str(list(own.shape))):
                 return f"{wrong}; make the sampler with the class table and the options of the saved one"
-            if wrong := finite_error(name, value):
+            if wrong := finite_error(name, value, _LARGEST.get(name)):
                 return wrong
         return None
 

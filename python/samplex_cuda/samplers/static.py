@@ -358,7 +358,7 @@ class Unigram(StaticSampler):
         for t in tensors:
             if isinstance(t, Tensor) and t.device != self.table.device:
                 raise ValueError(
-                    f"unigram: tensors must be on {self.table.device}, where the table is, got {t.device}; "
+                    f"unigram: h, exclude and key must be on {self.table.device}, where the table is, got {t.device}; "
                     "move the sampler with .to(device)"
                 )
         return self.table.device

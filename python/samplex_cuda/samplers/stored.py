@@ -28,12 +28,14 @@ def shape_error(name: str, t: Any, shape: tuple[int, ...], dtype: torch.dtype, w
     return f"{name} must be {wanted} {str(dtype).removeprefix('torch.')}, got {describe(t)}"
 
 
-def finite_error(name: str, t: Tensor) -> str | None:
-    """Whether every number is finite."""
+def finite_error(name: str, t: Tensor, largest: float | None = None) -> str | None:
+    """Whether every number is finite, and at most `largest` in size."""
     flat = t.detach().reshape(-1)
     for part in flat.split(_CHUNK):
         if not bool(part.isfinite().all()):
             return f"{name} must be finite, got nan or inf"
+        if largest is not None and part.numel() and float(part.abs().max()) > largest:
+            return f"{name} must have numbers up to {largest:g}, got {float(part.abs().max()):g}"
     return None
 
 

@@ -381,6 +381,9 @@ class Tree(Sampler):
         return sort_exclude(leaves if isinstance(exclude, Tensor) else (exclude[0], leaves))
 
     def _stored_error(self, found: dict[str, Any]) -> str | None:
+        options = found["fit_options"]
+        if not isinstance(options, Tensor) or options.dtype != torch.uint8 or options.dim() != 1:
+            return f"fit_options must be [n] uint8, got {describe(options)}"
         return tree_error(found)
 
     def _stored_classes(self, found: dict[str, Any]) -> int | None:

@@ -95,6 +95,8 @@ def judge_error(error: BaseException, call: Call) -> tuple[str, str]:
     """Verdict and text of an exception."""
     text = str(error)
     said = f"{type(error).__name__}: {text}"
+    if is_meta(*call.args.values()):  # a fake has refused it, or torch that devices differ
+        return "refused", said
     if not isinstance(error, _REFUSALS):
         return "bare", said
     if _MEMORY.search(text) or isinstance(error, torch.OutOfMemoryError):
@@ -129,6 +131,9 @@ def run_call(call: Call, done: dict[str, str], d: Dice, pool: Pool) -> tuple[str
     wrote = placed.written(refused=False)
     if wrote is not None:
         return "silent", f"{wrote} {_DIFFERENT}", placed.before, out
+    for name in done:  # torch takes a bool for an int, the reference does not
+        if isinstance(placed.before[name], bool) and type(call.args.get(name)) is bool:
+            placed.before[name] = int(placed.before[name])
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
