@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 
 import pytest
 import torch
 
 from samplex_cuda import _native
+
+if "ATEN_CPU_CAPABILITY" in os.environ:
+    # torch's compiler would take code for another instruction set from its cache.
+    own = f"torchinductor-{os.environ['ATEN_CPU_CAPABILITY']}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), own))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -395,7 +395,11 @@ q, bank, own = torch.zeros(3, 4), torch.zeros(9, 4), torch.tensor([0, 1, 2])
         (lambda: contrastive(q, bank, own, own, num_negatives=3), ValueError, "num_negatives must be None where"),
         (lambda: contrastive(q, bank, own, num_negatives=9), ValueError, "num_negatives must be at most 8"),
         (lambda: contrastive(q, bank, own, num_negatives=9, exact=True), ValueError, "num_negatives must be at most 8"),
-        (lambda: contrastive(q, bank, own, num_negatives=-1), ValueError, "num_negatives must not be negative"),
+        (
+            lambda: contrastive(q, bank, own, num_negatives=-1),
+            ValueError,
+            r"num_negatives must be in \[0, 2\^24\], got -1",
+        ),
         (lambda: contrastive(q, bank, own, num_negatives=2.0), TypeError, "num_negatives must be an int"),
         (lambda: contrastive(q, bank, own, num_negatives=True), TypeError, "num_negatives must be an int"),
         (lambda: contrastive(q, bank, own, own[:2][None]), ValueError, r"negatives must be \[3, k\] or \[k\]"),

@@ -271,7 +271,7 @@ def test_the_same_bits_in_two_runs_and_for_every_thread_count():
         ),
         (
             lambda d, i: TOPK(d, None, -1, 1.0, False, d, i),
-            "predict_topk: first must be at least 0, got -1",
+            "predict_topk: first must be in [0, 2^52], got -1",
         ),
         (
             lambda d, i: TOPK(d, None, 0, 1.0, False, torch.zeros(2, 257), i),

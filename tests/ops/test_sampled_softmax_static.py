@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -78,6 +80,26 @@ def test_opcheck(backend, shared):
         torch.library.opcheck(
             OPS.sampled_softmax_static.default, tuple(a.values()), test_utils=("test_schema", "test_faketensor")
         )
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_op_alone_has_the_gradients_of_the_other(shared):
+    a = arguments("uniform", shared=shared, dtype=torch.float32)
+    grads = []
+    for call in ("static", "given"):
+        leaves = [a[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
+        b = {**a, **dict(zip(("hidden", "weight", "bias"), leaves, strict=True))}
+        loss, ids, _ = OPS.sampled_softmax_static(*b.values())
+        if call == "given":
+            log_q = torch.full(ids.shape, -math.log(CLASSES if shared else CLASSES - 1))
+            log_q = log_q if shared else torch.where(a["target"][:, None] < 0, -math.log(CLASSES), log_q)
+            loss = OPS.sampled_softmax(
+                *leaves[:2], a["target"], ids, log_q, leaves[2], None, None, None, 1.5, 0.0, -100, 1, False, True,
+                False, True, True,
+            )[0]  # fmt: skip
+        grads.append([g.to_dense() for g in torch.autograd.grad(loss, leaves)])
+    for ours, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, wanted)
 
 
 def test_an_empty_batch(backend):

@@ -68,8 +68,8 @@ BigramSampleParams checked(const char* op, const Tensor& ref, const Tensor& cont
 }
 
 void run(const char* op, BigramSampleParams& p, const Tensor& ref) {
-  if (p.unigram.batch == 0 || p.unigram.num_samples == 0) return;
   if (p.unigram.exclude != nullptr && ref.is_cpu()) check_exclude_values(op, p.unigram);
+  if (p.unigram.batch == 0 || p.unigram.num_samples == 0) return;
   const Tensor rows = glue::empty(ref, {p.unigram.batch, int64_t(sizeof(BigramRow) / 8)}, ScalarType::Long);
   p.rows = reinterpret_cast<BigramRow*>(glue::out<int64_t>(rows));
   SX_RUN(op, ref, launch_bigram_sample, p);

@@ -194,7 +194,7 @@ void kernel_tree_build(Tensor sums, Tensor phi, int64_t first, int64_t leaf_size
   p.stride = sums.size(1);
   check_tensor(op, "phi", phi, {-1, p.stride}, "[n, stride]", ScalarType::Float, sums);
   p.count = phi.size(0);
-  check_value(leaf_size >= 1, op, ": leaf_size must be at least 1, got ", leaf_size);
+  check_value(leaf_size >= 1 && leaf_size < int64_t(1) << 31, op, ": leaf_size must be in [1, 2^31), got ", leaf_size);
   const int64_t leaves = int64_t(1) << p.depth, room = leaves > INT64_MAX / leaf_size ? INT64_MAX : leaves * leaf_size;
   check_value(first >= 0 && first % leaf_size == 0 && first <= room - p.count, op,
               ": first must be a multiple of leaf_size ", leaf_size, " and classes [first, first + ", p.count,
@@ -217,7 +217,7 @@ void kernel_tree_update(Tensor sums, Tensor phi, Tensor old, Tensor ids, int64_t
   p.count = ids.size(0);
   check_tensor(op, "phi", phi, {p.count, p.stride}, "[n, stride]", ScalarType::Float, sums);
   check_tensor(op, "old", old, {p.count, p.stride}, "[n, stride]", ScalarType::Float, sums);
-  check_value(leaf_size >= 1, op, ": leaf_size must be at least 1, got ", leaf_size);
+  check_value(leaf_size >= 1 && leaf_size < int64_t(1) << 31, op, ": leaf_size must be in [1, 2^31), got ", leaf_size);
   p.leaf_size = leaf_size;
   if (p.count == 0) return;
   p.ids = in<int64_t>(ids);

@@ -21,7 +21,7 @@ Tensor subset_sample(Tensor key, int64_t batch, int64_t num_samples, int64_t num
   glue::check_tensor(kOp, "key", key, {2}, "[2]", ScalarType::Long, key);
   glue::check_value(batch >= 0 && batch <= kPhiloxMaxRows, kOp, ": batch must be in [0, 2^32], got ", batch);
   glue::check_value(num_classes >= 1, kOp, ": num_classes must be at least 1, got ", num_classes);
-  const int64_t most = std::min(num_classes - int64_t(exclude.has_value()), 2 * kPhiloxMaxDraws);
+  const int64_t most = std::min(num_classes - int64_t(exclude.has_value()), kPhiloxMaxDraws);
   glue::check_value(num_samples >= 0 && num_samples <= most, kOp, ": num_samples must be in [0, ", most,
                     "] to be distinct among ", num_classes, " classes", exclude ? " without the excluded one" : "",
                     ", got ", num_samples);

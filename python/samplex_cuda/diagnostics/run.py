@@ -64,7 +64,7 @@ def default_candidates(
 
     `Quadratic` and `RandomFourier` (positive features, nu = scale) copy the class table; above 200,000 classes they are
     left out, and where the batch shares its draws: theirs then cost as much as draws per row. For an absolute softmax
-    the latter makes no sense and is left out too.
+    the latter makes no sense and is left out too, and so is a kernel whose features of this table leave float32.
 
     Args:
         head: a `SampledClassifier`.

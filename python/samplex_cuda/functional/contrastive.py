@@ -17,6 +17,7 @@ from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, acc_dtype, run
 from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.optim.fusion import fusion_of
 from samplex_cuda.rng import Key, key_tensor
+from samplex_cuda.samplers.base import MAX_SAMPLES
 
 __all__ = ["contrastive"]
 
@@ -212,8 +213,8 @@ def _ways(
     if num_negatives is not None:
         if isinstance(num_negatives, bool) or not isinstance(num_negatives, int):
             raise TypeError(f"{_OP}: num_negatives must be an int, got {describe(num_negatives)}")
-        if num_negatives < 0:
-            raise ValueError(f"{_OP}: num_negatives must not be negative, got {num_negatives}")
+        if not 0 <= num_negatives <= MAX_SAMPLES:
+            raise ValueError(f"{_OP}: num_negatives must be in [0, 2^24], got {num_negatives}")
         if negatives is not None:
             raise ValueError(f"{_OP}: num_negatives must be None where negatives are given, got {num_negatives}")
         how = "exact" if exact else "subset" if sampler is None else "sampler"

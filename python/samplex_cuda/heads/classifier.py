@@ -304,6 +304,8 @@ class SampledClassifier(ExactAnswers):
             raise ValueError(
                 f"{_NAME}: y must be {shape_text(lead)} or {shape_text(lead, 'P')} int64 to fit h, got {describe(y)}"
             )
+        if y.device != h.device:  # an op with a meta tensor among its arguments computes nothing
+            raise ValueError(f"{_NAME}: y must be on {h.device} as h, got {describe(y)}")
         if y.dim() > len(lead) and y.shape[-1] == 0:
             raise ValueError(f"{_NAME}: y must have at least one target per row, got {describe(y)}")
         if features is not None:

@@ -102,4 +102,11 @@ def _read(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
     return OpCall(plan, (0, 1, 5), len(_Arguments._fields), a.need_grad, a.sparse, a.hidden, a.target, a.ids, output[2])
 
 
+def _read_static(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
+    hidden, weight, target, bias, reduction, need_grad = (inputs[at] for at in (0, 1, 2, 9, 14, 16))
+    plan = Plan(_NAME, weight.shape[0], weight.dtype, None if bias is None else bias.dtype, reduction)
+    return OpCall(plan, (0, 1, 9), len(inputs), need_grad, True, hidden, target, output[1], output[2])
+
+
 differentiate("samplex::sampled_softmax", _read)
+differentiate("samplex::sampled_softmax_static", _read_static)

@@ -347,7 +347,10 @@ class Sampler(torch.nn.Module):
         if batch_size is None and exclude is not None:
             if not isinstance(exclude, Tensor) and (len(exclude) != 2 or not isinstance(exclude[0], Tensor)):
                 raise TypeError(f"{self._op}: exclude must be a tensor or a pair (offsets, ids), got {exclude!r}")
-            batch_size = exclude.shape[0] if isinstance(exclude, Tensor) else exclude[0].shape[0] - 1
+            first = exclude if isinstance(exclude, Tensor) else exclude[0]
+            if first.dim() == 0:
+                raise ValueError(f"{self._op}: exclude must be [B], [B, P] or (offsets, ids), got {describe(first)}")
+            batch_size = first.shape[0] - (first is not exclude)
         if batch_size is None:
             raise ValueError(f"{self._op}: batch_size must be given where h is None, got None")
         if batch_size > MAX_BATCH:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from torch import Tensor
 
 from samplex_cuda._checks import check_int
 from samplex_cuda.rng import Key
 from samplex_cuda.samplers.kernel_base import KernelSampler
+from samplex_cuda.samplers.stored import finite_error
 
 __all__ = ["KernelSampler", "Quadratic", "RandomFourier"]
 
@@ -127,6 +131,11 @@ class RandomFourier(KernelSampler):
             progress=progress,
         )
         self.num_features, self.nu = num_features, float(nu)
+
+    def _stored_error(self, found: dict[str, Any]) -> str | None:
+        # Frequencies are normal with variance nu, their lengths at most about sqrt(nu d): far above, exp overflows.
+        largest = math.sqrt(self.nu) * (math.sqrt(self.dim) + 20.0)
+        return super()._stored_error(found) or finite_error("omega", found["omega"], largest)
 
     def extra_repr(self) -> str:
         """The kernel, sizes and memory."""

@@ -474,7 +474,7 @@ def _step(name: str) -> Callable[[Dice], Call]:
             return weight.detach().clone()
 
         def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
-            if out is None or not all_ordinary(a.rows):
+            if out is None or not all_ordinary(torch.as_tensor(a.rows)):
                 return
             expect(bool(out.isfinite().all()), "rows must stay finite")
             rest = torch.ones(classes, dtype=torch.bool)
