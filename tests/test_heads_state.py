@@ -181,7 +181,7 @@ def test_topk_wants_a_possible_k():
     for k in (0, C + 1, -1, 2.0, True):
         with pytest.raises(ValueError, match=rf"SampledClassifier.topk: k must be an int in \[1, {C}\], got"):
             head.topk(h, k)
-    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="chunk_size must be an int of at least 1, got 0"):
         head.topk(h, 1, chunk_size=0)
     with pytest.raises(ValueError, match=r"SampledClassifier.log_prob: h must be \[\*, 12\]"):
         head.log_prob(h[:, 1:])

@@ -68,7 +68,10 @@ def check_int(op: str, name: str, value: Any, least: int = 1, most: int | None =
     except TypeError:
         number = None
     if number is None or number < least or (most is not None and number > most):
-        limits = f"of at least {least}" if most is None else f"in [{least}, {most}]"
+        if most is None or (most >= 1 << 31 and (number is None or number < least)):
+            limits = f"of at least {least}"
+        else:
+            limits = f"in [{least}, {most if most < 1 << 31 else f'2^{most.bit_length() - 1}'}]"
         raise ValueError(f"{op}: {name} must be an int {limits}, got {value!r}")
     return number
 
@@ -82,15 +85,18 @@ def check_number(
     *,
     open_low: bool = False,
     open_high: bool = False,
+    infinite: bool = False,
 ) -> float:
-    """`value` as a finite float within the limits."""
+    """`value` as a float within the limits, finite unless `infinite`."""
     try:
         number = math.nan if isinstance(value, bool | str) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     inside = (number > low if open_low else number >= low) and (number < high if open_high else number <= high)
-    if not (inside and -math.inf < number < math.inf):
-        if high == math.inf:
+    if not (inside and (infinite or -math.inf < number < math.inf)):
+        if infinite:
+            wanted = f"a number of at least {low:g}"
+        elif high == math.inf:
             wanted = f"finite and {'above' if open_low else 'at least'} {low:g}" if low > -math.inf else "finite"
         else:
             wanted = f"in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
@@ -100,7 +106,7 @@ def check_number(
 
 def check_choice(op: str, name: str, value: Any, choices: Any) -> None:
     """ValueError unless `value` is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
@@ -119,7 +125,7 @@ def check_data(op: str, name: str, t: Tensor) -> Tensor:
         raise ValueError(
             f"{op}: {name} must hold numbers, got {describe(t)}; make the sampler outside of torch.device('meta')"
         )
-    return t
+    return check_dense(op, name, t)
 
 
 def check_dense(op: str, name: str, value: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from samplex_cuda._checks import check_dense, describe
+from samplex_cuda._checks import check_dense, check_int, check_number, describe
 from samplex_cuda.prediction import _stable_topk
 
 if TYPE_CHECKING:
@@ -249,10 +249,9 @@ def propensities(counts: Tensor, num_examples: int, a: float = 0.55, b: float = 
     """
     if not isinstance(counts, Tensor) or counts.dim() != 1:
         raise ValueError(f"propensities: counts must be [C], got {describe(counts)}")
-    if isinstance(num_examples, bool) or not isinstance(num_examples, int) or num_examples < 1:
-        raise ValueError(f"propensities: num_examples must be an int of at least 1, got {num_examples!r}")
-    if not (b > 0 and math.isfinite(a)):
-        raise ValueError(f"propensities: b must be above 0 and a finite, got a = {a!r}, b = {b!r}")
+    check_dense("propensities", "counts", counts)
+    check_int("propensities", "num_examples", num_examples, 1, 1 << 62)
+    a, b = check_number("propensities", "a", a, -100.0, 100.0), check_number("propensities", "b", b, 0.0, open_low=True)
     # Below e examples the constant would be negative and p above 1.
     factor = max(0.0, math.log(num_examples) - 1.0) * (b + 1.0) ** a
     return 1.0 / (1.0 + factor * torch.exp(-a * torch.log(counts.double() + b)))
@@ -283,6 +282,11 @@ def psp_at_k(ids: Tensor, targets: Tensor, k: int, propensities: Tensor, *, norm
     targets = _check("psp_at_k", ids, targets)
     k = _check_k("psp_at_k", k, ids.shape[1])
     inverse = _inverse("psp_at_k", propensities, ids.device)
+    for name, t in (("ids", ids), ("targets", targets)):
+        outside = (t >= inverse.shape[0]) | ((t < 0) if name == "ids" else (t < 0) & (t != PAD))
+        if bool(outside.any()):
+            got = int(t[outside][0])
+            raise IndexError(f"psp_at_k: {name} must be in [0, {inverse.shape[0]}), as many as propensities, got {got}")
     gain, best = _psp_rows(ids, targets, _hits(ids, targets), inverse, k)
     if normalised:
         return float(gain.sum()) / float(best.sum()) if float(best.sum()) > 0 else math.nan
@@ -292,6 +296,7 @@ def psp_at_k(ids: Tensor, targets: Tensor, k: int, propensities: Tensor, *, norm
 def _inverse(where: str, propensities: Tensor, device: torch.device) -> Tensor:
     if not isinstance(propensities, Tensor) or propensities.dim() != 1 or not propensities.is_floating_point():
         raise ValueError(f"{where}: propensities must be [C] floating point, got {describe(propensities)}")
+    check_dense(where, "propensities", propensities)
     if not bool((propensities > 0).all()):
         raise ValueError(f"{where}: propensities must be above 0, got {float(propensities.min())}")
     return propensities.double().to(device).reciprocal()
@@ -305,6 +310,8 @@ def perplexity(nll: float) -> float:
         >>> metrics.perplexity(0.0)
         1.0
     """
+    if isinstance(nll, bool) or not isinstance(nll, int | float | Tensor):
+        raise TypeError(f"perplexity: nll must be a number, got {describe(nll)}")
     try:
         return math.exp(nll)
     except OverflowError:

@@ -108,8 +108,8 @@ def _check(op: str, h: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: 
         raise ValueError(f"{op}: h must be on {weight.device} as weight is, got {h.device}")
     if weight.shape[0] < 1:
         raise ValueError(f"{op}: weight must have at least one class, got {describe(weight)}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{op}: chunk_size must be at least 1, got {chunk_size}")
+    if chunk_size is not None:
+        check_int(op, "chunk_size", chunk_size)
 
 
 def _wide(h: Tensor, weight: Tensor) -> torch.dtype:

@@ -33,8 +33,8 @@ def _check_kind(op: str, kind: str) -> None:
 def _check_size(op: str, name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{op}: {name} must be >= 1, got {value}")
+    if not 1 <= value < 1 << 31:
+        raise ValueError(f"{op}: {name} must be in [1, 2^31), got {value}")
 
 
 def _check_positive(op: str, name: str, value: float) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from samplex_cuda._checks import check_int, describe
 from samplex_cuda._library import _native
 
 __all__ = ["empty_table", "share"]
@@ -55,12 +56,21 @@ def empty_table(
         >>> table.shape, table.is_contiguous(), table.data_ptr() % 128
         (torch.Size([1000, 128]), True, 0)
     """
+    check_int("empty_table", "rows", rows, 0, 1 << 52)
+    check_int("empty_table", "width", width, 0, 1 << 32)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"empty_table: dtype must be a torch.dtype, got {describe(dtype)}")
     probe = torch.empty(0, device=device, dtype=dtype)
     if probe.device.type != "cpu" or type(probe) is not Tensor:
         return torch.empty(rows, width, device=device, dtype=dtype)
     item = probe.element_size()
     if rows * width * item >= _MAPPED:
-        return _mapped(rows * width, probe.dtype, shared).view(rows, width)
+        try:
+            return _mapped(rows * width, probe.dtype, shared).view(rows, width)
+        except (MemoryError, TypeError):  # more than there is, or than 64 bits can say
+            raise MemoryError(
+                f"empty_table: can't allocate memory for rows = {rows} of width = {width}, {rows * width * item} bytes"
+            ) from None
     flat = torch.empty(rows * width + _PAIR_OF_LINES // item, device=device, dtype=dtype)
     start = -flat.data_ptr() % _PAIR_OF_LINES // item
     table = flat[start : start + rows * width].view(rows, width)

@@ -23,6 +23,10 @@ def test_every_op_has_a_generator():
     assert registry.missing() == []
 
 
+def test_every_public_function_has_a_generator():
+    assert registry.missing_public() == []
+
+
 def test_an_op_without_a_generator_is_noticed(monkeypatch):
     monkeypatch.delitem(registry.GENERATORS, "row_reduce")
     assert registry.missing() == ["row_reduce"]

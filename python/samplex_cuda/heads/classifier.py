@@ -152,8 +152,8 @@ class SampledClassifier(ExactAnswers):
     ) -> None:
         super().__init__()
         refuse_moved(moved)
-        check_int(_NAME, "in_features", in_features)
-        check_int(_NAME, "num_classes", num_classes)
+        check_int(_NAME, "in_features", in_features, 1, 1 << 32)
+        check_int(_NAME, "num_classes", num_classes, 1, 1 << 52)
         loss = losses.resolve(loss, _NAME)
         if loss.needs.draws:
             if sampler is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import describe
+from samplex_cuda._checks import check_number, describe
 from samplex_cuda.ops.fused_loss import acc_dtype
 from samplex_cuda.optim.fusion import fusion_of
 
@@ -41,6 +41,8 @@ def clip_grad_norm_(
         >>> round(float(norm), 4), round(float(weight.grad.to_dense().norm()), 4)
         (8.4853, 1.0)
     """
+    max_norm = check_number("clip_grad_norm_", "max_norm", max_norm, 0.0, infinite=True)
+    kind = check_number("clip_grad_norm_", "norm_type", norm_type, 0.0, infinite=True)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for p in parameters:
         if fusion_of(p) is not None:
@@ -60,14 +62,13 @@ def clip_grad_norm_(
     if not values:
         return torch.tensor(0.0)
     home = values[0].device
-    kind = float(norm_type)
     norms = [torch.linalg.vector_norm(v, kind, dtype=acc_dtype(v.dtype)) for v in values if v.numel()]
     if not norms:
         return torch.zeros((), device=home)
     total = torch.linalg.vector_norm(torch.stack([norm.to(home) for norm in norms]), kind)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients must be finite, got {float(total)}")
-    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for v in values:
         v.mul_(factor.to(device=v.device, dtype=v.dtype))
     return total

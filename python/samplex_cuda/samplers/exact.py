@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import check_int, describe
+from samplex_cuda._checks import check_dense, check_int, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import uniform_sample
 from samplex_cuda.rng import Key, key_tensor
@@ -186,6 +186,7 @@ class ExactSampler(Sampler):
             raise ValueError(
                 f"{self._op}: rows must be [{ids.shape[0]}, {self.dim}] floating point, got {describe(rows)}"
             )
+        check_dense(self._op, "rows", rows)
         if bias is not None and (table_bias is None or bias.shape != ids.shape):
             wanted = "None" if table_bias is None else f"[{ids.shape[0]}]"
             raise ValueError(f"{self._op}: bias must be {wanted}, got {describe(bias)}")
@@ -204,6 +205,7 @@ class ExactSampler(Sampler):
     def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Take over the whole class table [C, d] (and bias [C]); with `copy=False` there is nothing to do."""
         self._check_table(weight, bias)
+        check_dense(self._op, "weight", weight)
         table, table_bias = self._table()
         if weight.shape != table.shape:
             raise ValueError(f"{self._op}: weight must be {list(table.shape)}, got {describe(weight)}")

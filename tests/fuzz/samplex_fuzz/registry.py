@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+import samplex_cuda as sx
 from samplex_cuda import _native
-from samplex_fuzz import ops_loss, ops_rows, ops_static, ops_tree, public  # noqa: F401
+from samplex_fuzz import more, ops_loss, ops_rows, ops_static, ops_tree, public  # noqa: F401
 from samplex_fuzz.call import GENERATORS, WEIGHTS, Args, Call, Dice
 from samplex_fuzz.oracle import expect
 
@@ -24,6 +25,39 @@ def registered_ops() -> set[str]:
 def missing() -> list[str]:
     """Ops without a generator."""
     return sorted(registered_ops() - set(GENERATORS))
+
+
+# Not called by the fuzzer: types, classes to derive from, and what needs a whole run or a file.
+_NOT_CALLED = {
+    "losses": {
+        "ExampleState",
+        "Loss",
+        "Needs",
+        "ScoreLoss",
+        "NCE",
+        "OneVsEach",
+        "by_name",
+        "from_name",
+        "names",
+        "resolve",
+    },
+    "metrics": {"Evaluator", "evaluate"},
+    "optim": {"RowOptimizer"},
+    "rff": {"KINDS"},
+    "samplers": {"Exclude", "ExactSampler", "KernelSampler", "Sampler", "StaticSampler"},
+}
+
+
+def missing_public() -> list[str]:
+    """Public functions and classes of the core without a generator."""
+    found = []
+    for module in ("functional", "losses", "metrics", "optim", "rff", "samplers", "tables"):
+        for name in getattr(sx, module).__all__:
+            full = f"{module}.{name}"
+            made = any(key == full or key.startswith(f"{full}.") for key in GENERATORS)
+            if not made and name not in _NOT_CALLED.get(module, set()):
+                found.append(full)
+    return sorted(found)
 
 
 def select(patterns: list[str] | None) -> list[str]:
