@@ -407,7 +407,11 @@ class SampledClassifier(ExactAnswers):
                 self.shared,
                 sampler.law(),
             )
-            return run_loss(spec.loss, given, form, self._fusion or self._rows_of(weight, bias))[0]
+            try:
+                return run_loss(spec.loss, given, form, self._fusion or self._rows_of(weight, bias))[0]
+            except IndexError:
+                self._refuse_targets(target)
+                raise
         # Inside torch.func the tables are not the head's own: the sampler stays as it is.
         following = follower.active and not transformed()
         with torch.no_grad():
