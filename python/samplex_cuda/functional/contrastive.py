@@ -155,6 +155,7 @@ def contrastive(
 def _check_ids(name: str, t: object, device: torch.device, wanted: str) -> None:
     if not isinstance(t, Tensor) or t.dtype != torch.int64:
         raise TypeError(f"{_OP}: {name} must be an int64 tensor {wanted}, got {describe(t)}")
+    check_dense(_OP, name, t)
     if t.device != device:
         raise ValueError(f"{_OP}: {name} must be on {device} like keys, got {describe(t)}")
 

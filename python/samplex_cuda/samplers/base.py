@@ -345,7 +345,8 @@ class Sampler(torch.nn.Module):
                 raise ValueError(f"{self._op}: batch_size must be {rows} as h {describe(h)} says, got {batch_size}")
             batch_size = rows
         if batch_size is None and exclude is not None:
-            if not isinstance(exclude, Tensor) and (len(exclude) != 2 or not isinstance(exclude[0], Tensor)):
+            pair = isinstance(exclude, tuple | list) and len(exclude) == 2 and isinstance(exclude[0], Tensor)
+            if not isinstance(exclude, Tensor) and not pair:
                 raise TypeError(f"{self._op}: exclude must be a tensor or a pair (offsets, ids), got {exclude!r}")
             first = exclude if isinstance(exclude, Tensor) else exclude[0]
             if first.dim() == 0:

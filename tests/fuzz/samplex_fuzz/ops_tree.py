@@ -204,7 +204,7 @@ def _tree_sample_and_score(d: Dice) -> Call:
         draws, log_q, scores = out
         classes = a.class_leaf.shape[0]
         has_form("scores", scores, a.ids.shape, torch.float32)
-        fine = not changed & _TREE and all_ordinary(a.features, a.mean, a.projection)
+        fine = not changed & (_TREE | {"features", "projection"}) and all_ordinary(a.features, a.mean, a.projection)
         drawn(draws, log_q if fine else None, (a.features.shape[0], a.num_samples), classes)
         if fine:
             x = torch.ops.samplex.tree_project(a.features, a.mean, a.projection)
