@@ -270,9 +270,10 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const bool real = column(chunk) < dim;
       load_values<kWidth>(from + (real ? column(chunk) : 0), to + chunk * kWidth);
-      if (real) continue;
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) to[chunk * kWidth + i] = 0;  // 0 times an infinite number would be nan
+      for (int i = 0; i < kWidth; ++i) {  // 0 times an infinite number would be nan
+        if (!real) to[chunk * kWidth + i] = 0;
+      }
     }
   };
 

@@ -97,9 +97,12 @@ struct OnePass {
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const bool real = kFull || column(chunk) < dim;
       load_values<kWidth>(real ? mine + chunk * kGroup * kWidth : row, out + chunk * kWidth);
-      if (real) continue;
+      if constexpr (!kFull) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) out[chunk * kWidth + i] = 0;  // 0 times an infinite number would be nan
+        for (int i = 0; i < kWidth; ++i) {  // 0 times an infinite number would be nan
+          if (!real) out[chunk * kWidth + i] = 0;
+        }
+      }
     }
   }
 
