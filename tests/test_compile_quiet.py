@@ -32,7 +32,7 @@ if "fused" not in kind:
 
 @pytest.mark.parametrize("kind", ["static", "quadratic", "static fused"])
 def test_compile_is_quiet(kind):
-    """In a process of its own: torch's compiler logs to stderr."""
+    """In a separate process, because torch's compiler logs to stderr."""
     done = subprocess.run([sys.executable, "-c", SCRIPT.format(kind=kind)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr == ""

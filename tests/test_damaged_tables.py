@@ -173,7 +173,7 @@ def test_ops_stay_inside_their_tables(backend, name):
             for call in calls(sampler, h, context, g):
                 try:
                     result = call()
-                except IndexError as error:  # an excluded class whose leaf is none
+                except IndexError as error:  # an excluded class that has no leaf
                     assert "must be" in str(error)  # noqa: PT017
                     continue
                 if isinstance(result, sx.Draw):

@@ -148,7 +148,7 @@ print(checked)
 
 
 def test_ops_refuse_none_in_their_own_words():
-    """In a process of its own: a C++ exception across the stable ABI prints its stack there."""
+    """In a separate process, because a C++ exception across the stable ABI prints its stack to stderr."""
     done = subprocess.run([sys.executable, "-c", NONE_FOR_EACH], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-600:]
     assert int(done.stdout) > 60

@@ -120,7 +120,7 @@ def check_tensor(op: str, name: str, value: object, wanted: str) -> Tensor:
 
 
 def check_data(op: str, name: str, t: Tensor) -> Tensor:
-    """`t` if it holds numbers; ValueError on the meta device, where there are none to build tables from."""
+    """`t` if it holds numbers; ValueError on the meta device, which has none to build tables from."""
     if t.is_meta:
         raise ValueError(
             f"{op}: {name} must hold numbers, got {describe(t)}; make the sampler outside of torch.device('meta')"

@@ -135,7 +135,7 @@ def test_bad_arguments_are_named(change, kind, text):
 
 
 class Spy(sx.samplers.Uniform):
-    """A static sampler that draws in a way of its own."""
+    """A static sampler that overrides `sample`."""
 
     calls = 0
 

@@ -206,7 +206,7 @@ class Descent {
       const int32_t draw = order_[i];
       const bool known = p_.given != nullptr ? leaf_of(p_.tree, p_.given[draw]) >= 0 : id >= 0;
       p_.log_q[draw] = known ? log_q : quiet_nan<float>();
-      if (p_.ids != nullptr) p_.ids[draw] = id < 0 ? 0 : id;  // padding: only where no row has a law
+      if (p_.ids != nullptr) p_.ids[draw] = id < 0 ? 0 : id;  // padding: only if no row has a distribution
     }
   }
 

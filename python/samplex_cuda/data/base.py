@@ -163,7 +163,7 @@ class Dataset:
         ordered: whether consecutive batches continue each other (text), so that rows are not shuffled.
         multi_label: whether y is [B, P] padded with -100 instead of [B].
         notes: what a reader had to say, e.g. how many bad lines it skipped.
-        columns_said: what the columns of a table were taken for, in words; empty: there are none.
+        columns_said: what each column of a table was taken for, as text; empty if the data has no columns.
 
     Example:
         >>> import torch

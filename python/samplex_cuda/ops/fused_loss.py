@@ -409,6 +409,13 @@ def _grad(
     return LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), upstream, version)
 
 
+def _plan(loss: Loss, weight: Tensor, bias: Tensor | None, form: Form, extra: bool) -> Plan:
+    """What the backward of this loss needs to know; `extra`: whether the forward returned more than the loss."""
+    bias_dtype = None if bias is None else bias.dtype
+    with_ratio = extra and not form.with_lse
+    return Plan(loss.name, weight.shape[0], weight.dtype, bias_dtype, form.reduction, form.with_lse, with_ratio)
+
+
 class _FusedLoss(torch.autograd.Function):
     """Eager autograd of every fused loss.
 
@@ -437,15 +444,7 @@ class _FusedLoss(torch.autograd.Function):
         else:
             made, ids = loss.forward(x, form, True, ctx.needs_input_grad[0]), x.ids
         extra = made.extra
-        ctx.plan = Plan(
-            loss.name,
-            weight.shape[0],
-            weight.dtype,
-            None if bias is None else bias.dtype,
-            form.reduction,
-            form.with_lse,
-            extra is not None and not form.with_lse,
-        )
+        ctx.plan = _plan(loss, weight, bias, form, extra is not None)
         ctx.version = weight._version
         ctx.sink = RowSink(form.sparse, weight, bias) if sink is None else sink
         ctx.saved = made.saved
@@ -484,15 +483,7 @@ class _FunctionalLoss(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         hidden, weight, bias, loss, x, form = inputs
         extra = len(output) > 2
-        ctx.plan = Plan(
-            loss.name,
-            weight.shape[0],
-            weight.dtype,
-            None if bias is None else bias.dtype,
-            form.reduction,
-            form.with_lse,
-            extra and not form.with_lse,
-        )
+        ctx.plan = _plan(loss, weight, bias, form, extra)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[1], *(output[2:] if extra and not form.with_lse else ()))
         ctx.save_for_backward(weight, bias, hidden, x.target, x.ids, output[1])

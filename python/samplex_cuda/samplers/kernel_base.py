@@ -538,7 +538,7 @@ class KernelSampler(Sampler):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: each sampler has a lock of its own."""
+        """For copies and pickles: a lock is never copied."""
         with self._held():
             return {name: value for name, value in self.__dict__.items() if name != "_lock"}
 

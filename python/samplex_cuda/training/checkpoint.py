@@ -307,7 +307,7 @@ def _read_tensors(path: Path, file: IO[bytes], size: int) -> dict[str, Tensor]:
 
 
 def _entry(name: str, entry: dict[str, Any]) -> tuple[int, int, str, str, tuple[int, ...]]:
-    """(begin, end, name, dtype, shape) of an entry of the header; ValueError or the like where it is none."""
+    """(begin, end, name, dtype, shape) of a header entry; ValueError, KeyError or TypeError if it is malformed."""
     begin, end = entry["data_offsets"]
     numbers = [begin, end, *entry["shape"]]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):

@@ -68,7 +68,7 @@ def clean(run_dir: Path) -> list[Path]:
 def newest(run_dir: Path, restart: bool) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest whole checkpoint, and the newer ones that are damaged, each with the reason.
 
-    RunError where every checkpoint is damaged, unless `restart`; (None, []) where there is none.
+    RunError if every checkpoint is damaged, unless `restart`; (None, []) if there are no checkpoints.
     """
     refused: list[tuple[Path, str]] = []
     found = checkpoint.latest(run_dir, on_refused=lambda path, reason: refused.append((path, reason)))

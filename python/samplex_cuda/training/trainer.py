@@ -197,7 +197,7 @@ class Trainer:
     def _go_on(self, restart: bool) -> tuple[Path | None, list[tuple[Path, str]]]:
         """Makes the model, with the state of the newest whole checkpoint.
 
-        Returns that one, None where there is none, and the damaged ones that are newer.
+        Returns it (None if no checkpoint is whole) and the damaged ones that are newer.
         """
         found, refused = newest(self.run_dir, restart)
         for path, reason in refused:
