@@ -107,7 +107,7 @@ def main() -> int:
     begin = time.monotonic()
     counts, findings = pool.fuzz(
         args.seed, args.calls, max(1, args.jobs), names, first=args.first, progress=sys.stderr.isatty(),
-        only=patterns, plant=args.plant, simd=args.simd, limit_memory="asan" not in os.environ.get("LD_PRELOAD", ""),
+        only=patterns, plant=args.plant, simd=args.simd, limit_memory=not pool.SANITIZED,
     )  # fmt: skip
     seconds = time.monotonic() - begin
     if args.findings:

@@ -140,6 +140,14 @@ def test_special_values_in_lse(backend):
     check_lse(backend.device, (dots, None, *make(6, 40)[2:]), torch.full((6,), -INF, dtype=torch.float64))
 
 
+def test_the_smallest_target_is_no_target(backend):
+    """Its distance to the chunk does not fit 64 bits: undefined behaviour, which `make sanitize` reports."""
+    dots, bias, target, *rest = make()
+    target[:] = torch.iinfo(torch.int64).min
+    check_lse(backend.device, (dots, bias, target, *rest))
+    check_grad(backend.device, (dots, bias, target, *rest))
+
+
 def test_a_nan_stays_in_its_row_and_an_ignored_row_has_none(backend):
     dots = torch.randn(3, 20)
     dots[:2, 7] = NAN

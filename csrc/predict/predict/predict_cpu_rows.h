@@ -106,7 +106,7 @@ void predict_lse_rows(const PredictLseParams& p, int64_t begin, int64_t end) {
     }
     p.lse[b] = predict_merge_lse(p.lse[b], row.max, row.sum);
     for (int64_t t = b * p.num_targets; t < (b + 1) * p.num_targets; ++t) {
-      const int64_t column = p.target[t] - chunk.first;
+      const int64_t column = chunk.column_of(p.target[t]);
       if (column >= 0 && column < chunk.count) static_cast<A*>(p.positive)[t] = map.logit(dots[column], column);
     }
     if (p.total == nullptr) continue;
@@ -166,7 +166,7 @@ void predict_grad_rows(const PredictGradParams& p, int64_t begin, int64_t end) {
     const bool few = p.num_targets <= 8;
     A* const kept = few ? slopes : static_cast<A*>(std::malloc(size_t(p.num_targets) * sizeof(A)));
     for (int64_t t = first; t < last; ++t) {
-      const int64_t column = p.target[t] - chunk.first;
+      const int64_t column = chunk.column_of(p.target[t]);
       kept[t - first] = column >= 0 && column < chunk.count ? map.slope(dots[column], column) : A(0);
     }
     const A coef = static_cast<const A*>(p.coef)[b];
@@ -180,7 +180,7 @@ void predict_grad_rows(const PredictGradParams& p, int64_t begin, int64_t end) {
       predict_grad_row(map, dots, chunk.count, lse, coef * rest, smooth, static_cast<const A*>(p.class_weight));
     }
     for (int64_t t = first; t < last; ++t) {
-      const int64_t column = p.target[t] - chunk.first;
+      const int64_t column = chunk.column_of(p.target[t]);
       if (column >= 0 && column < chunk.count && target_coef[t] != A(0)) {
         dots[column] -= target_coef[t] * kept[t - first];
       }

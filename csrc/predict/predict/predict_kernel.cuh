@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kPredictThreads) predict_lse_kernel(PredictLse
     if (threadIdx.x == 0) p.total[b] += total;
   }
   for (int64_t t = b * p.num_targets + threadIdx.x; t < (b + 1) * p.num_targets; t += kPredictThreads) {
-    const int64_t column = p.target[t] - chunk.first;
+    const int64_t column = chunk.column_of(p.target[t]);
     if (column >= 0 && column < chunk.count) static_cast<A*>(p.positive)[t] = map.logit(dots[column], column);
   }
 }

@@ -30,6 +30,9 @@ struct PredictChunk {
   double scale;
   bool absolute;
   bool is_double;  // A is double, else float
+
+  // Column of a class, -1 for classes before the chunk; no difference that could overflow.
+  SX_HOST_DEVICE int64_t column_of(int64_t id) const { return id < first ? -1 : id - first; }
 };
 
 struct PredictLseParams {
