@@ -11,6 +11,7 @@
 
 #include "common/rows.h"
 #include "loss/entry_loss/entry_loss_math.h"
+#include "loss/fused/fused_loss_math.h"
 
 namespace samplex {
 inline namespace SX_ISA_NS {
@@ -115,7 +116,7 @@ struct EntryLossRow {
     static_cast<A*>(p.denom)[b] = 0;
     if (p.ratio != nullptr) static_cast<A*>(p.ratio)[b] = 1;
     if (!p.need_grad) return;
-    for (int64_t k = b * entries; k < (b + 1) * entries; ++k) static_cast<A*>(p.coef_loss)[k] = 0;
+    for (int64_t k = 0; k < entries; ++k) static_cast<A*>(p.coef_loss)[b * p.coefs.stride + k] = 0;
     for (int64_t c = b * p.dim; c < (b + 1) * p.dim; ++c) static_cast<A*>(p.d_loss)[c] = 0;
   }
 
@@ -392,7 +393,7 @@ struct EntryLossRow {
     if (!read_targets(b)) return zero_outputs(b);
     const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
     for (int64_t c = 0; c < p.dim; ++c) h[c] = to_acc(hidden[c]);
-    A* coefs = p.need_grad ? static_cast<A*>(p.coef_loss) + b * entries : nullptr;
+    A* coefs = p.need_grad ? static_cast<A*>(p.coef_loss) + b * p.coefs.stride : nullptr;
     A* d_loss = p.need_grad ? static_cast<A*>(p.d_loss) + b * p.dim : nullptr;
     if (p.need_grad) {
       for (int64_t c = 0; c < p.dim; ++c) d_loss[c] = 0;
@@ -436,7 +437,10 @@ struct EntryLossRow {
 template <typename T, EntryLoss kKind>
 inline void entry_loss_rows_of(const EntryLossParams& params, int64_t begin, int64_t end) {
   EntryLossRow<T, kKind> row(params);
-  for (int64_t b = begin; b < end; ++b) row.run(b);
+  for (int64_t b = begin; b < end; ++b) {
+    row.run(b);
+    clear_padding<acc_t<T>>(params.coefs, params.coef_loss, b, params.num_targets + params.num_samples);
+  }
 }
 
 template <typename T>

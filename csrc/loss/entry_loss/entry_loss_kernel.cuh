@@ -221,7 +221,7 @@ SX_DEVICE inline void zero_row(const EntryLossParams& p, int64_t b) {
   }
   if (!p.need_grad) return;
   const int64_t entries = p.num_targets + p.num_samples;
-  for (int64_t k = lane_id(); k < entries; k += kWarpSize) static_cast<A*>(p.coef_loss)[b * entries + k] = A(0);
+  for (int64_t k = lane_id(); k < entries; k += kWarpSize) static_cast<A*>(p.coef_loss)[b * p.coefs.stride + k] = A(0);
   for (int64_t c = lane_id(); c < p.dim; c += kWarpSize) static_cast<A*>(p.d_loss)[b * p.dim + c] = A(0);
 }
 
@@ -407,6 +407,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
   using A = acc_t<T>;
   constexpr bool kGeneral = kMode != EntryMode::kPlain, kRelative = kMode == EntryMode::kRelative;
   const int64_t b = blockIdx.x;
+  clear_padding<A>(p.coefs, p.coef_loss, b, p.num_targets + p.num_samples, lane_id(), kWarpSize);
   EntryLossRow<A> row{};
   if constexpr (kGeneral) {
     row = read_row<A>(p, b);
@@ -419,7 +420,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
   const int64_t entries = targets + p.num_samples, rows_read = p.shared ? targets : entries;
   const int64_t first = int64_t(lane_id()) * kWidth, step = int64_t(kWarpSize) * kWidth;
   const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
-  A* coefs = static_cast<A*>(p.coef_loss) + b * entries;
+  A* coefs = static_cast<A*>(p.coef_loss) + b * p.coefs.stride;
   A* d_loss = static_cast<A*>(p.d_loss) + b * p.dim;
   const EntryLossFactors<A> f(p);
   const auto product_of = [&](const T* class_row) {

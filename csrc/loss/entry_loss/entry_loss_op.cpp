@@ -84,8 +84,8 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   EntryLossParams params{};
   params.bias = table_of(op, "bias", bias, C, weight);
   params.class_weight = table_of(op, "class_weight", class_weight, C, weight);
-  const int64_t entries = P + m;
-  const SavedLoss at(B, entries, d, reduction, need_grad, false, kind == EntryLoss::kAugmentReduce);
+  const LossShape shape{B, P, m, d, shared};
+  const SavedLoss at(shape, reduction, need_grad, false, kind == EntryLoss::kAugmentReduce);
   Forward result{reduction == Reduction::kNone ? empty(hidden, {B}, acc) : empty(hidden, {}, acc),
                  empty_pooled(hidden, {at.size}, acc)};
   auto& [loss, saved] = result;
@@ -118,7 +118,8 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   params.loss = reduction == Reduction::kNone ? out_any(loss) : part_of(saved, at.row_loss, B, true);
   params.denom = part_of(saved, at.denom, B, true);
   params.ratio = part_of(saved, at.ratio, B, true);
-  params.coef_loss = part_of(saved, at.coef_loss, B * entries, true);
+  params.coef_loss = coefs_of(saved, at, at.coef_loss, B, true);
+  params.coefs = at.coefs;
   params.d_loss = part_of(saved, at.d_loss, B * d, true);
   params.batch = B;
   params.num_targets = P;
@@ -136,7 +137,7 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   params.debug = debug_checks();
   SX_RUN(op, weight, launch_entry_loss, params);
 
-  if (need_grad && shared && m > 0) add_shared_draws(saved, at.d_loss, at.coef_loss, B, P, *class_rows);
+  run_shared_draws(saved, at, shape, class_rows, true);
   run_loss_mean(op, reduction, params.loss, params.denom, loss, saved, at, B);
   return result;
 }
@@ -161,7 +162,7 @@ LossGradients entry_loss_bwd(const Tensor& grad_loss, const Tensor& hidden, cons
   check_tensor(op, "ids", ids, shared ? Shape{m} : Shape{B, m}, shared ? "[m]" : "[B, m]", ScalarType::Long, hidden);
   const bool reduced = reduction != Reduction::kNone;
   check_tensor(op, "grad_loss", grad_loss, reduced ? Shape{} : Shape{B}, reduced ? "[]" : "[B]", acc, hidden);
-  const SavedLoss at(B, P + m, d, reduction, true, false, kind == EntryLoss::kAugmentReduce);
+  const SavedLoss at({B, P, m, d, shared}, reduction, true, false, kind == EntryLoss::kAugmentReduce);
   check_tensor(op, "saved", saved, {at.size}, "what the forward kept", acc, hidden);
   return run_loss_backward(op, {grad_loss, std::nullopt, hidden, target, ids, saved}, at, P, num_classes, need_rows,
                            with_bias);

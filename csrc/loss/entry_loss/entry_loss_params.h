@@ -44,9 +44,10 @@ struct EntryLossParams {
   void* loss;                    // A [B]
   void* denom;                   // A [B]
   void* ratio;                   // A [B]: of augment_reduce, 1 for a row without targets
-  void* coef_loss;               // A [B, P + m]   nullptr without gradient
+  void* coef_loss;               // A [B, P + m], rows `coefs.stride` apart; nullptr without gradient
   void* d_loss;                  // A [B, d]       likewise; when shared, the targets' part only
   void* scratch;                 // A [B, 2, P]: of the GPU kernels, for the losses that need the targets' scores first
+  CoefLayout coefs;
   int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index;
   double scale, reg, log_num_samples;  // log m, 0 for m = 0
   EntryLoss kind;

@@ -34,17 +34,19 @@ void combine(const LossUpstream<A>& up, const void* loss_part, const void* lse_p
 template <typename T>
 void backward_rows(const LossBwdParams& p, int64_t begin, int64_t end) {
   using A = acc_t<T>;
-  const int64_t P = p.num_targets, m = p.num_samples, entries = P + m;
+  const int64_t P = p.num_targets, m = p.num_samples;
   for (int64_t b = begin; b < end; ++b) {
     const LossUpstream<A> up(p, b);
-    combine(up, p.coef_loss, p.coef_lse, b * entries, P, static_cast<A*>(p.coef_target) + b * P);
+    combine(up, p.coef_loss, p.coef_lse, b * p.coefs.stride, P, static_cast<A*>(p.coef_target) + b * P);
     if (p.coef_draw != nullptr) {
-      combine(up, p.coef_loss, p.coef_lse, b * entries + P, m, static_cast<A*>(p.coef_draw) + b * m);
+      combine(up, p.coef_loss, p.coef_lse, b * p.coefs.stride + P, m, static_cast<A*>(p.coef_draw) + b * m);
     }
     T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
     const bool none = up.none(p, b);
     if (none)
       for (int64_t c = 0; c < p.dim; ++c) d_hidden[c] = from_acc<T>(A(0));
+    else if (p.draws_loss != nullptr)
+      for (int64_t c = 0; c < p.dim; ++c) d_hidden[c] = from_acc<T>(up.combine_hidden(p, b * p.dim + c));
     else
       combine(up, p.d_loss, p.d_lse, b * p.dim, p.dim, d_hidden);
     if (p.clean_hidden == nullptr) continue;
@@ -75,11 +77,6 @@ void gather(const T* weight, const int64_t* ids, int64_t begin, int64_t end, int
 }
 
 template <typename A>
-void add_range(const A* x, int64_t begin, int64_t end, A* to) {
-  for (int64_t i = begin; i < end; ++i) to[i] += x[i];
-}
-
-template <typename A>
 void sum_columns(const A* x, int64_t rows, int64_t begin, int64_t end, int64_t stride, A factor, A* sums) {
   for (int64_t j = begin; j < end; ++j) sums[j] = 0;
   for (int64_t i = 0; i < rows; ++i) {
@@ -96,15 +93,6 @@ void gather_rows(DType dtype, const void* weight, const int64_t* ids, int64_t n,
       using T = typename decltype(tag)::type;
       gather(static_cast<const T*>(weight), ids, begin, end, d, static_cast<acc_t<T>*>(rows));
     });
-  });
-}
-
-void add_into(bool double_acc, const void* x, int64_t n, void* to) {
-  parallel_for(n, 1 << 15, [&](int64_t begin, int64_t end) {
-    if (double_acc)
-      add_range(static_cast<const double*>(x), begin, end, static_cast<double*>(to));
-    else
-      add_range(static_cast<const float*>(x), begin, end, static_cast<float*>(to));
   });
 }
 

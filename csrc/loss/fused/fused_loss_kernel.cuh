@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kBwdThreads) loss_bwd_kernel(LossBwdParams p) 
   const int64_t b = blockIdx.x, P = p.num_targets, m = p.num_samples, entries = P + m;
   const LossUpstream<A> up(p, b);
   for (int64_t k = threadIdx.x; k < entries; k += kBwdThreads) {
-    const A coef = up.combine(p.coef_loss, p.coef_lse, b * entries + k);
+    const A coef = up.combine(p.coef_loss, p.coef_lse, b * p.coefs.stride + k);
     if (k < P)
       static_cast<A*>(p.coef_target)[b * P + k] = coef;
     else
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kBwdThreads) loss_bwd_kernel(LossBwdParams p) 
   T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
   const bool none = up.none(p, b);
   for (int64_t c = threadIdx.x; c < p.dim; c += kBwdThreads) {
-    d_hidden[c] = from_acc<T>(none ? A(0) : up.combine(p.d_loss, p.d_lse, b * p.dim + c));
+    d_hidden[c] = from_acc<T>(none ? A(0) : up.combine_hidden(p, b * p.dim + c));
   }
   if (p.clean_hidden == nullptr) return;
   const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;

@@ -14,6 +14,16 @@ SX_HOST_DEVICE inline A mean_factor(A denom) {
   return A(1) / (denom > std::numeric_limits<A>::min() ? denom : std::numeric_limits<A>::min());
 }
 
+// Zeros in the numbers around row b of coefficients that no entry has; by `threads` threads, of which this is one.
+template <typename A>
+SX_HOST_DEVICE inline void clear_padding(const CoefLayout& coefs, void* part, int64_t b, int64_t entries,
+                                         int64_t thread = 0, int64_t threads = 1) {
+  if (part == nullptr) return;
+  A* row = static_cast<A*>(part) + b * coefs.stride;
+  for (int64_t k = thread - coefs.gap; k < 0; k += threads) row[k] = A(0);
+  for (int64_t k = thread + entries; k < coefs.stride - coefs.gap; k += threads) row[k] = A(0);
+}
+
 // Upstream gradients of row b.
 template <typename A>
 struct LossUpstream {
@@ -31,13 +41,24 @@ struct LossUpstream {
     return x;
   }
 
+  // The same of the gradient of h, with what shared draws add to it.
+  SX_HOST_DEVICE A combine_hidden(const LossBwdParams& p, int64_t at) const {
+    if (p.draws_loss == nullptr) return combine(p.d_loss, p.d_lse, at);
+    const auto sum = [at](const void* own, const void* draws) {
+      return static_cast<const A*>(own)[at] + static_cast<const A*>(draws)[at];
+    };
+    A x = of_loss == A(0) ? A(0) : of_loss * sum(p.d_loss, p.draws_loss);
+    if (of_lse != A(0)) x += of_lse * sum(p.d_lse, p.draws_lse);
+    return x;
+  }
+
   // Whether row b has no gradient at all. A class weight of 0 leaves the gradient of lse, so that all is looked at.
   SX_HOST_DEVICE bool none(const LossBwdParams& p, int64_t b) const {
     if (static_cast<const A*>(p.denom)[b] != A(0)) return false;
     if (of_lse == A(0)) return true;
     const int64_t entries = p.num_targets + p.num_samples;
     for (int64_t k = 0; k < entries; ++k) {
-      if (!(static_cast<const A*>(p.coef_lse)[b * entries + k] == A(0))) return false;
+      if (!(static_cast<const A*>(p.coef_lse)[b * p.coefs.stride + k] == A(0))) return false;
     }
     return true;
   }

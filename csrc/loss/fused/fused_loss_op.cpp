@@ -30,7 +30,7 @@ Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hi
   if (grad_lse) check_tensor(op, "grad_lse", *grad_lse, {B}, "[B]", acc, hidden);
   check_value(with_lse || !grad_lse, op, ": grad_lse must be None without with_lse, got ",
               grad_lse ? describe(*grad_lse) : std::string());
-  const SavedLoss at(B, P + m, d, reduction, true, with_lse, with_ratio);
+  const SavedLoss at({B, P, m, d, shared}, reduction, true, with_lse, with_ratio);
   check_tensor(op, "saved", saved, {at.size}, "what the forward kept", acc, hidden);
   LossEntries e = run_loss_entries(op, {grad_loss, grad_lse, hidden, target, ids, saved}, at, P, true, with_bias);
   if (shared) e.coef_draw = empty(hidden, {0, m}, acc);

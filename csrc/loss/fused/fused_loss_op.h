@@ -38,23 +38,52 @@ inline Tensor product(const Tensor& a, const Tensor& b) {
   return product_into(empty_pooled(a, {a.size(0), b.size(1)}, a.scalar_type()), a, b);
 }
 
-// What the forward keeps for the backward, in one tensor: eight would cost more to make than a small batch to compute.
-// Offsets in numbers; a part that is not kept is -1.
-struct SavedLoss {
-  int64_t d_loss = -1, d_lse = -1, coef_loss = -1, coef_lse = -1, row_loss = -1, denom = -1, factor = -1;
-  int64_t ratio = -1, size = 0;
+// The entries of a batch row: P targets, then m draws, which are its own or shared by the batch.
+struct LossShape {
+  int64_t batch, targets, draws, dim;
+  bool shared;
 
-  SavedLoss(int64_t batch, int64_t entries, int64_t dim, Reduction reduction, bool need_grad, bool with_lse,
-            bool with_ratio = false) {
+  int64_t entries() const { return targets + draws; }
+};
+
+// What the forward keeps for the backward, in one tensor: eight would cost more to make than a small batch to compute.
+// Offsets in numbers; a part that is not kept is -1. The coefficients of shared draws are a factor of GEMMs, which want
+// their first column and the distance of two rows to be multiples of 64 bytes. `saved_numbers` of
+// samplex_cuda/ops/fused_loss.py is the same layout.
+struct SavedLoss {
+  static constexpr int64_t kAlign = 16;
+  int64_t d_loss = -1, d_lse = -1, draws_loss = -1, draws_lse = -1, coef_loss = -1, coef_lse = -1, row_loss = -1;
+  int64_t denom = -1, factor = -1, ratio = -1, size = 0;
+  CoefLayout coefs;
+
+  SavedLoss(const LossShape& x, Reduction reduction, bool need_grad, bool with_lse, bool with_ratio = false)
+      : coefs{x.entries(), 0} {
+    if (x.shared) {
+      coefs.gap = (kAlign - x.targets % kAlign) % kAlign;
+      coefs.stride = (coefs.gap + x.entries() + kAlign - 1) / kAlign * kAlign;
+    }
+    const int64_t batch = x.batch, dim = x.dim;
     const auto place = [this](int64_t& part, bool kept, int64_t count) {
       if (!kept) return;
       part = size;
       size += count;
     };
-    place(d_loss, need_grad, batch * dim);  // first: vector stores want it aligned
+    const auto place_coefs = [&](int64_t& part, bool kept) {
+      place(part, kept, batch * coefs.stride);
+      if (kept) part += coefs.gap;
+    };
+    if (x.shared) {  // first, where the memory begins on a multiple of 64 bytes
+      place_coefs(coef_loss, need_grad);
+      place_coefs(coef_lse, need_grad && with_lse);
+    }
+    place(d_loss, need_grad, batch * dim);  // or first: vector stores want it aligned
     place(d_lse, need_grad && with_lse, batch * dim);
-    place(coef_loss, need_grad, batch * entries);
-    place(coef_lse, need_grad && with_lse, batch * entries);
+    place(draws_loss, need_grad && x.shared, batch * dim);  // what shared draws add to d_loss and d_lse
+    place(draws_lse, need_grad && x.shared && with_lse, batch * dim);
+    if (!x.shared) {
+      place_coefs(coef_loss, need_grad);
+      place_coefs(coef_lse, need_grad && with_lse);
+    }
     place(row_loss, reduction != Reduction::kNone, batch);
     place(denom, true, batch);
     place(factor, reduction != Reduction::kNone, 1);
@@ -68,6 +97,12 @@ inline void* part_of(const Tensor& saved, int64_t offset, int64_t count, bool wr
   char* data = static_cast<char*>(const_cast<void*>(saved.const_data_ptr())) + size_t(offset) * item;
   note_bytes(saved, data, size_t(count) * item, writable);
   return data;
+}
+
+inline void* coefs_of(const Tensor& saved, const SavedLoss& at, int64_t offset, int64_t batch, bool writable) {
+  if (offset < 0) return nullptr;
+  char* rows = static_cast<char*>(part_of(saved, offset - at.coefs.gap, batch * at.coefs.stride, writable));
+  return rows + size_t(at.coefs.gap) * saved.element_size();
 }
 
 // A part as a [rows, columns] tensor for torch's GEMMs.
@@ -92,16 +127,24 @@ inline ScalarTable table_of(const char* op, const char* arg, const std::optional
   return {in_any(*t), dtype_tag(op, arg, *t)};
 }
 
-// The draws' part of a gradient of h, where draws are shared: coefficients [B, m] (columns P .. of `coefs`) times rows.
-inline void add_shared_draws(const Tensor& saved, int64_t gradient, int64_t coefs, int64_t batch, int64_t num_targets,
-                             const Tensor& class_rows) {
-  const int64_t m = class_rows.size(0), d = class_rows.size(1);
-  Tensor sum = view_of(saved, gradient, batch, d, d);
-  const Tensor more = product(view_of(saved, coefs + num_targets, batch, m, num_targets + m), class_rows);
-  if (saved.is_cpu())
-    cpu::add_into(sum.scalar_type() == ScalarType::Double, more.const_data_ptr(), sum.numel(), sum.mutable_data_ptr());
-  else
-    torch::stable::copy_(sum, torch::stable::subtract(sum, more, -1.0));
+// The coefficients of shared draws as a [B, m] matrix.
+inline Tensor draw_coefs(const Tensor& saved, const SavedLoss& at, int64_t coefs, const LossShape& x) {
+  return view_of(saved, coefs + x.targets, x.batch, x.draws, at.coefs.stride);
+}
+
+// What shared draws add to the gradients of h by the loss and by lse; 0 where nobody wants it.
+inline void run_shared_draws(const Tensor& saved, const SavedLoss& at, const LossShape& x,
+                             const std::optional<Tensor>& class_rows, bool need_hidden) {
+  const auto make = [&](int64_t part, int64_t coefs) {
+    if (part < 0 || x.batch == 0) return;
+    Tensor sum = view_of(saved, part, x.batch, x.dim, x.dim);
+    if (need_hidden && class_rows)
+      product_into(sum, draw_coefs(saved, at, coefs, x), *class_rows);
+    else
+      torch::stable::zero_(sum);
+  };
+  make(at.draws_loss, at.coef_loss);
+  make(at.draws_lse, at.coef_lse);
 }
 
 // The reduced loss of the batch, and the factor its backward needs.
@@ -150,8 +193,9 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   const auto& [grad_loss, grad_lse, hidden, target, ids, saved] = x;
   const DType dtype = dtype_tag(op, "hidden", hidden);
   const ScalarType acc = acc_type(hidden.scalar_type());
-  const int64_t B = hidden.size(0), d = hidden.size(1), m = ids.size(ids.dim() - 1), entries = P + m;
   const bool shared = ids.dim() == 1;
+  const LossShape shape{hidden.size(0), P, ids.size(ids.dim() - 1), hidden.size(1), shared};
+  const int64_t B = shape.batch, d = shape.dim, m = shape.draws;
   // The whole batch has one upstream gradient, and it is at hand: it goes onto h [B, d] and not onto [B, m]
   // coefficients of shared draws. Not where it is 0, which wins over a nan in a coefficient.
   const void* factor_at = part_of(saved, at.factor, 1, false);
@@ -161,15 +205,18 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   const bool one_product = factor != 0.0;
   Tensor d_hidden = empty_pooled(hidden, {B, d}, hidden.scalar_type());
   const Tensor coef_target = empty(hidden, {B, P}, acc);
-  const Tensor coef_draw = one_product ? view_of(saved, at.coef_loss + P, B, m, entries) : empty(hidden, {B, m}, acc);
+  const Tensor coef_draw = one_product ? draw_coefs(saved, at, at.coef_loss, shape) : empty(hidden, {B, m}, acc);
   LossBwdParams params{};
   params.grad_loss = in_any(grad_loss);
   params.grad_lse = grad_lse ? in_any(*grad_lse) : nullptr;
   params.factor = factor_at;
-  params.coef_loss = part_of(saved, at.coef_loss, B * entries, false);
-  params.coef_lse = part_of(saved, at.coef_lse, B * entries, false);
+  params.coef_loss = coefs_of(saved, at, at.coef_loss, B, false);
+  params.coef_lse = coefs_of(saved, at, at.coef_lse, B, false);
+  params.coefs = at.coefs;
   params.d_loss = part_of(saved, at.d_loss, B * d, false);
   params.d_lse = part_of(saved, at.d_lse, B * d, false);
+  params.draws_loss = part_of(saved, at.draws_loss, B * d, false);
+  params.draws_lse = part_of(saved, at.draws_lse, B * d, false);
   params.coef_target = out_any(coef_target);
   params.coef_draw = one_product ? nullptr : out_any(coef_draw);
   params.d_hidden = out_any(d_hidden);

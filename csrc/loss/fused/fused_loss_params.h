@@ -20,6 +20,12 @@ constexpr int64_t kPadding = -100;  // pads rows of a [B, P] target
 
 enum class Reduction : int64_t { kNone = 0, kMean = 1, kSum = 2 };
 
+// Rows of coefficients, `stride` numbers apart. Those of shared draws begin at multiples of 64 bytes: `gap` numbers
+// before each row and what is left behind it belong to no entry, and are 0.
+struct CoefLayout {
+  int64_t stride, gap;
+};
+
 struct LossMeanParams {
   const void* row_loss;  // A [B]
   const void* denom;     // A [B]
@@ -33,17 +39,21 @@ struct LossBwdParams {
   const void* grad_loss;  // A [B], or [1] of a reduced loss
   const void* grad_lse;   // A [B] or nullptr
   const void* factor;     // A [1]: d loss / d row_loss of a reduced loss, else nullptr
-  const void* coef_loss;  // A [B, P + m]
+  const void* coef_loss;  // A [B, P + m], rows `coefs.stride` apart
   const void* d_loss;     // A [B, d]
   const void* coef_lse;   // A [B, P + m], with grad_lse
   const void* d_lse;      // A [B, d], with grad_lse
-  const void* denom;      // A [B]: 0 for a row without a loss
-  const void* hidden;     // [B, d] in `dtype`, with clean_hidden
-  void* coef_target;      // A [B, P]
-  void* coef_draw;        // A [B, m]; the CPU side takes nullptr for "not wanted"
-  void* d_hidden;         // [B, d] in `dtype`
-  void* clean_hidden;     // A [B, d] or nullptr: hidden_factor * hidden, 0 in rows without any gradient
+  // A [B, d] or nullptr: what shared draws add to d_loss and d_lse
+  const void* draws_loss;
+  const void* draws_lse;
+  const void* denom;   // A [B]: 0 for a row without a loss
+  const void* hidden;  // [B, d] in `dtype`, with clean_hidden
+  void* coef_target;   // A [B, P]
+  void* coef_draw;     // A [B, m]; the CPU side takes nullptr for "not wanted"
+  void* d_hidden;      // [B, d] in `dtype`
+  void* clean_hidden;  // A [B, d] or nullptr: hidden_factor * hidden, 0 in rows without any gradient
   double hidden_factor;
+  CoefLayout coefs;
   int64_t batch, num_targets, num_samples, dim;
   DType dtype;
 };
@@ -51,8 +61,6 @@ struct LossBwdParams {
 namespace cpu {
 // rows [n, d] in the accumulation type from `weight` [C, d] of this dtype; ids are within the table.
 void gather_rows(DType dtype, const void* weight, const int64_t* ids, int64_t n, int64_t d, void* rows);
-// to[i] += x[i]
-void add_into(bool double_acc, const void* x, int64_t n, void* to);
 // sums[j] = factor * the sum of column j of x [rows, columns], whose rows are `stride` numbers apart.
 void column_sums(bool double_acc, const void* x, int64_t rows, int64_t columns, int64_t stride, double factor,
                  void* sums);

@@ -9,6 +9,7 @@
 #include <cstdlib>
 
 #include "common/rows.h"
+#include "loss/fused/fused_loss_math.h"
 #include "loss/sampled_softmax/sampled_softmax_params.h"
 
 namespace samplex {
@@ -152,14 +153,14 @@ struct SampledSoftmaxRow {
     static_cast<A*>(p.loss)[b] = 0;
     static_cast<A*>(p.lse)[b] = 0;
     static_cast<A*>(p.denom)[b] = 0;
-    const auto clear = [b](void* rows, int64_t width) {
+    const auto clear = [b](void* rows, int64_t width, int64_t stride) {
       if (rows == nullptr) return;
-      for (int64_t k = b * width; k < (b + 1) * width; ++k) static_cast<A*>(rows)[k] = 0;
+      for (int64_t k = 0; k < width; ++k) static_cast<A*>(rows)[b * stride + k] = 0;
     };
-    clear(p.coef_loss, row_entries);
-    clear(p.coef_lse, row_entries);
-    clear(p.d_loss, p.dim);
-    clear(p.d_lse, p.dim);
+    clear(p.coef_loss, row_entries, p.coefs.stride);
+    clear(p.coef_lse, row_entries, p.coefs.stride);
+    clear(p.d_loss, p.dim, p.dim);
+    clear(p.d_lse, p.dim, p.dim);
   }
 
   int64_t pull_width() const { return eps > 0 ? row_entries : P; }  // entries that may pull
@@ -213,7 +214,7 @@ struct SampledSoftmaxRow {
     const A total = trivial ? A(0) : share;
     const A most = Rows<T>::max_of(logits, m), max = own > most ? own : most;
     const A shift = max == kOut ? A(0) : max;
-    A* coef = p.need_grad ? static_cast<A*>(p.coef_loss) + b * row_entries : s.logits;
+    A* coef = p.need_grad ? static_cast<A*>(p.coef_loss) + b * p.coefs.stride : s.logits;
     A sum = Rows<T>::exp_sum(logits, shift, coef + 1, m);
     coef[0] = exp_acc(own - shift);
     sum += coef[0];
@@ -225,7 +226,7 @@ struct SampledSoftmaxRow {
     const A of_sum = scale / sum + A(0) * lse;  // nan where the row is
     A* const d_loss = static_cast<A*>(p.d_loss) + b * p.dim;
     if (p.coef_lse != nullptr) {
-      A* coef_lse = static_cast<A*>(p.coef_lse) + b * row_entries;
+      A* coef_lse = static_cast<A*>(p.coef_lse) + b * p.coefs.stride;
       Rows<T>::scale_to(coef_lse, coef, of_sum, row_entries);
       if (lse != lse) clear_masked(b, coef_lse);
       Rows<T>::scale_row(static_cast<A*>(p.d_lse) + b * p.dim, coef_lse[0], row, p.dim);
@@ -349,7 +350,7 @@ struct SampledSoftmaxRow {
     static_cast<A*>(p.lse)[b] = lse;
     static_cast<A*>(p.loss)[b] = total * (lse - own);
     if (!p.need_grad) return true;
-    A* out = static_cast<A*>(p.coef_loss) + b * row_entries;
+    A* out = static_cast<A*>(p.coef_loss) + b * p.coefs.stride;
     Rows<T>::exp_to(s.logits, lse, total * scale, out, row_entries);
     if (lse != lse) clear_masked(b, out);
     out[0] -= total * scale;
@@ -401,10 +402,10 @@ struct SampledSoftmaxRow {
     if (!p.need_grad) return;
     const A of_max = scale * exp_acc(online.max - lse);
     if (p.coef_lse != nullptr) {
-      finish_coefs(b, lse, A(1), static_cast<A*>(p.coef_lse) + b * row_entries);
+      finish_coefs(b, lse, A(1), static_cast<A*>(p.coef_lse) + b * p.coefs.stride);
       Rows<T>::scale_to(static_cast<A*>(p.d_lse) + b * p.dim, s.push, of_max, p.dim);
     }
-    A* coef = static_cast<A*>(p.coef_loss) + b * row_entries;
+    A* coef = static_cast<A*>(p.coef_loss) + b * p.coefs.stride;
     A* d_loss = static_cast<A*>(p.d_loss) + b * p.dim;
     finish_coefs(b, lse, total, coef);
     for (int64_t k = 0; k < pull_width(); ++k) {
@@ -515,7 +516,11 @@ struct SampledSoftmaxRow {
 template <typename T>
 inline void sampled_softmax_rows(const SampledSoftmaxParams& params, int64_t begin, int64_t end) {
   SampledSoftmaxRow<T> row(params);
-  for (int64_t b = begin; b < end; ++b) row.run(b);
+  const int64_t entries = params.num_targets + params.num_samples;
+  for (int64_t b = begin; b < end; ++b) {
+    row.run(b);
+    for (void* coefs : {params.coef_loss, params.coef_lse}) clear_padding<acc_t<T>>(params.coefs, coefs, b, entries);
+  }
 }
 
 }  // namespace SX_ISA_NS

@@ -112,14 +112,14 @@ SX_DEVICE inline void zero_row(const SampledSoftmaxParams& p, int64_t b) {
     static_cast<A*>(p.lse)[b] = A(0);
     static_cast<A*>(p.denom)[b] = A(0);
   }
-  const auto clear = [&](void* rows, int64_t width) {
+  const auto clear = [&](void* rows, int64_t width, int64_t stride) {
     if (rows == nullptr) return;
-    for (int64_t k = threadIdx.x; k < width; k += kBlock) static_cast<A*>(rows)[b * width + k] = A(0);
+    for (int64_t k = threadIdx.x; k < width; k += kBlock) static_cast<A*>(rows)[b * stride + k] = A(0);
   };
-  clear(p.coef_loss, entries);
-  clear(p.coef_lse, entries);
-  clear(p.d_loss, p.dim);
-  clear(p.d_lse, p.dim);
+  clear(p.coef_loss, entries, p.coefs.stride);
+  clear(p.coef_lse, entries, p.coefs.stride);
+  clear(p.d_loss, p.dim, p.dim);
+  clear(p.d_lse, p.dim, p.dim);
 }
 
 // What entry k pulls with: scale sign_k a_k.
@@ -130,8 +130,7 @@ SX_DEVICE inline A entry_pull(const SampledSoftmaxParams& p, const RowSetup<A>& 
   if (id < 0) return A(0);
   const A share = entry_share(p, row, k, id);
   if (share == A(0)) return A(0);
-  const int64_t entries = p.num_targets + p.num_samples;
-  return A(p.scale) * share * (p.absolute ? static_cast<const A*>(p.signs)[b * entries + k] : A(1));
+  return A(p.scale) * share * (p.absolute ? static_cast<const A*>(p.signs)[b * p.coefs.stride + k] : A(1));
 }
 
 // total * push, where a zero wins over nan: a row that does not count has no gradient.

@@ -424,13 +424,15 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
   __shared__ A coefs_lse[kThreads];
   __shared__ int64_t ids[kThreads];
   const int64_t b = blockIdx.x, P = p.num_targets, m = p.num_samples, entries = P + m;
+  clear_padding<A>(p.coefs, p.coef_loss, b, entries, threadIdx.x, kThreads);
+  clear_padding<A>(p.coefs, p.coef_lse, b, entries, threadIdx.x, kThreads);
   const RowSetup<A> row = setup_row<kWarps, A>(p, b, scratch);
   if (row.num_targets == 0) return zero_row<kThreads, A>(p, b);  // the whole block
   const A log_m = A(p.log_num_samples);
   const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
   const T* weight = static_cast<const T*>(p.weight);
-  A* logits = static_cast<A*>(p.coef_loss) + b * entries;
-  A* signs = static_cast<A*>(p.signs) + b * entries;
+  A* logits = static_cast<A*>(p.coef_loss) + b * p.coefs.stride;
+  A* signs = static_cast<A*>(p.signs) + b * p.coefs.stride;
 
   OnlineSoftmax<A> online = online_empty<A>();
   A pulled = 0, shares = 0, drawn = 0;
@@ -497,7 +499,7 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
   }
   if (!p.need_grad) return;  // the whole block
   // Logits become coefficients. Masked entries hold -inf; in a nan row they are asked again.
-  A* coef_lse = p.coef_lse == nullptr ? nullptr : static_cast<A*>(p.coef_lse) + b * entries;
+  A* coef_lse = p.coef_lse == nullptr ? nullptr : static_cast<A*>(p.coef_lse) + b * p.coefs.stride;
   for (int64_t k = threadIdx.x; k < entries; k += kThreads) {
     const A logit = logits[k];
     const bool part = lse == lse ? logit != negative_infinity<A>() : entry_id(p, b, k) >= 0;

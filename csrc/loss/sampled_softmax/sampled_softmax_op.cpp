@@ -62,8 +62,8 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   SampledSoftmaxParams params{};
   params.bias = table_of(kOp, "bias", bias, C, weight);
   params.class_weight = table_of(kOp, "class_weight", class_weight, C, weight);
-  const int64_t entries = P + m;
-  const SavedLoss at(B, entries, d, reduction, need_grad, with_lse);
+  const LossShape shape{B, P, m, d, shared};
+  const SavedLoss at(shape, reduction, need_grad, with_lse);
   Forward result{reduction == Reduction::kNone ? empty(hidden, {B}, acc) : empty(hidden, {}, acc),
                  empty(hidden, {B}, acc), empty_pooled(hidden, {at.size}, acc)};
   auto& [loss, lse, saved] = result;
@@ -78,8 +78,8 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
     class_rows = gather_rows(weight, ids);
     // The CPU kernel turns products into coefficients where they are.
     const bool in_place = need_grad && backend_of(kOp, weight) == Backend::kCpu;
-    params.dots_stride = in_place ? entries : m;
-    dots = in_place ? view_of(saved, at.coef_loss + P, B, m, entries) : empty(hidden, {B, m}, acc);
+    params.dots_stride = in_place ? at.coefs.stride : m;
+    dots = in_place ? draw_coefs(saved, at, at.coef_loss, shape) : empty(hidden, {B, m}, acc);
     product_into(*dots, as_acc(hidden), torch::stable::transpose(*class_rows, 0, 1));
     params.dots = out_any(*dots);
   }
@@ -93,12 +93,13 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   params.loss = reduction == Reduction::kNone ? out_any(loss) : part_of(saved, at.row_loss, B, true);
   params.lse = out_any(lse);
   params.denom = part_of(saved, at.denom, B, true);
-  params.coef_loss = part_of(saved, at.coef_loss, B * entries, true);
-  params.coef_lse = part_of(saved, at.coef_lse, B * entries, true);
+  params.coef_loss = coefs_of(saved, at, at.coef_loss, B, true);
+  params.coef_lse = coefs_of(saved, at, at.coef_lse, B, true);
+  params.coefs = at.coefs;
   params.d_loss = part_of(saved, at.d_loss, B * d, true);
   params.d_lse = part_of(saved, at.d_lse, B * d, true);
   if (need_grad && absolute && backend_of(kOp, weight) != Backend::kCpu) {
-    signs = empty(hidden, {B, entries}, acc);
+    signs = empty(hidden, {B, at.coefs.stride}, acc);
     params.signs = out_any(*signs);
   }
   params.batch = B;
@@ -117,10 +118,7 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   params.debug = debug_checks();
   SX_RUN(kOp, weight, launch_sampled_softmax, params);
 
-  if (need_grad && need_hidden && shared && m > 0) {
-    add_shared_draws(saved, at.d_loss, at.coef_loss, B, P, *class_rows);
-    if (with_lse) add_shared_draws(saved, at.d_lse, at.coef_lse, B, P, *class_rows);
-  }
+  run_shared_draws(saved, at, shape, class_rows, need_hidden);
   run_loss_mean(kOp, reduction, params.loss, params.denom, loss, saved, at, B);
   return result;
 }
@@ -135,6 +133,7 @@ Forward sampled_softmax_static(const Tensor& hidden, const Tensor& weight, const
   check_value(weight.dim() == 2, kOp, ": weight must be [C, d], got ", describe(weight));
   check_value(hidden.dim() == 2, kOp, ": hidden must be [B, d], got ", describe(hidden));
   check_tensor(kOp, "target", target, {hidden.size(0)}, "[B]", ScalarType::Long, weight);
+  check_value(weight.size(0) >= 1, kOp, ": weight must have a class to draw, got ", describe(weight));
   check_value(ignore_index < 0, kOp, ": ignore_index must be negative where the op draws, got ", ignore_index);
   const ScalarType storage = weight.scalar_type();
   const int64_t C = weight.size(0);
@@ -167,13 +166,13 @@ LossGradients sampled_softmax_bwd(const Tensor& grad_loss, const std::optional<T
                ScalarType::Long, hidden);
   const bool shared = ids.dim() == 1;
   check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
-  const int64_t m = ids.size(ids.dim() - 1), entries = P + m;
+  const int64_t m = ids.size(ids.dim() - 1);
   check_tensor(op, "ids", ids, shared ? Shape{m} : Shape{B, m}, shared ? "[m]" : "[B, m]", ScalarType::Long, hidden);
   const bool reduced = reduction != Reduction::kNone;
   check_tensor(op, "grad_loss", grad_loss, reduced ? Shape{} : Shape{B}, reduced ? "[]" : "[B]", acc, hidden);
   check_value(!grad_lse || with_lse, op, ": grad_lse must be None where the forward did not keep lse (with_lse=False)");
   if (grad_lse) check_tensor(op, "grad_lse", *grad_lse, {B}, "[B]", acc, hidden);
-  const SavedLoss at(B, entries, d, reduction, true, with_lse);
+  const SavedLoss at({B, P, m, d, shared}, reduction, true, with_lse);
   check_tensor(op, "saved", saved, {at.size}, "what the forward kept", acc, hidden);
 
   return run_loss_backward(op, {grad_loss, grad_lse, hidden, target, ids, saved}, at, P, num_classes, need_rows,

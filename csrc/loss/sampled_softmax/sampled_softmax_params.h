@@ -37,11 +37,12 @@ struct SampledSoftmaxParams {
   void* loss;                    // A [B]
   void* lse;                     // A [B]
   void* denom;                   // A [B]
-  void* coef_loss;               // A [B, P + m]   nullptr without gradient
+  void* coef_loss;               // A [B, P + m], rows `coefs.stride` apart; nullptr without gradient
   void* d_loss;                  // A [B, d]       likewise; when shared, the targets' part only
   void* coef_lse;                // A [B, P + m]   nullptr where nobody asks for the gradient of lse
   void* d_lse;                   // A [B, d]
   void* signs;                   // A [B, P + m]: scratch of the GPU kernels, only when absolute and need_grad
+  CoefLayout coefs;
   int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index;
   double scale, label_smoothing, log_num_samples;  // log m, 0 for m = 0
   DType dtype;

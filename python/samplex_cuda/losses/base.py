@@ -220,7 +220,7 @@ class ScoreLoss(Loss):
             coef = torch.cat([coef_target, coef_draws], 1)
             d_loss = _weighted_rows(x.weight, safe, coef_target, acc)
             d_loss += _weighted_rows(x.weight, x.ids, coef_draws, acc) if rows is None else coef_draws @ rows
-        return pack_saved(weighted.detach(), denom, coef, d_loss, form)
+        return pack_saved(weighted.detach(), denom, coef, d_loss, form, x.ids.shape[0] if x.ids.dim() == 1 else None)
 
     @staticmethod
     def _masked(x: Inputs, target: Tensor, valid: Tensor) -> Tensor:

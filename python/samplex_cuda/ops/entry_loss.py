@@ -57,9 +57,11 @@ class _Arguments(NamedTuple):
 @register_fake("samplex::entry_loss")
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*inputs)
-    batch, dim = fake_sizes("entry_loss", a.hidden)
-    width = (1 if a.target.dim() == 1 else a.target.shape[1]) + a.ids.shape[-1]
-    saved = saved_numbers(batch, width, dim, a.reduction, a.need_grad, False, a.kind == _WITH_RATIO)
+    batch, _ = fake_sizes("entry_loss", a.hidden)
+    shared, with_ratio = a.ids.dim() == 1, a.kind == _WITH_RATIO
+    saved = saved_numbers(
+        a.hidden, a.target, a.ids.shape[-1], shared, a.reduction, a.need_grad, with_ratio=with_ratio
+    )
     shapes = [() if a.reduction else (batch,), (saved,)]
     return tuple(a.hidden.new_empty(shape, dtype=acc_dtype(a.hidden.dtype)) for shape in shapes)
 

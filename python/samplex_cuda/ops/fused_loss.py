@@ -638,7 +638,14 @@ def fake_gradients(
     )
 
 
-def pack_saved(row_loss: Tensor, denom: Tensor, coef: Tensor | None, d_loss: Tensor | None, form: Form) -> Forward:
+def pack_saved(
+    row_loss: Tensor,
+    denom: Tensor,
+    coef: Tensor | None,
+    d_loss: Tensor | None,
+    form: Form,
+    num_shared: int | None = None,
+) -> Forward:
     """A `Forward` from the parts of a loss written in torch; the layout is that of `SavedLoss` in loss/fused.
 
     Args:
@@ -647,8 +654,9 @@ def pack_saved(row_loss: Tensor, denom: Tensor, coef: Tensor | None, d_loss: Ten
         coef: [B, P + m], derivative of each row's loss by the products h @ w of targets and draws; None without need.
         d_loss: [B, d], derivative of each row's loss by its hidden vector.
         form: of the call.
+        num_shared: m where the draws are shared by the batch, otherwise None.
     """
-    parts = [] if coef is None or d_loss is None else [d_loss.reshape(-1), coef.reshape(-1)]
+    parts = [] if coef is None or d_loss is None else _pack_gradients(coef, d_loss, num_shared)
     if form.reduction == REDUCTIONS["none"]:
         return Forward(row_loss, torch.cat([*parts, denom]))
     total = denom.sum()
@@ -659,10 +667,35 @@ def pack_saved(row_loss: Tensor, denom: Tensor, coef: Tensor | None, d_loss: Ten
     return Forward(loss, torch.cat([*parts, row_loss, denom, factor.reshape(1)]))
 
 
+_ALIGN = 16  # numbers; of the coefficients of shared draws
+
+
+def _coef_row(targets: int, entries: int) -> tuple[int, int]:
+    """Of a row of coefficients with shared draws: the numbers left free before it, and all numbers."""
+    gap = -targets % _ALIGN
+    return gap, gap + entries + -(gap + entries) % _ALIGN
+
+
+def _pack_gradients(coef: Tensor, d_loss: Tensor, num_shared: int | None) -> list[Tensor]:
+    if num_shared is None:
+        return [d_loss.reshape(-1), coef.reshape(-1)]
+    entries = coef.shape[1]
+    gap, stride = _coef_row(entries - num_shared, entries)
+    rows = torch.nn.functional.pad(coef, (gap, stride - gap - entries))
+    return [rows.reshape(-1), d_loss.reshape(-1), torch.zeros_like(d_loss).reshape(-1)]
+
+
 def saved_numbers(
-    batch: int, entries: int, dim: int, reduction: int, need_grad: bool, with_lse: bool, with_ratio: bool
-) -> int:
+    hidden: Tensor, target: Tensor, draws: int, shared: bool, reduction: int, need_grad: bool,
+    with_lse: bool = False, with_ratio: bool = False,
+) -> int:  # fmt: skip
     """How many numbers `saved` holds; as `SavedLoss` in loss/fused."""
-    kept = (dim + entries) * batch * (1 + with_lse) if need_grad else 0
+    batch, dim = hidden.shape
+    targets = 1 if target.dim() == 1 else target.shape[1]
+    entries, kept = targets + draws, 0
+    if need_grad and not shared:
+        kept = (dim + entries) * batch * (1 + with_lse)
+    elif need_grad:
+        kept = (2 * dim + _coef_row(targets, entries)[1]) * batch * (1 + with_lse)
     kept += batch if reduction == REDUCTIONS["none"] else 2 * batch + 1
     return kept + (batch if with_ratio else 0)

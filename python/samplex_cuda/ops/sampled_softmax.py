@@ -55,9 +55,9 @@ class _Arguments(NamedTuple):
 @register_fake("samplex::sampled_softmax")
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*inputs)
-    batch, dim = fake_sizes(_NAME, a.hidden)
-    width = (1 if a.target.dim() == 1 else a.target.shape[1]) + a.ids.shape[-1]
-    saved = saved_numbers(batch, width, dim, a.reduction, a.need_grad, a.with_lse, False)
+    batch, _ = fake_sizes(_NAME, a.hidden)
+    shared = a.ids.dim() == 1
+    saved = saved_numbers(a.hidden, a.target, a.ids.shape[-1], shared, a.reduction, a.need_grad, a.with_lse)
     shapes = [() if a.reduction else (batch,), (batch,), (saved,)]
     return tuple(a.hidden.new_empty(shape, dtype=acc_dtype(a.hidden.dtype)) for shape in shapes)
 
@@ -68,8 +68,8 @@ def _(
     table: Tensor | None, prefix: Tensor | None, bias: Tensor | None, class_weight: Tensor | None, scale: float,
     label_smoothing: float, ignore_index: int, reduction: int, absolute: bool, need_grad: bool, need_hidden: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    batch, dim = fake_sizes("sampled_softmax", hidden)
-    saved = saved_numbers(batch, 1 + num_samples, dim, reduction, need_grad, False, False)
+    batch, _ = fake_sizes("sampled_softmax", hidden)
+    saved = saved_numbers(hidden, target, num_samples, shared, reduction, need_grad)
     acc = acc_dtype(hidden.dtype)
     return (
         hidden.new_empty(() if reduction else (batch,), dtype=acc),
