@@ -295,5 +295,16 @@ inline Tensor empty_pooled(const Tensor& like, const Shape& shape, ScalarType dt
     case ::samplex::Backend::kCuda:               \
       SX_CALL_CUDA(ref, launcher, params) break;  \
   }
+// The same for launchers that the CPU has no part in (SX_DECLARE_CUDA_LAUNCHER).
+#if defined(SAMPLEX_WITH_CUDA) || defined(SAMPLEX_TEST_BACKENDS)
+#define SX_RUN_DEVICE(op, ref, launcher, params)                           \
+  if (::samplex::glue::backend_of(op, ref) == ::samplex::Backend::kSimt) { \
+    SX_CALL_SIMT(launcher, params);                                        \
+  } else {                                                                 \
+    SX_CALL_CUDA(ref, launcher, params)                                    \
+  }
+#else
+#define SX_RUN_DEVICE(op, ref, launcher, params) (void)0
+#endif
 
 }  // namespace samplex::glue

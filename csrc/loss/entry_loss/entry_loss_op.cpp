@@ -95,10 +95,11 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
     return result;
   }
 
-  std::optional<Tensor> class_rows, dots, scratch;
-  if (shared && m > 0) {
-    class_rows = gather_rows(weight, ids);
-    dots = product(as_acc(hidden), torch::stable::transpose(*class_rows, 0, 1));
+  std::optional<Tensor> dots, scratch;
+  const SharedRows class_rows(op, weight, ids, shared, need_grad);
+  if (class_rows.rows) {
+    dots = empty_pooled(hidden, {B, m}, acc);
+    class_rows.dots(*dots, hidden);
     params.dots = out_any(*dots);
   }
   const bool relative = kind == EntryLoss::kOneVsEach || kind == EntryLoss::kAugmentReduce;
@@ -137,7 +138,7 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   params.debug = debug_checks();
   SX_RUN(op, weight, launch_entry_loss, params);
 
-  run_shared_draws(saved, at, shape, class_rows, true);
+  run_shared_draws(op, saved, at, shape, class_rows, true);
   run_loss_mean(op, reduction, params.loss, params.denom, loss, saved, at, B);
   return result;
 }

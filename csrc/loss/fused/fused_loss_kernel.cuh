@@ -2,10 +2,14 @@
 //
 //   loss_mean_kernel   the loss over the batch: one block
 //   loss_bwd_kernel    coefficients and d_hidden from what the forward saved: one block per batch row
+//   gather_rows_kernel class rows of shared draws: one warp a row
+//   split_kernel       coefficients in two parts of 16 bits: one block per batch row
 //   check_loss_id      for the losses' own check kernels (SAMPLEX_DEBUG=1)
 #pragma once
 
 #include <cstdio>
+#include <cstring>
+#include <type_traits>
 
 #include "common/warp.cuh"
 #include "loss/fused/fused_loss_math.h"
@@ -34,6 +38,38 @@ __global__ void __launch_bounds__(kMeanThreads) loss_mean_kernel(LossMeanParams 
   *static_cast<A*>(p.factor) = factor;
 }
 
+// ------------------------------------------------------------------------------------------------ shared draws
+constexpr int kGatherThreads = 128;
+
+// Rows are copied as words of type Word, `words` a row.
+template <typename Word>
+__global__ void __launch_bounds__(kGatherThreads) gather_rows_kernel(GatherRowsParams p, int64_t words) {
+  const int64_t i = int64_t(blockIdx.x) * (kGatherThreads / kWarpSize) + threadIdx.x / kWarpSize;
+  if (i >= p.copies * p.width) return;  // the whole warp
+  const int64_t at = i % p.width, id = at < p.n ? p.ids[at] : 0;
+  const bool inside = at < p.n && id >= 0 && id < p.num_classes;
+  Word fill;
+  memset(&fill, at < p.n ? 0xFF : 0, sizeof(Word));  // all bits set is a nan of every type
+  const Word* from = static_cast<const Word*>(p.weight) + (inside ? id : 0) * words;
+  Word* to = static_cast<Word*>(p.rows) + i * words;
+  for (int64_t c = lane_id(); c < words; c += kWarpSize) to[c] = inside ? from[c] : fill;
+}
+
+// x as high + low of 16 bits each. An infinity has no rest, or inf - inf would be nan.
+SX_DEVICE inline void split(float x, BFloat16& high, BFloat16& low) {
+  high = from_acc<BFloat16>(x);
+  const float kept = to_acc(high);
+  low = from_acc<BFloat16>(is_finite(kept) ? x - kept : 0.0f);
+}
+
+__global__ void __launch_bounds__(kBwdThreads) split_kernel(SplitParams p) {
+  const int64_t b = blockIdx.x;
+  BFloat16* high = static_cast<BFloat16*>(p.parts) + b * 2 * p.width;
+  for (int64_t k = threadIdx.x; k < p.width; k += kBwdThreads) {
+    split(k < p.columns ? static_cast<const float*>(p.from)[b * p.stride + k] : 0.0f, high[k], high[p.width + k]);
+  }
+}
+
 // ------------------------------------------------------------------------------------------------ backward
 template <typename T>
 __global__ void __launch_bounds__(kBwdThreads) loss_bwd_kernel(LossBwdParams p) {
@@ -44,8 +80,12 @@ __global__ void __launch_bounds__(kBwdThreads) loss_bwd_kernel(LossBwdParams p) 
     const A coef = up.combine(p.coef_loss, p.coef_lse, b * p.coefs.stride + k);
     if (k < P)
       static_cast<A*>(p.coef_target)[b * P + k] = coef;
-    else
+    else if (p.coef_draw != nullptr)
       static_cast<A*>(p.coef_draw)[b * m + k - P] = coef;
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      BFloat16* high = static_cast<BFloat16*>(p.draw_parts) + b * 2 * p.parts_width;
+      if (p.draw_parts != nullptr && k >= P) split(coef, high[k - P], high[p.parts_width + k - P]);
+    }
   }
   T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
   const bool none = up.none(p, b);
@@ -54,6 +94,13 @@ __global__ void __launch_bounds__(kBwdThreads) loss_bwd_kernel(LossBwdParams p) 
   }
   if (p.clean_hidden == nullptr) return;
   const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
+  if (p.draw_parts != nullptr) {
+    T* twice = static_cast<T*>(p.clean_hidden) + b * 2 * p.dim;
+    for (int64_t c = threadIdx.x; c < p.dim; c += kBwdThreads) {
+      twice[c] = twice[p.dim + c] = none ? from_acc<T>(A(0)) : hidden[c];
+    }
+    return;
+  }
   A* clean = static_cast<A*>(p.clean_hidden) + b * p.dim;
   for (int64_t c = threadIdx.x; c < p.dim; c += kBwdThreads) {
     clean[c] = none ? A(0) : A(p.hidden_factor) * A(to_acc(hidden[c]));

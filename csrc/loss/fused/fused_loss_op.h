@@ -15,28 +15,93 @@ inline Tensor as_acc(const Tensor& t) {
   return t.scalar_type() == acc ? t : torch::stable::to(t, acc);
 }
 
-// Rows of `weight` [n, d] in the accumulation type, in memory that is used again from step to step.
-inline Tensor gather_rows(const Tensor& weight, const Tensor& ids) {
-  const int64_t n = ids.size(0), d = weight.size(1);
-  if (!weight.is_cpu()) {
-    const Tensor rows = empty(weight, {n, d}, weight.scalar_type());
-    return as_acc(tensor_of(call_op("aten::index_select", "out", weight, int64_t(0), ids, rows)[0]));
-  }
-  const Tensor rows = empty_pooled(weight, {n, d}, acc_type(weight.scalar_type()));
-  cpu::gather_rows(dtype_tag("gather_rows", "weight", weight), weight.const_data_ptr(),
-                   static_cast<const int64_t*>(ids.const_data_ptr()), n, d, rows.mutable_data_ptr());
-  return rows;
-}
-
 // result [n, p] = a [n, k] times b [k, p]. mm.out and not matmul: under autocast the functional overloads answer in
 // half precision. (The stable ABI cannot call addmm, whose factors are of torch's type Scalar.)
 inline Tensor product_into(const Tensor& result, const Tensor& a, const Tensor& b) {
   return tensor_of(call_op("aten::mm", "out", a, b, result)[0]);
 }
 
-inline Tensor product(const Tensor& a, const Tensor& b) {
-  return product_into(empty_pooled(a, {a.size(0), b.size(1)}, a.scalar_type()), a, b);
+// The same of 16-bit factors with sums in float, on tensor cores. torch has that product for CUDA tensors alone; CPU
+// tensors come here in tests.
+inline Tensor product16_into(const Tensor& result, const Tensor& a, const Tensor& b) {
+  if (a.is_cpu()) return product_into(result, as_acc(a), as_acc(b));
+  return tensor_of(call_op("aten::mm", "dtype_out", a, b, ScalarType::Float, result)[0]);
 }
+
+// The class rows of shared draws, which three GEMMs take. A CPU has them in the accumulation type, in memory that is
+// used again from step to step. A GPU has them as they are stored, and 16-bit products run on tensor cores: those of h
+// and the rows lose nothing; coefficients lose eight digits of 24 where they go in as two bf16 numbers, which takes the
+// rows twice. fp16 has too small a range for that: its coefficients stay in float.
+struct SharedRows {
+  static constexpr int64_t kAlign = 8;  // columns of a 16-bit factor
+  std::optional<Tensor> rows;           // [copies * width, d]; absent without shared draws
+  int64_t width = 0, copies = 1;
+  bool split = false;
+
+  SharedRows(const char* op, const Tensor& weight, const Tensor& ids, bool shared, bool need_grad) {
+    const int64_t n = ids.size(ids.dim() - 1), d = weight.size(1);
+    if (!shared || n == 0) return;
+    width = n;
+    if (backend_of(op, weight) == Backend::kCpu) {
+      rows = empty_pooled(weight, {n, d}, acc_type(weight.scalar_type()));
+      cpu::gather_rows(dtype_tag(op, "weight", weight), weight.const_data_ptr(),
+                       static_cast<const int64_t*>(ids.const_data_ptr()), n, d, rows->mutable_data_ptr());
+      return;
+    }
+    split = splits(op, weight);
+    if (split && need_grad) {
+      width = split_width(n);
+      copies = 2;
+    }
+    rows = empty(weight, {copies * width, d}, weight.scalar_type());
+    GatherRowsParams params{};
+    params.weight = in_any(weight);
+    params.ids = in<int64_t>(ids);
+    params.rows = out_any(*rows);
+    params.n = n;
+    params.width = width;
+    params.copies = copies;
+    params.num_classes = weight.size(0);
+    params.dim = d;
+    params.dtype = dtype_tag(op, "weight", weight);
+    SX_RUN_DEVICE(op, weight, launch_gather_rows, params);
+  }
+
+  static bool splits(const char* op, const Tensor& like) {
+    return like.scalar_type() == ScalarType::BFloat16 && backend_of(op, like) != Backend::kCpu;
+  }
+  static int64_t split_width(int64_t draws) { return (draws + kAlign - 1) / kAlign * kAlign; }
+
+  // dots [B, m] = h . w of the draws
+  void dots(const Tensor& result, const Tensor& hidden) const {
+    const int64_t m = result.size(1);
+    Tensor once = *rows;
+    if (once.size(0) != m) once = torch::stable::narrow(once, 0, 0, m);
+    if (once.element_size() == 2)
+      product16_into(result, hidden, torch::stable::transpose(once, 0, 1));
+    else
+      product_into(result, as_acc(hidden), torch::stable::transpose(once, 0, 1));
+  }
+
+  // result [B, d] = coefficients [B, m] times the rows
+  void sum(const char* op, Tensor& result, const Tensor& coefs) const {
+    if (!split) {
+      product_into(result, coefs, as_acc(*rows));
+      return;
+    }
+    const int64_t B = coefs.size(0);
+    const Tensor parts = empty(*rows, {B, 2 * width}, rows->scalar_type());
+    SplitParams params{};
+    params.from = coefs.const_data_ptr();
+    params.parts = out_any(parts);
+    params.rows = B;
+    params.columns = coefs.size(1);
+    params.stride = coefs.stride(0);
+    params.width = width;
+    SX_RUN_DEVICE(op, *rows, launch_split, params);
+    product16_into(result, parts, *rows);
+  }
+};
 
 // The entries of a batch row: P targets, then m draws, which are its own or shared by the batch.
 struct LossShape {
@@ -133,13 +198,13 @@ inline Tensor draw_coefs(const Tensor& saved, const SavedLoss& at, int64_t coefs
 }
 
 // What shared draws add to the gradients of h by the loss and by lse; 0 where nobody wants it.
-inline void run_shared_draws(const Tensor& saved, const SavedLoss& at, const LossShape& x,
-                             const std::optional<Tensor>& class_rows, bool need_hidden) {
+inline void run_shared_draws(const char* op, const Tensor& saved, const SavedLoss& at, const LossShape& x,
+                             const SharedRows& class_rows, bool need_hidden) {
   const auto make = [&](int64_t part, int64_t coefs) {
     if (part < 0 || x.batch == 0) return;
     Tensor sum = view_of(saved, part, x.batch, x.dim, x.dim);
-    if (need_hidden && class_rows)
-      product_into(sum, draw_coefs(saved, at, coefs, x), *class_rows);
+    if (need_hidden && class_rows.rows)
+      class_rows.sum(op, sum, draw_coefs(saved, at, coefs, x));
     else
       torch::stable::zero_(sum);
   };
@@ -205,6 +270,11 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   const bool one_product = factor != 0.0;
   Tensor d_hidden = empty_pooled(hidden, {B, d}, hidden.scalar_type());
   const Tensor coef_target = empty(hidden, {B, P}, acc);
+  const bool sum_draws = need_rows && shared && m > 0 && B > 0;
+  const bool split = sum_draws && SharedRows::splits(op, hidden);
+  const int64_t width = SharedRows::split_width(m);
+  // In two parts, float coefficients are wanted for the bias alone.
+  const Tensor parts = split ? empty(hidden, {2 * B, width}, hidden.scalar_type()) : d_hidden;
   const Tensor coef_draw = one_product ? draw_coefs(saved, at, at.coef_loss, shape) : empty(hidden, {B, m}, acc);
   LossBwdParams params{};
   params.grad_loss = in_any(grad_loss);
@@ -218,12 +288,15 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   params.draws_loss = part_of(saved, at.draws_loss, B * d, false);
   params.draws_lse = part_of(saved, at.draws_lse, B * d, false);
   params.coef_target = out_any(coef_target);
-  params.coef_draw = one_product ? nullptr : out_any(coef_draw);
+  params.coef_draw = one_product || (split && !with_bias) ? nullptr : out_any(coef_draw);
+  params.draw_parts = split ? out_any(parts) : nullptr;
+  params.parts_width = width;
   params.d_hidden = out_any(d_hidden);
   params.denom = part_of(saved, at.denom, B, false);
   params.hidden = in_any(hidden);
-  const bool sum_draws = need_rows && shared && m > 0 && B > 0;
-  const Tensor clean = sum_draws ? empty_pooled(hidden, {B, d}, acc) : d_hidden;
+  const Tensor clean = split       ? empty(hidden, {2 * B, d}, hidden.scalar_type())
+                       : sum_draws ? empty_pooled(hidden, {B, d}, acc)
+                                   : d_hidden;
   params.clean_hidden = sum_draws ? out_any(clean) : nullptr;
   params.hidden_factor = one_product ? factor : 1.0;
   params.batch = B;
@@ -236,7 +309,15 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   LossEntries entries_of{d_hidden, coef_target, coef_draw, std::nullopt, std::nullopt};
   if (sum_draws) {
     // One row per draw, already summed over the batch.
-    entries_of.draw_rows = product(torch::stable::transpose(coef_draw, 0, 1), clean);
+    const Tensor rows = empty_pooled(hidden, {m, d}, acc);
+    if (split) {
+      Tensor factor = parts;
+      if (width != m) factor = torch::stable::narrow(factor, 1, 0, m);
+      product16_into(rows, torch::stable::transpose(factor, 0, 1), clean);
+    } else {
+      product_into(rows, torch::stable::transpose(coef_draw, 0, 1), clean);
+    }
+    entries_of.draw_rows = rows;
     if (with_bias && hidden.is_cpu()) {
       const Tensor bias = empty(hidden, {m}, acc);
       cpu::column_sums(acc == ScalarType::Double, coef_draw.const_data_ptr(), B, m, coef_draw.stride(0),

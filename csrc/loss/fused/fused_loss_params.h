@@ -35,6 +35,24 @@ struct LossMeanParams {
   bool mean, double_acc;  // a mean, or a sum; A is double
 };
 
+// GPU only: rows[i] = weight[ids[i % width]] for i < copies * width, zeros where i % width >= n. An id outside of the
+// table gives a row of nan.
+struct GatherRowsParams {
+  const void* weight;  // [C, d] in `dtype`
+  const int64_t* ids;  // [n]
+  void* rows;          // [copies * width, d] in `dtype`
+  int64_t n, width, copies, num_classes, dim;
+  DType dtype;
+};
+
+// GPU only: numbers as sums of two of type bf16, so that a GEMM on tensor cores takes them with 16 of their 24 digits:
+// the number rounded, and the rest rounded. Columns from `columns` to `width` are 0.
+struct SplitParams {
+  const void* from;  // float [rows, columns], rows `stride` apart
+  void* parts;       // bf16 [rows, 2, width]
+  int64_t rows, columns, stride, width;
+};
+
 struct LossBwdParams {
   const void* grad_loss;  // A [B], or [1] of a reduced loss
   const void* grad_lse;   // A [B] or nullptr
@@ -52,6 +70,9 @@ struct LossBwdParams {
   void* coef_draw;     // A [B, m]; the CPU side takes nullptr for "not wanted"
   void* d_hidden;      // [B, d] in `dtype`
   void* clean_hidden;  // A [B, d] or nullptr: hidden_factor * hidden, 0 in rows without any gradient
+  void* draw_parts;    // GPU only, bf16 [B, 2, parts_width] or nullptr: coef_draw in two parts, as SplitParams has it;
+                       // then clean_hidden is bf16 [B, 2, d], each row twice
+  int64_t parts_width;
   double hidden_factor;
   CoefLayout coefs;
   int64_t batch, num_targets, num_samples, dim;
@@ -68,5 +89,7 @@ void column_sums(bool double_acc, const void* x, int64_t rows, int64_t columns, 
 
 SX_DECLARE_LAUNCHER(launch_loss_mean, LossMeanParams)
 SX_DECLARE_LAUNCHER(launch_loss_bwd, LossBwdParams)
+SX_DECLARE_CUDA_LAUNCHER(launch_gather_rows, GatherRowsParams)
+SX_DECLARE_CUDA_LAUNCHER(launch_split, SplitParams)
 
 }  // namespace samplex

@@ -73,15 +73,16 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
     return result;
   }
 
-  std::optional<Tensor> class_rows, dots, signs;
-  if (shared && m > 0) {
-    class_rows = gather_rows(weight, ids);
+  std::optional<Tensor> dots, signs;
+  const SharedRows class_rows(kOp, weight, ids, shared, need_grad);
+  if (class_rows.rows) {
     // The CPU kernel turns products into coefficients where they are.
     const bool in_place = need_grad && backend_of(kOp, weight) == Backend::kCpu;
-    params.dots_stride = in_place ? at.coefs.stride : m;
-    dots = in_place ? draw_coefs(saved, at, at.coef_loss, shape) : empty(hidden, {B, m}, acc);
-    product_into(*dots, as_acc(hidden), torch::stable::transpose(*class_rows, 0, 1));
+    params.dots_stride = in_place ? at.coefs.stride : (m + 15) / 16 * 16;  // aligned, for GEMMs
+    dots = in_place ? draw_coefs(saved, at, at.coef_loss, shape) : empty(hidden, {B, params.dots_stride}, acc);
     params.dots = out_any(*dots);
+    if (!in_place && params.dots_stride != m) dots = torch::stable::narrow(*dots, 1, 0, m);
+    class_rows.dots(*dots, hidden);
   }
   params.hidden = in_any(hidden);
   params.weight = in_any(weight);
@@ -118,7 +119,7 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   params.debug = debug_checks();
   SX_RUN(kOp, weight, launch_sampled_softmax, params);
 
-  run_shared_draws(saved, at, shape, class_rows, need_hidden);
+  run_shared_draws(kOp, saved, at, shape, class_rows, need_hidden);
   run_loss_mean(kOp, reduction, params.loss, params.denom, loss, saved, at, B);
   return result;
 }

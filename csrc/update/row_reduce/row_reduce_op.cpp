@@ -5,21 +5,6 @@
 #include <tuple>
 
 namespace samplex::glue {
-namespace {
-
-#if defined(SAMPLEX_WITH_CUDA) || defined(SAMPLEX_TEST_BACKENDS)
-#define SX_RUN_DEVICE(op, ref, launcher, params)                           \
-  if (::samplex::glue::backend_of(op, ref) == ::samplex::Backend::kSimt) { \
-    SX_CALL_SIMT(launcher, params);                                        \
-  } else {                                                                 \
-    SX_CALL_CUDA(ref, launcher, params)                                    \
-  }
-#else
-#define SX_RUN_DEVICE(op, ref, launcher, params) (void)0
-#endif
-
-}  // namespace
-
 SortedEntries run_row_sort(const char* op, RowReduceParams& params, const Tensor& like) {
   const int64_t entries = params.source[0].entries + params.source[1].entries;
   const Tensor keys = empty(like, {entries}, ScalarType::Long);
