@@ -34,7 +34,7 @@ void launch_gather_rows(const GatherRowsParams& params, void* stream) {
 }
 
 void launch_split(const SplitParams& params, void* stream) {
-  SX_LAUNCH("split coefficients", split_kernel, unsigned(params.rows), kBwdThreads, 0, stream, params);
+  SX_LAUNCH("split coefficients", split_kernel<BFloat16>, unsigned(params.rows), kBwdThreads, 0, stream, params);
 }
 
 void launch_loss_bwd(const LossBwdParams& params, void* stream) {

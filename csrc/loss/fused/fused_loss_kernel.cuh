@@ -56,15 +56,17 @@ __global__ void __launch_bounds__(kGatherThreads) gather_rows_kernel(GatherRowsP
 }
 
 // x as high + low of 16 bits each. An infinity has no rest, or inf - inf would be nan.
-SX_DEVICE inline void split(float x, BFloat16& high, BFloat16& low) {
-  high = from_acc<BFloat16>(x);
+template <typename T>
+SX_DEVICE inline void split(float x, T& high, T& low) {
+  high = from_acc<T>(x);
   const float kept = to_acc(high);
-  low = from_acc<BFloat16>(is_finite(kept) ? x - kept : 0.0f);
+  low = from_acc<T>(is_finite(kept) ? x - kept : 0.0f);
 }
 
+template <typename T>
 __global__ void __launch_bounds__(kBwdThreads) split_kernel(SplitParams p) {
   const int64_t b = blockIdx.x;
-  BFloat16* high = static_cast<BFloat16*>(p.parts) + b * 2 * p.width;
+  T* high = static_cast<T*>(p.parts) + b * 2 * p.width;
   for (int64_t k = threadIdx.x; k < p.width; k += kBwdThreads) {
     split(k < p.columns ? static_cast<const float*>(p.from)[b * p.stride + k] : 0.0f, high[k], high[p.width + k]);
   }
