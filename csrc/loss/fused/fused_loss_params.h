@@ -44,6 +44,9 @@ struct LossBwdParams {
   void* d_hidden;         // [B, d] in `dtype`
   void* clean_hidden;     // A [B, d] or nullptr: hidden_factor * hidden, 0 in rows without any gradient
   double hidden_factor;
+  // Under a loss scale, else nullptr:
+  const float* grad_scale;  // [1]: coefficients are divided by it; d_hidden is not
+  float* found_inf;         // [1]: becomes 1 where the gradient of a class row may hold an inf or nan
   int64_t batch, num_targets, num_samples, dim;
   DType dtype;
 };
