@@ -6,85 +6,16 @@ import types
 
 import pytest
 import torch
-from step_recorder import RecordedGraph, SyncGuard, recording
+from graph_cases import CLASSES, DIM, OPTIMIZERS, STEPS, Model, batch, graphs_on_cpu, run  # noqa: F401
+from step_recorder import SyncGuard
 
 import samplex_cuda as sx
 from samplex_cuda import graphs, rng
-from samplex_cuda.graphs import CapturedStep
-
-CLASSES, DIM, BATCH, STEPS = 50, 8, 6, 8
-OPTIMIZERS = {
-    "sgd": lambda p, **o: sx.optim.RowSGD(p, lr=0.25, momentum=0.9, **o),
-    "adagrad": lambda p, **o: sx.optim.RowAdagrad(p, lr=0.25, lr_decay=0.1, **o),
-    "adam": lambda p, **o: sx.optim.RowAdam(p, lr=0.25, weight_decay=0.1, decoupled_weight_decay=True, **o),
-}
-
-
-class Model:
-    """An encoder with an update of its own, a head with a fused row optimizer, a schedule for both."""
-
-    def __init__(self, name="adam", *, capturable, shared=False, scaler=False, bias=True, **options):
-        torch.manual_seed(3)
-        self.encoder = torch.nn.Linear(DIM, DIM)
-        sampler = sx.samplers.LogUniform(CLASSES)
-        self.head = sx.SampledClassifier(DIM, CLASSES, sampler, num_samples=5, shared=shared, bias=bias)
-        self.optimizer = OPTIMIZERS[name](self.head.parameters(), capturable=capturable, **options)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) if scaler else None
-        self.head.fuse_optimizer(self.optimizer, grad_scaler=self.scaler)
-        self.rate = torch.tensor(0.5)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
-
-    def step(self, x, y, key=None):
-        loss = self.head(self.encoder(x), y, key=key)
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        with torch.no_grad():
-            for p in self.encoder.parameters():
-                p.sub_(self.rate * (p.grad if self.scaler is None else torch.where(p.grad.isfinite(), p.grad / 256, 0)))
-                p.grad = None
-        if self.scaler is not None:
-            self.scaler.update()
-        return loss.detach()
-
-    def end(self):
-        """What the host does between two steps."""
-        self.schedule.step()
-        self.rate.mul_(0.9)
-
-    def tensors(self):
-        found = [*self.encoder.parameters(), *self.head.parameters()]
-        for p in self.head.parameters():
-            found += [torch.as_tensor(v, dtype=torch.float64) for v in self.optimizer.state[p].values()]
-        return found + ([] if self.scaler is None else [self.scaler._scale, self.scaler._growth_tracker])
-
-
-def batch(number, overflow=False):
-    g = torch.Generator().manual_seed(number)
-    x, y = torch.randn(BATCH, DIM, generator=g), torch.randint(CLASSES, (BATCH,), generator=g)
-    if overflow:
-        x[2, 1] = torch.inf
-    return x, y
-
-
-@pytest.fixture
-def graphs_on_cpu(monkeypatch):
-    """`capture_step` takes CPU tensors for those of a GPU; a graph repeats the ops of the recording."""
-    monkeypatch.setattr(graphs, "_on_gpu", lambda inputs: True)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
-    monkeypatch.setattr(CapturedStep, "_on_side_stream", CapturedStep._run)
-
-
-def run(model, step, steps=STEPS, bad=None):
-    losses = []
-    for number in range(steps):
-        losses.append(step(*batch(number, overflow=number == bad)).clone())
-        model.end()
-    return losses
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_replays_are_the_steps_of_a_run_without_a_graph(graphs_on_cpu, name, shared):
+def test_replays_are_the_steps_of_a_run_without_a_graph(graphs_on_cpu, name, shared):  # noqa: F811
     """Recorded once; then data, key and rates are rewritten in place, and the step count moves on the device."""
     plain, captured = Model(name, capturable=False, shared=shared), Model(name, capturable=True, shared=shared)
     key = sx.Key(7)
@@ -100,7 +31,7 @@ def test_replays_are_the_steps_of_a_run_without_a_graph(graphs_on_cpu, name, sha
 
 @pytest.mark.parametrize("bad", [None, 5])
 @pytest.mark.parametrize("name", ["adagrad", "adam"])
-def test_replays_under_a_grad_scaler(graphs_on_cpu, name, bad):
+def test_replays_under_a_grad_scaler(graphs_on_cpu, name, bad):  # noqa: F811
     """Scale, found_inf and growth are the device's: a replay skips its update by itself and halves the scale."""
     plain, captured = (Model(name, capturable=c, scaler=True) for c in (False, True))
     key = sx.Key(7)
@@ -114,7 +45,7 @@ def test_replays_under_a_grad_scaler(graphs_on_cpu, name, bad):
     assert captured.head.weight.isfinite().all()
 
 
-def test_a_graph_draws_from_torchs_generator_too(graphs_on_cpu):
+def test_a_graph_draws_from_torchs_generator_too(graphs_on_cpu):  # noqa: F811
     plain, captured = Model(capturable=False), Model(capturable=True)
     torch.manual_seed(0)
     run(plain, plain.step)
@@ -128,8 +59,8 @@ def test_a_graph_draws_from_torchs_generator_too(graphs_on_cpu):
     assert not torch.equal(torch.get_rng_state(), drawn)
 
 
-def test_the_recording_shows_frozen_numbers(graphs_on_cpu):
-    """Without `capturable` the rate and the step of the recording are repeated: that is what the tests above exclude."""
+def test_the_recording_shows_frozen_numbers(graphs_on_cpu):  # noqa: F811
+    """Without `capturable` the rate and the step of the recording are repeated: what the tests above exclude."""
     plain, captured = Model(capturable=False), Model(capturable=False)
     key = sx.Key(7)
     run(plain, lambda x, y: plain.step(x, y, key=key))
@@ -149,7 +80,9 @@ def test_capture_step_without_a_gpu_runs_the_step():
 def test_capture_step_refuses():
     step = graphs.capture_step(lambda x: x.sum(), warmup=1)
     step(torch.ones(3))
-    with pytest.raises(ValueError, match=r"capture_step: input 0 must be \[3\] float32 on cpu as in the first call, got \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"capture_step: input 0 must be \[3\] float32 on cpu as in the first call, got \[2\]"
+    ):
         step(torch.ones(2))
     with pytest.raises(ValueError, match="capture_step: inputs must be 1 tensors as in the first call, got 2"):
         step(torch.ones(3), torch.ones(3))
