@@ -329,8 +329,8 @@ class RowOptimizer(Optimizer):
             )
         if not isinstance(group["lr"], Tensor):
             raise RuntimeError(
-                f"{name}: lr must be a tensor to capture a step in a CUDA graph, got {group['lr']!r}; write new rates "
-                "in place: group['lr'].fill_(rate)"
+                f"{name}: lr must be a tensor to capture a step in a CUDA graph, got {group['lr']!r}; capturable=True "
+                "makes it one; write new rates in place: group['lr'].fill_(rate)"
             )
 
     def group_of(self, p: Tensor) -> dict[str, Any]:
