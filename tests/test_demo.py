@@ -53,6 +53,13 @@ def test_functional_example():
     assert after < before / 2
 
 
+def test_cuda_graph_example():
+    text = run_script(ROOT / "examples/cuda_graph.py", "--steps", 40)
+    before, after = (float(n) for n in re.findall(r"exact loss ([\d.]+)", text))
+    assert after < before - 1.0
+    assert f"captured: {torch.cuda.is_available()}" in text
+
+
 # A small run of both losses; the rest of this file looks at its results.
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):

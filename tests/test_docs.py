@@ -13,6 +13,7 @@ NAMES = [
     "attention.md",
     "busy.md",
     "contrastive.md",
+    "cuda_graphs.md",
     "samplers.md",
     "migration.md",
     "faq.md",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from samplex_cuda import functional, losses, optim, rff, samplers, tables
+from samplex_cuda import functional, graphs, losses, optim, rff, samplers, tables
 from samplex_cuda._library import _native, register_fakes
 from samplex_cuda.draw import Draw
 from samplex_cuda.heads import SampledClassifier
@@ -30,6 +30,7 @@ __all__ = [
     "data",
     "diagnostics",
     "functional",
+    "graphs",
     "losses",
     "metrics",
     "optim",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Key", "fold_in", "key_tensor"]
+__all__ = ["Key", "fold_in", "is_capturing", "key_tensor"]
 
 _INT64 = 1 << 63
 
@@ -15,6 +15,27 @@ def _as_int64(value: int) -> int:
     return (value + _INT64) % (1 << 64) - _INT64
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a CUDA device is being captured in a graph: host numbers would be frozen in it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+_zero_one: dict[torch.device, Tensor] = {}
+
+
+def _pair_on_device(seed: int, offset: int, device: torch.device, out: Tensor | None = None) -> Tensor:
+    """(seed, offset) without a copy from the host: seed + (0, 1) * (offset - seed), one launch that carries both."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    steps = _zero_one.get(device)
+    if steps is None:
+        steps = torch.arange(2, device=device)
+        if type(steps) is Tensor:  # not a stand-in of a tracer
+            _zero_one[device] = steps
+    start = torch.tensor(seed, dtype=torch.int64, device="cpu")  # of no dimension: passed to the kernel by value
+    return torch.add(start, steps, alpha=_as_int64(offset - seed), out=out)
+
+
 class Key:
     """A seed and an offset; each reservation moves the offset by one.
 
@@ -22,7 +43,8 @@ class Key:
     by row and position, draws of different reservations by the offset, runs by the seed.
 
     Inside `torch.compile`, or to capture a CUDA graph, call `reserve` outside and pass its tensor: the tensor is read
-    when the kernel runs, so writing a new offset into it makes a captured graph draw anew.
+    when the kernel runs, so that `reserve(out=tensor)` makes a captured graph draw anew. `sx.graphs.capture_step` does
+    this. While a graph is captured, `reserve` raises.
 
     Args:
         seed: any integer of 64 bits.
@@ -44,9 +66,27 @@ class Key:
         self.seed = _as_int64(seed)
         self.offset = _as_int64(offset)
 
-    def reserve(self, device: torch.device | str = "cpu") -> Tensor:
-        """An int64 [2] tensor (seed, offset) on `device`; the offset of this key moves by one."""
-        pair = torch.tensor([self.seed, self.offset], dtype=torch.int64, device=device)
+    def reserve(self, device: torch.device | str = "cpu", *, out: Tensor | None = None) -> Tensor:
+        """An int64 [2] tensor (seed, offset) on `device`; the offset of this key moves by one.
+
+        On a CUDA device this is one kernel launch: no copy from the host, and nothing to wait for.
+
+        Args:
+            device: where the tensor is made.
+            out: an int64 [2] tensor to write into instead, on any device.
+        """
+        device = torch.device(device) if out is None else out.device
+        if is_capturing(device):
+            raise RuntimeError(
+                "Key.reserve: a key must be reserved outside of a CUDA graph, got a stream that is being captured; "
+                "every replay would draw the same: pass a reserved tensor, rewritten by reserve(out=tensor) before a "
+                "replay (sx.graphs.capture_step(step, key=key) does), or key=None for torch's generator"
+            )
+        if device.type == "cpu":
+            pair = torch.tensor([self.seed, self.offset], dtype=torch.int64, device=device)
+            pair = pair if out is None else out.copy_(pair)
+        else:
+            pair = _pair_on_device(self.seed, self.offset, device, out)
         self.offset = _as_int64(self.offset + 1)
         return pair
 

@@ -1,5 +1,6 @@
 // CPU launchers of what fused losses share: the sum over the batch, and the backward.
 #include <algorithm>
+#include <cmath>
 
 #include "common/parallel.h"
 #include "loss/fused/fused_loss_math.h"
@@ -31,15 +32,27 @@ void combine(const LossUpstream<A>& up, const void* loss_part, const void* lse_p
   }
 }
 
+// Whether row b may put an inf or nan into the gradient of a class row.
+template <typename T, typename A>
+bool row_overflows(const LossBwdParams& p, const LossUpstream<A>& of_rows, int64_t b) {
+  const int64_t entries = p.num_targets + p.num_samples;
+  const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
+  A largest = 0, widest = 0;
+  for (int64_t k = 0; k < entries; ++k)
+    largest = max_nan(largest, std::fabs(of_rows.combine(p.coef_loss, p.coef_lse, b * p.coefs.stride + k)));
+  for (int64_t c = 0; c < p.dim; ++c) widest = max_nan(widest, std::fabs(A(to_acc(hidden[c]))));
+  return may_overflow(p, largest, widest);
+}
+
 template <typename T>
 void backward_rows(const LossBwdParams& p, int64_t begin, int64_t end) {
   using A = acc_t<T>;
   const int64_t P = p.num_targets, m = p.num_samples;
   for (int64_t b = begin; b < end; ++b) {
-    const LossUpstream<A> up(p, b);
-    combine(up, p.coef_loss, p.coef_lse, b * p.coefs.stride, P, static_cast<A*>(p.coef_target) + b * P);
+    const LossUpstream<A> up(p, b), of_rows = up.unscaled(p);
+    combine(of_rows, p.coef_loss, p.coef_lse, b * p.coefs.stride, P, static_cast<A*>(p.coef_target) + b * P);
     if (p.coef_draw != nullptr) {
-      combine(up, p.coef_loss, p.coef_lse, b * p.coefs.stride + P, m, static_cast<A*>(p.coef_draw) + b * m);
+      combine(of_rows, p.coef_loss, p.coef_lse, b * p.coefs.stride + P, m, static_cast<A*>(p.coef_draw) + b * m);
     }
     T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
     const bool none = up.none(p, b);
@@ -49,6 +62,10 @@ void backward_rows(const LossBwdParams& p, int64_t begin, int64_t end) {
       for (int64_t c = 0; c < p.dim; ++c) d_hidden[c] = from_acc<T>(up.combine_hidden(p, b * p.dim + c));
     else
       combine(up, p.d_loss, p.d_lse, b * p.dim, p.dim, d_hidden);
+    if (p.found_inf != nullptr && row_overflows<T>(p, of_rows, b)) {
+      const float one = 1.0f;
+      __atomic_store(p.found_inf, &one, __ATOMIC_RELAXED);  // by any thread, always the same number
+    }
     if (p.clean_hidden == nullptr) continue;
     const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
     A* clean = static_cast<A*>(p.clean_hidden) + b * p.dim;

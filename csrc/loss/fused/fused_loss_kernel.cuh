@@ -77,9 +77,11 @@ template <typename T>
 __global__ void __launch_bounds__(kBwdThreads) loss_bwd_kernel(LossBwdParams p) {
   using A = acc_t<T>;
   const int64_t b = blockIdx.x, P = p.num_targets, m = p.num_samples, entries = P + m;
-  const LossUpstream<A> up(p, b);
+  const LossUpstream<A> up(p, b), of_rows = up.unscaled(p);
+  A largest = 0;
   for (int64_t k = threadIdx.x; k < entries; k += kBwdThreads) {
-    const A coef = up.combine(p.coef_loss, p.coef_lse, b * p.coefs.stride + k);
+    const A coef = of_rows.combine(p.coef_loss, p.coef_lse, b * p.coefs.stride + k);
+    largest = max_nan(largest, A(fabs(coef)));
     if (k < P)
       static_cast<A*>(p.coef_target)[b * P + k] = coef;
     else if (p.coef_draw != nullptr)
@@ -94,8 +96,17 @@ __global__ void __launch_bounds__(kBwdThreads) loss_bwd_kernel(LossBwdParams p) 
   for (int64_t c = threadIdx.x; c < p.dim; c += kBwdThreads) {
     d_hidden[c] = from_acc<T>(none ? A(0) : up.combine_hidden(p, b * p.dim + c));
   }
-  if (p.clean_hidden == nullptr) return;
   const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
+  if (p.found_inf != nullptr) {
+    __shared__ A scratch[kBwdThreads / kWarpSize];
+    A widest = 0;
+    for (int64_t c = threadIdx.x; c < p.dim; c += kBwdThreads) widest = max_nan(widest, A(fabs(to_acc(hidden[c]))));
+    largest = block_max<kBwdThreads / kWarpSize>(largest, scratch);
+    widest = block_max<kBwdThreads / kWarpSize>(widest, scratch);
+    // Every block that writes writes the same number.
+    if (threadIdx.x == 0 && may_overflow(p, largest, widest)) *p.found_inf = 1.0f;
+  }
+  if (p.clean_hidden == nullptr) return;
   if (p.draw_parts != nullptr) {
     T* twice = static_cast<T*>(p.clean_hidden) + b * 2 * p.dim;
     for (int64_t c = threadIdx.x; c < p.dim; c += kBwdThreads) {

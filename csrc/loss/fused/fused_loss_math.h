@@ -34,6 +34,17 @@ struct LossUpstream {
                                     : *static_cast<const A*>(p.grad_loss) * *static_cast<const A*>(p.factor)),
         of_lse(p.grad_lse == nullptr ? A(0) : static_cast<const A*>(p.grad_lse)[b]) {}
 
+  // Those of the class rows, from which a loss scale is taken out.
+  SX_HOST_DEVICE LossUpstream unscaled(const LossBwdParams& p) const {
+    LossUpstream x = *this;
+    if (p.grad_scale != nullptr) {
+      const A inverse = A(1.0 / double(*p.grad_scale));
+      x.of_loss *= inverse;
+      x.of_lse *= inverse;
+    }
+    return x;
+  }
+
   // A zero factor wins over a nan: a row nobody asked a gradient of has none.
   SX_HOST_DEVICE A combine(const void* loss_part, const void* lse_part, int64_t at) const {
     A x = of_loss == A(0) ? A(0) : of_loss * static_cast<const A*>(loss_part)[at];
@@ -63,6 +74,14 @@ struct LossUpstream {
     return true;
   }
 };
+
+// Whether sums of coefficient * h over the batch may hold an inf or nan, from the largest sizes in one row: an upper
+// bound. A row without coefficients has no part in them, whatever its h is.
+template <typename A>
+SX_HOST_DEVICE inline bool may_overflow(const LossBwdParams& p, A largest_coef, A largest_hidden) {
+  if (largest_coef == A(0)) return false;
+  return !is_finite(largest_coef * largest_hidden * A(p.batch * (p.num_targets + p.num_samples)));
+}
 
 }  // namespace SX_ISA_NS
 

@@ -8,7 +8,8 @@ namespace {
 using Entries = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hidden, Tensor target, Tensor ids,
-                     Tensor saved, int64_t reduction_code, bool with_lse, bool with_bias, bool with_ratio) {
+                     Tensor saved, int64_t reduction_code, bool with_lse, bool with_bias, bool with_ratio,
+                     std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
   constexpr const char* op = "loss_entries";
   begin_op();
   dtype_tag(op, "hidden", hidden);
@@ -32,7 +33,16 @@ Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hi
               grad_lse ? describe(*grad_lse) : std::string());
   const SavedLoss at({B, P, m, d, shared}, reduction, true, with_lse, with_ratio);
   check_tensor(op, "saved", saved, {at.size}, "what the forward kept", acc, hidden);
-  LossEntries e = run_loss_entries(op, {grad_loss, grad_lse, hidden, target, ids, saved}, at, P, true, with_bias);
+  LossBackward x{grad_loss, grad_lse, hidden, target, ids, saved};
+  if (grad_scale) {
+    check_tensor(op, "grad_scale", *grad_scale, {}, "[]", ScalarType::Float, hidden);
+    x.grad_scale = in<float>(*grad_scale);
+  }
+  if (found_inf) {
+    check_tensor(op, "found_inf", *found_inf, {}, "[]", ScalarType::Float, hidden);
+    x.found_inf = out<float>(*found_inf);
+  }
+  LossEntries e = run_loss_entries(op, x, at, P, true, with_bias);
   if (shared) e.coef_draw = empty(hidden, {0, m}, acc);
   return {e.d_hidden, e.coef_target, e.coef_draw, e.draw_rows ? *e.draw_rows : empty(hidden, {0, d}, acc),
           e.draw_bias ? *e.draw_bias : empty(hidden, {0}, acc)};
@@ -44,7 +54,8 @@ Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hi
 STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
   m.def(
       "loss_entries(Tensor grad_loss, Tensor? grad_lse, Tensor hidden, Tensor target, Tensor ids, Tensor saved, "
-      "int reduction, bool with_lse, bool with_bias, bool with_ratio=False) -> "
+      "int reduction, bool with_lse, bool with_bias, bool with_ratio=False, Tensor? grad_scale=None, "
+      "Tensor(a!)? found_inf=None) -> "
       "(Tensor d_hidden, Tensor coef_target, Tensor coef_draw, Tensor draw_rows, Tensor draw_bias)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
 }

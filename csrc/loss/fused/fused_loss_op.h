@@ -239,6 +239,9 @@ struct LossBackward {
   const Tensor& target;                   // int64 [B] or [B, P]
   const Tensor& ids;                      // int64 [B, m], or [m] when shared
   const Tensor& saved;                    // what the forward kept
+  // Of a loss scale: see LossBwdParams
+  const float* grad_scale = nullptr;
+  float* found_inf = nullptr;
 };
 
 using LossGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // d_hidden, row ids, rows, bias, count
@@ -255,7 +258,7 @@ struct LossEntries {
 // Everything is checked by the caller.
 inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const SavedLoss& at, int64_t P,
                                     bool need_rows, bool with_bias) {
-  const auto& [grad_loss, grad_lse, hidden, target, ids, saved] = x;
+  const auto& [grad_loss, grad_lse, hidden, target, ids, saved, grad_scale, found_inf] = x;
   const DType dtype = dtype_tag(op, "hidden", hidden);
   const ScalarType acc = acc_type(hidden.scalar_type());
   const bool shared = ids.dim() == 1;
@@ -266,7 +269,8 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   const void* factor_at = part_of(saved, at.factor, 1, false);
   const bool one_factor = shared && m > 0 && B > 0 && need_rows && factor_at != nullptr && !grad_lse &&
                           backend_of(op, hidden) == Backend::kCpu;
-  const double factor = one_factor ? number_of(acc, grad_loss.const_data_ptr()) * number_of(acc, factor_at) : 0.0;
+  double factor = one_factor ? number_of(acc, grad_loss.const_data_ptr()) * number_of(acc, factor_at) : 0.0;
+  if (one_factor && grad_scale != nullptr) factor *= 1.0 / double(*grad_scale);
   const bool one_product = factor != 0.0;
   Tensor d_hidden = empty_pooled(hidden, {B, d}, hidden.scalar_type());
   const Tensor coef_target = empty(hidden, {B, P}, acc);
@@ -299,6 +303,8 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
                                    : d_hidden;
   params.clean_hidden = sum_draws ? out_any(clean) : nullptr;
   params.hidden_factor = one_product ? factor : 1.0;
+  params.grad_scale = grad_scale;
+  params.found_inf = found_inf;
   params.batch = B;
   params.num_targets = P;
   params.num_samples = m;
@@ -334,7 +340,7 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
 inline LossGradients run_loss_backward(const char* op, const LossBackward& x, const SavedLoss& at, int64_t P,
                                        int64_t num_classes, bool need_rows, bool with_bias) {
   const LossEntries e = run_loss_entries(op, x, at, P, need_rows, with_bias);
-  const auto& [grad_loss, grad_lse, hidden, target, ids, saved] = x;
+  const Tensor &hidden = x.hidden, &target = x.target, &ids = x.ids;
   const ScalarType acc = acc_type(hidden.scalar_type());
   const int64_t d = hidden.size(1);
   if (!need_rows) {

@@ -75,6 +75,9 @@ struct LossBwdParams {
   int64_t parts_width;
   double hidden_factor;
   CoefLayout coefs;
+  // Under a loss scale, else nullptr:
+  const float* grad_scale;  // [1]: coefficients are divided by it; d_hidden is not
+  float* found_inf;         // [1]: becomes 1 where the gradient of a class row may hold an inf or nan
   int64_t batch, num_targets, num_samples, dim;
   DType dtype;
 };

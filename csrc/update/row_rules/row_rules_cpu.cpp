@@ -76,7 +76,14 @@ class WideRows {
 
 }  // namespace
 
+void launch_row_rules_live(const RowRulesParams& params) {
+  for (const RowTable* table : {&params.weight, &params.bias}) {
+    if (table->live.rule != nullptr) *table->live.rule = live_rule(*table);
+  }
+}
+
 void launch_row_rules_rows(const RowRulesParams& params) {
+  if (is_skipped(params.weight)) return;
   const int64_t n = params.count == nullptr || params.count[0] > params.n ? params.n : params.count[0];
   const int64_t chunk = 1 + (1 << 15) / (params.dim + 1);
   const auto body = SX_SIMD_BODY(simd_level(), row_rules_rows);
@@ -84,6 +91,7 @@ void launch_row_rules_rows(const RowRulesParams& params) {
 }
 
 void launch_row_rules_entries(const RowRulesParams& params) {
+  if (is_skipped(params.weight)) return;
   RowRulesParams wide = params;
   const WideRows rows(wide.entries);
   for_sorted_ranges(wide.entries, run_range, &wide);

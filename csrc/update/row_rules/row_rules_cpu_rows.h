@@ -215,7 +215,7 @@ SX_ALWAYS_INLINE void prefetch_bias(const RowTable& bias, int64_t id) {
 template <RowRuleKind Kind, typename T>
 inline void update_given(const RowRulesParams& p, int64_t begin, int64_t end, acc_t<T>* buffer) {
   using A = acc_t<T>;
-  const RuleNumbers<A> r(p.weight.rule);
+  const RuleNumbers<A> r(p.weight);
   constexpr int64_t kStates = has_state0(Kind) + has_state1(Kind);
   const RowPrefetch how = row_prefetch<T>(p.dim, kStates * p.dim * int64_t(sizeof(A)));
   const RowPrefetch how_state = row_prefetch<A>(p.dim);
@@ -332,7 +332,7 @@ SX_NOINLINE void update_ready(const RowRulesParams& p, const RuleNumbers<A>& r, 
 template <RowRuleKind Kind, typename T>
 inline void update_range(const RowRulesParams& p, const cpu::RowReduceRange& range, acc_t<T>* buffer) {
   using A = acc_t<T>;
-  const RuleNumbers<A> r(p.weight.rule);
+  const RuleNumbers<A> r(p.weight);
   constexpr int64_t kStates = has_state0(Kind) + has_state1(Kind);
   const RowPrefetch how = row_prefetch<T>(p.dim, kStates * p.dim * int64_t(sizeof(A)));
   const RowPrefetch how_state = row_prefetch<A>(p.dim);

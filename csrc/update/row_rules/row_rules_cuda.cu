@@ -28,6 +28,10 @@ bool wide(const RowRulesParams& p, const void* gradients) {
 
 }  // namespace
 
+void launch_row_rules_live(const RowRulesParams& params, void* stream) {
+  SX_LAUNCH("row update", row_rules_live_kernel, 1, kWarpSize, 0, stream, params);
+}
+
 void launch_row_rules_rows(const RowRulesParams& params, void* stream) {
   dispatch_dtype("row update", params.weight.dtype, [&](auto type) {
     using T = typename decltype(type)::type;

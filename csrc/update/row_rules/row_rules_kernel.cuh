@@ -158,7 +158,7 @@ SX_DEVICE inline void update_columns(const RowRulesParams& p, const RuleNumbers<
 template <int Width, typename T, typename A, typename Gradient>
 SX_DEVICE inline void update_row_by_group(const RowRulesParams& p, const Gradient& gradient, int64_t id, bool here,
                                           int lane, int group) {
-  RuleNumbers<A> r(p.weight.rule);
+  RuleNumbers<A> r(p.weight);
   if (p.weight.rule.kind == RowRuleKind::kRowAdagrad) {
     const T* const row = static_cast<const T*>(p.weight.values) + id * p.dim;
     A squares = 0;
@@ -192,6 +192,12 @@ SX_DEVICE inline void update_row_by_group(const RowRulesParams& p, const Gradien
   }
 }
 
+// A thread makes the weight's rule, another the bias's. Powers and roots in double, once a step.
+__global__ void __launch_bounds__(kWarpSize) row_rules_live_kernel(RowRulesParams p) {
+  if (threadIdx.x == 0) *p.weight.live.rule = live_rule(p.weight);
+  if (threadIdx.x == 1 && p.bias.live.rule != nullptr) *p.bias.live.rule = live_rule(p.bias);
+}
+
 template <typename T, int Width>
 __global__ void __launch_bounds__(kOptimThreads, kOptimResident)
     row_rules_rows_kernel(RowRulesParams p, int log_group) {
@@ -201,7 +207,7 @@ __global__ void __launch_bounds__(kOptimThreads, kOptimResident)
   int64_t n = p.n;
   if (p.count != nullptr && p.count[0] < n) n = p.count[0];
   const int64_t id = i >= n ? -1 : p.row_ids != nullptr ? p.row_ids[i] : i;
-  const bool here = id >= 0 && id < p.num_rows;
+  const bool here = id >= 0 && id < p.num_rows && !is_skipped(p.weight);
   update_row_by_group<Width, T, A>(p, GivenGradient<Width, T, A>{p, i}, here ? id : 0, here, lane, group);
 }
 
@@ -217,7 +223,7 @@ __global__ void __launch_bounds__(kOptimThreads, kOptimResident)
     id = e.sorted[place];
     if (place > 0 && e.sorted[place - 1] == id) id = -1;  // not the first of its row
   }
-  const bool here = id >= 0 && id < p.num_rows;
+  const bool here = id >= 0 && id < p.num_rows && !is_skipped(p.weight);
   const SummedGradient<Width, T, A> gradient{p, place, here ? id : 0};
   update_row_by_group<Width, T, A>(p, gradient, gradient.id, here, lane, group);
   if (!here || p.bias.values == nullptr) return;

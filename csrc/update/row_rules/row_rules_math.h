@@ -1,16 +1,47 @@
 // The update rules on one number, for host and device, and stochastic rounding.
 #pragma once
 
+#include <cmath>
+
 #include "common/philox.h"
 #include "update/row_rules/row_rules_params.h"
 
 namespace samplex {
 inline namespace SX_ISA_NS {
 
+// Counts a step of `t` and returns the rule of it: what samplex_cuda/optim/rules.py computes, by the same operations.
+SX_HOST_DEVICE inline RowRule live_rule(const RowTable& t) {
+  RowRule r = t.rule;
+  r.skip = t.live.found_inf != nullptr && *t.live.found_inf != 0.0f;
+  if (t.live.lr != nullptr)
+    r.lr = t.live.lr_double ? *static_cast<const double*>(t.live.lr) : double(*static_cast<const float*>(t.live.lr));
+  const double step = double(*t.live.step) + 1.0;
+  if (!r.skip) *t.live.step = float(step);
+  if (r.kind == RowRuleKind::kAdam) {
+    r.keep = 1.0 - r.lr * t.live.decay;
+    r.lr = r.lr / (1.0 - ::pow(r.beta1, step));
+    r.second = 1.0 / ::sqrt(1.0 - ::pow(r.beta2, step));
+  } else if (r.kind == RowRuleKind::kAdagrad || r.kind == RowRuleKind::kRowAdagrad) {
+    r.lr = r.lr / (1.0 + (step - 1.0) * t.live.lr_decay);
+  }
+  return r;
+}
+
+// The rule of this step. By value: the address of a kernel's parameter would put it into local memory.
+SX_HOST_DEVICE inline RowRule rule_of(const RowTable& t) {
+  RowRule r = t.rule;
+  if (t.live.rule != nullptr) r = *t.live.rule;
+  return r;
+}
+
+// Whether nothing may change in this step.
+SX_HOST_DEVICE inline bool is_skipped(const RowTable& t) { return t.live.rule != nullptr && t.live.rule->skip; }
+
 template <typename A>
 struct RuleNumbers {
   A lr, weight_decay, keep, eps, beta1, beta2, second;
   bool nesterov;
+  SX_HOST_DEVICE explicit RuleNumbers(const RowTable& table) : RuleNumbers(rule_of(table)) {}
   SX_HOST_DEVICE explicit RuleNumbers(const RowRule& r)
       : lr(A(r.lr)),
         weight_decay(A(r.weight_decay)),
@@ -113,7 +144,7 @@ SX_HOST_DEVICE inline T rounded(A x, const int64_t* key, int64_t row) {
 // One number of a bias [C], in its own type.
 template <typename A>
 SX_HOST_DEVICE inline void update_bias(const RowTable& bias, const int64_t* key, int64_t row, A gradient) {
-  RuleNumbers<A> r(bias.rule);
+  RuleNumbers<A> r(bias);
   A s0 = bias.state0 != nullptr ? static_cast<A*>(bias.state0)[row] : A(0);
   A s1 = bias.state1 != nullptr ? static_cast<A*>(bias.state1)[row] : A(0);
   const A w = load_scalar<A>({bias.values, bias.dtype}, row, A(0));

@@ -26,13 +26,19 @@ void* state_of(const char* op, const char* arg, const Tensor& state, const Tenso
   return out_any(state);
 }
 
-RowTable table_of_rows(const char* op, const char* arg, const Tensor& weight, const RowRule& rule) {
+// The numbers of a step on the device; `step` says whether they are there.
+struct Live {
+  const std::optional<Tensor>& lr;
+  const std::optional<Tensor>& step;
+  const std::optional<Tensor>& found_inf;
+};
+
+RowTable table_of_rows(const char* op, const char* arg, const Tensor& weight) {
   check_given(op, arg, weight);
   check_value(weight.dim() == 1 || weight.dim() == 2, op, ": ", arg, " must be [C] or [C, d], got ", describe(weight));
   check_value(weight.is_contiguous(), op, ": ", arg, " must be contiguous, got ", describe(weight));
   RowTable table{};
   table.dtype = dtype_tag(op, arg, weight);
-  table.rule = rule;
   table.values = out_any(weight);
   return table;
 }
@@ -43,6 +49,18 @@ void take_key(const char* op, RowRulesParams& params, const std::optional<Tensor
   check_value(params.num_rows <= kMaxNoiseRows && params.dim <= kMaxNoiseColumns, op, ": weight must be at most [",
               kMaxNoiseRows, ", ", kMaxNoiseColumns, "] with a key, got ", describe(weight));
   params.key = in<int64_t>(*key);
+}
+
+// Fills params with the rules of the step: made on the device by a kernel of its own, which the update reads. Keep what
+// is returned until the update is launched.
+std::optional<Tensor> run_live(const char* op, RowRulesParams& params, const Tensor& weight) {
+  if (params.weight.live.step == nullptr) return std::nullopt;
+  static_assert(sizeof(RowRule) % sizeof(int64_t) == 0);
+  Tensor memory = empty(weight, {int64_t(2 * sizeof(RowRule) / sizeof(int64_t))}, ScalarType::Long);
+  params.weight.live.rule = static_cast<RowRule*>(out_any(memory));
+  if (params.bias.live.step != nullptr) params.bias.live.rule = params.weight.live.rule + 1;
+  SX_RUN(op, weight, launch_row_rules_live, params);
+  return memory;
 }
 
 struct Given {
@@ -67,7 +85,6 @@ void run_given(const char* op, const Tensor& weight, const RowTable& table, cons
                weight.dim() == 2 ? "[n, d]" : "[n]", x.rows.scalar_type(), weight);
   if (x.count) check_tensor(op, "count", *x.count, {1}, "[1]", ScalarType::Long, weight);
   take_key(op, params, x.key, weight);
-  if (n == 0 || params.dim == 0) return;
   params.row_ids = x.row_ids ? in<int64_t>(*x.row_ids) : nullptr;
   params.rows = in_any(x.rows);
   params.rows_dtype = dtype_tag(op, "rows", x.rows);
@@ -80,14 +97,42 @@ void run_given(const char* op, const Tensor& weight, const RowTable& table, cons
                   ": row_ids must be in [0, C) with C = ", params.num_rows, ", got ", params.row_ids[i]);
     }
   }
-  SX_RUN(op, weight, launch_row_rules_rows, params);
+  const std::optional<Tensor> rules = run_live(op, params, weight);
+  if (n > 0 && params.dim > 0) SX_RUN(op, weight, launch_row_rules_rows, params);
 }
 
-RowRule rule_of(const char* op, const char* arg, const std::vector<double>& x) {
-  check_value(x.size() == 9, op, ": ", arg, " must have 9 numbers, got ", x.size());
+// A tensor of one number.
+void check_number(const char* op, const std::string& arg, const Tensor& t, ScalarType dtype, const Tensor& weight) {
+  check_tensor(op, arg.c_str(), t, t.dim() == 1 ? Shape{1} : Shape{}, "one number", dtype, weight);
+}
+
+void take_rule(const char* op, const std::string& table_name, RowTable& table, const Tensor& weight,
+               const std::vector<double>& x, const Live& live) {
+  const std::string arg = table_name + "rule";
+  const size_t wanted = live.step ? 11 : 9;
+  check_value(x.size() == wanted, op, ": ", arg, " must have ", wanted, " numbers, got ", x.size());
   check_value(x[0] >= 0 && x[0] <= 4 && x[0] == std::floor(x[0]), op, ": ", arg, "[0] must be a kind of 0 to 4, got ",
               x[0]);
-  return {RowRuleKind(int(x[0])), x[1] != 0.0, x[2], x[3], x[4], x[5], x[6], x[7], x[8]};
+  table.rule = {RowRuleKind(int(x[0])), x[1] != 0.0, x[2], x[3], x[4], x[5], x[6], x[7], x[8], false};
+  if (!live.step) {
+    check_value(!live.lr && !live.found_inf, op, ": ", table_name, live.lr ? "lr" : "found_inf",
+                " must be None without ", table_name, "step, got a tensor");
+    return;
+  }
+  check_number(op, table_name + "step", *live.step, ScalarType::Float, weight);
+  table.live.step = out<float>(*live.step);
+  table.live.decay = x[9];
+  table.live.lr_decay = x[10];
+  if (live.lr) {
+    table.live.lr_double = live.lr->scalar_type() == ScalarType::Double;
+    check_number(op, table_name + "lr", *live.lr, table.live.lr_double ? ScalarType::Double : ScalarType::Float,
+                 weight);
+    table.live.lr = in_any(*live.lr);
+  }
+  if (live.found_inf) {
+    check_number(op, "found_inf", *live.found_inf, ScalarType::Float, weight);
+    table.live.found_inf = in<float>(*live.found_inf);
+  }
 }
 
 void take_states(const char* op, const char* arg0, const char* arg1, RowTable& table, const Tensor& weight,
@@ -101,13 +146,16 @@ void take_states(const char* op, const char* arg0, const char* arg1, RowTable& t
   if (state1) table.state1 = state_of(op, arg1, *state1, weight, false);
 }
 
-// One step of given gradient rows. The rule's numbers come from the caller: see samplex_cuda/optim/rules.py.
+// One step of given gradient rows. The rule's numbers come from the caller: see samplex_cuda/optim/rules.py. With
+// `step`, it holds constants, and the numbers of the step are read on the device: see RowLive.
 void row_apply_(Tensor weight, std::optional<Tensor> state0, std::optional<Tensor> state1,
                 std::optional<Tensor> row_ids, Tensor rows, std::optional<Tensor> count, std::optional<Tensor> key,
-                std::vector<double> rule) {
+                std::vector<double> rule, std::optional<Tensor> lr, std::optional<Tensor> step,
+                std::optional<Tensor> found_inf) {
   constexpr const char* op = "row_apply_";
   begin_op();
-  RowTable table = table_of_rows(op, "weight", weight, rule_of(op, "rule", rule));
+  RowTable table = table_of_rows(op, "weight", weight);
+  take_rule(op, "", table, weight, rule, {lr, step, found_inf});
   take_states(op, "state0", "state1", table, weight, state0, state1);
   run_given(op, weight, table, {row_ids, rows, count, key});
 }
@@ -135,13 +183,16 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
                  std::optional<Tensor> bias, std::optional<Tensor> bias_state0, std::optional<Tensor> bias_state1,
                  Tensor ids_a, std::optional<Tensor> coef_a, Tensor rows_a, Tensor ids_b, std::optional<Tensor> coef_b,
                  Tensor rows_b, std::optional<Tensor> bias_b, std::optional<Tensor> key,
-                 std::vector<double> weight_rule, std::vector<double> bias_rule) {
+                 std::vector<double> weight_rule, std::vector<double> bias_rule, std::optional<Tensor> weight_lr,
+                 std::optional<Tensor> weight_step, std::optional<Tensor> bias_lr, std::optional<Tensor> bias_step,
+                 std::optional<Tensor> found_inf) {
   constexpr const char* op = "row_update_";
   begin_op();
   check_given(op, "weight", weight);
   check_value(weight.dim() == 2, op, ": weight must be [C, d], got ", describe(weight));
   RowRulesParams params{};
-  params.weight = table_of_rows(op, "weight", weight, rule_of(op, "weight_rule", weight_rule));
+  params.weight = table_of_rows(op, "weight", weight);
+  take_rule(op, "weight_", params.weight, weight, weight_rule, {weight_lr, weight_step, found_inf});
   take_states(op, "weight_state0", "weight_state1", params.weight, weight, weight_state0, weight_state1);
   params.num_rows = weight.size(0);
   params.dim = weight.size(1);
@@ -150,7 +201,11 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
     check_type(is_row_type(*bias, weight), op, ": bias must be ", dtype_name(weight.scalar_type()),
                " as the weight, or ", dtype_name(acc), ", got ", describe(*bias));
     check_tensor(op, "bias", *bias, {params.num_rows}, "[C]", bias->scalar_type(), weight);
-    params.bias = table_of_rows(op, "bias", *bias, rule_of(op, "bias_rule", bias_rule));
+    params.bias = table_of_rows(op, "bias", *bias);
+    check_value(weight_step.has_value() == bias_step.has_value(), op,
+                ": bias_step must be given with weight_step, and not without, got ",
+                bias_step ? describe(*bias_step) : std::string("None"));
+    take_rule(op, "bias_", params.bias, weight, bias_rule, {bias_lr, bias_step, found_inf});
     take_states(op, "bias_state0", "bias_state1", params.bias, *bias, bias_state0, bias_state1);
   }
   take_key(op, params, key, weight);
@@ -164,6 +219,7 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
   e.dim = params.dim;
   e.num_rows = params.num_rows;
   e.double_acc = acc == ScalarType::Double;
+  const std::optional<Tensor> rules = run_live(op, params, weight);
   if (e.source[0].entries + e.source[1].entries == 0 || weight.numel() == 0) return;
   std::optional<SortedEntries> kept;
   if (backend_of(op, weight) != Backend::kCpu) kept = run_row_sort(op, e, weight);
@@ -176,13 +232,14 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
 STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
   m.def(
       "row_apply_(Tensor(a!) weight, Tensor(b!)? state0, Tensor(c!)? state1, Tensor? row_ids, Tensor rows, "
-      "Tensor? count, Tensor? key, float[] rule) -> ()",
+      "Tensor? count, Tensor? key, float[] rule, Tensor? lr=None, Tensor(d!)? step=None, Tensor? found_inf=None) -> ()",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "row_update_(Tensor(a!) weight, Tensor(b!)? weight_state0, Tensor(c!)? weight_state1, Tensor(d!)? bias, "
       "Tensor(e!)? bias_state0, Tensor(f!)? bias_state1, Tensor ids_a, Tensor? coef_a, Tensor rows_a, Tensor ids_b, "
-      "Tensor? coef_b, Tensor rows_b, Tensor? bias_b, Tensor? key, float[] weight_rule, "
-      "float[] bias_rule) -> ()",
+      "Tensor? coef_b, Tensor rows_b, Tensor? bias_b, Tensor? key, float[] weight_rule, float[] bias_rule, "
+      "Tensor? weight_lr=None, Tensor(g!)? weight_step=None, Tensor? bias_lr=None, Tensor(h!)? bias_step=None, "
+      "Tensor? found_inf=None) -> ()",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {

@@ -26,6 +26,18 @@ struct RowRule {
   double beta1;   // momentum; Adam's first
   double beta2;   // Adam's second
   double second;  // Adam: 1 / sqrt(1 - beta2^t)
+  bool skip;      // the update is left out: it holds an inf or nan
+};
+
+// The numbers of a step on the device, where a captured CUDA graph reads new ones in every replay: `live_rule` of
+// row_rules_math.h makes the rule of the step there.
+struct RowLive {
+  RowRule* rule;           // where it goes; nullptr: the rule is given, and nothing below is
+  float* step;             // [1], steps so far; counts this one unless it is skipped
+  const void* lr;          // [1] float or double; nullptr: that of the given rule
+  const float* found_inf;  // [1]: not 0: skip; nullptr: never
+  double decay, lr_decay;  // decoupled weight decay; Adagrad's
+  bool lr_double;
 };
 
 struct RowTable {
@@ -33,7 +45,8 @@ struct RowTable {
   void* state0;  // A [C, d], or [C] of kRowAdagrad; nullptr where the rule keeps none
   void* state1;  // A [C, d], kAdam
   DType dtype;
-  RowRule rule;
+  RowRule rule;  // with live.rule: its constants
+  RowLive live;
 };
 
 struct RowRulesParams {
@@ -67,6 +80,8 @@ void widen_avx512(DType dtype, const void* from, float* to, int64_t begin, int64
 }  // namespace cpu
 
 SX_DECLARE_LAUNCHER(launch_row_rules_rows, RowRulesParams)
+// Before either of them, where live.rule is set.
+SX_DECLARE_LAUNCHER(launch_row_rules_live, RowRulesParams)
 // After the entries were sorted: entries.sorted and entries.order are set.
 SX_DECLARE_CUDA_LAUNCHER(launch_row_rules_entries, RowRulesParams)
 

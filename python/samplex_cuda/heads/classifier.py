@@ -634,6 +634,8 @@ class SampledClassifier(ExactAnswers):
             >>> head.staleness().rows
             2
         """
+        if not self.follower.active:
+            return
         if ids is not None:
             several = [ids] if isinstance(ids, Tensor) else ids
             ids = [i[(i >= 0) & (i < self.num_classes)] for i in several]

@@ -196,13 +196,22 @@ def row_gradients(g: LossGrad, need_rows: bool, with_bias: bool) -> RowGradients
     return RowGradients(*found)
 
 
-def entries(g: LossGrad, with_bias: bool) -> tuple[Tensor, Entries]:
-    """The gradient of hidden, and the weight gradient before it is summed by class."""
+def entries(
+    g: LossGrad, with_bias: bool, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+) -> tuple[Tensor, Entries]:
+    """The gradient of hidden, and the weight gradient before it is summed by class.
+
+    Args:
+        g: of the loss.
+        with_bias: whether there is a bias to update.
+        grad_scale: fp32 [], divides the weight gradient; that of hidden stays scaled.
+        found_inf: fp32 [], becomes 1 where the weight gradient holds an inf or nan, or numbers near it.
+    """
     p = g.plan
     with _below_autograd():
         d_hidden, coef_a, coef_b, rows_b, bias_b = _entries_op(
             g.grad_loss, g.grad_lse, g.hidden, g.target, g.ids, g.saved, p.reduction, p.with_lse, with_bias,
-            p.with_ratio,
+            p.with_ratio, grad_scale, found_inf,
         )  # fmt: skip
     if g.ids.dim() == 2:
         return d_hidden, Entries(g.target, coef_a, g.hidden, g.ids, coef_b, g.hidden, None)
@@ -222,6 +231,8 @@ def _(
     with_lse: bool,
     with_bias: bool,
     with_ratio: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     batch, dim = fake_sizes("loss_entries", hidden)
     shared, m = ids.dim() == 1, ids.shape[-1]

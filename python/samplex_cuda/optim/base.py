@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,21 @@ from samplex_cuda._checks import describe
 from samplex_cuda.ops.fused_loss import acc_dtype
 from samplex_cuda.ops.row_rules import row_apply_
 from samplex_cuda.optim.rules import Rule
-from samplex_cuda.rng import Key, key_tensor
+from samplex_cuda.rng import Key, is_capturing, key_tensor
 from samplex_cuda.tables import empty_table
 
-__all__ = ["RowOptimizer"]
+__all__ = ["RowOptimizer", "RowStep"]
+
+
+class RowStep(NamedTuple):
+    """What the update of one parameter takes besides gradients."""
+
+    rule: tuple[float, ...]  # numbers of the step, or constants where `step` is a tensor
+    state0: Tensor | None
+    state1: Tensor | None
+    key: Tensor | None  # of stochastic rounding
+    lr: Tensor | None = None  # read on the device, with `step`
+    step: Tensor | None = None  # fp32, counted on the device
 
 
 class RowOptimizer(Optimizer):
@@ -25,6 +36,10 @@ class RowOptimizer(Optimizer):
 
     A parameter is [C, d] or [C], floating point, contiguous and a leaf. State is kept in fp32 (fp64 for fp64
     parameters) whatever the parameter's dtype, and allocated when the parameter is added: C * d numbers a state table.
+
+    With `capturable=True` the step count is an fp32 tensor on the parameter's device, as in `torch.optim.Adam`, and the
+    rate one in the group: kernels read both, so that a captured CUDA graph replays with the current ones. A rate given
+    as a number becomes an fp64 tensor. Write new rates in place, as the schedulers of torch do.
 
     Example:
         >>> import torch, samplex_cuda as sx
@@ -49,6 +64,10 @@ class RowOptimizer(Optimizer):
 
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         """The numbers of step `step`, counted from 1."""
+        raise NotImplementedError
+
+    def _constants(self, group: dict[str, Any], lr: float) -> tuple[float, ...]:
+        """What `_rule` computes its numbers from, for the kernel to do it: see `rules.constants`."""
         raise NotImplementedError
 
     def _tables(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> list[Tensor]:
@@ -98,6 +117,8 @@ class RowOptimizer(Optimizer):
         group = self.param_groups[-1]
         for p in group["params"]:
             self._init_state(p, group)
+        if group.get("capturable", False) and group["params"]:
+            self._rate_on_device(group)
 
     def _check_parameter(self, p: Any) -> None:
         if not isinstance(p, Tensor):
@@ -112,6 +133,8 @@ class RowOptimizer(Optimizer):
     def _init_state(self, p: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         state["step"] = 0
+        if group.get("capturable", False):
+            self._count_on_device(p)
         for name, (shape, value) in self._state_shapes(p, group).items():
             state[name] = self._new_table(p, shape, value)
 
@@ -121,6 +144,25 @@ class RowOptimizer(Optimizer):
         # Laid out as the head's weight: its rows are gathered with the weight's.
         table = empty_table(shape[0], width, device=p.device, dtype=acc_dtype(p.dtype)).view(shape)
         return table.fill_(value)
+
+    def _count_on_device(self, p: Tensor) -> None:
+        state = self.state[p]
+        if not isinstance(state["step"], Tensor):
+            state["step"] = torch.full((), float(state["step"]), dtype=torch.float32, device=p.device)
+
+    def count_on_device(self) -> None:
+        """Keep step counts in tensors from now on: a GradScaler's found_inf is known on the device alone."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._count_on_device(p)
+
+    @staticmethod
+    def _rate_on_device(group: dict[str, Any]) -> None:
+        lr, device = group["lr"], group["params"][0].device
+        if not isinstance(lr, Tensor):
+            group["lr"] = torch.full((), float(lr), dtype=torch.float64, device=device)
+        elif lr.device != device:
+            group["lr"] = lr.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """As in `torch.optim.Optimizer`; with the key, where there is one.
@@ -140,8 +182,9 @@ class RowOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict` of this class gave, or of its counterpart in `torch.optim`.
 
-        All of it is checked before anything changes. The values are copied into this optimizer's own tables, in their
-        dtype: fp32 state of bf16 parameters stays fp32.
+        All of it is checked before anything changes. The values are copied into this optimizer's own tensors, in their
+        dtype: fp32 state of bf16 parameters stays fp32, and a captured CUDA graph goes on with what was loaded.
+        `capturable` stays as it is here, and with it whether rate and step count are tensors.
 
         Args:
             state_dict: "state" and "param_groups"; "key" where there is one.
@@ -160,12 +203,14 @@ class RowOptimizer(Optimizer):
         have, given = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in groups]
         if have != given:
             raise ValueError(f"{name}: parameters by group must be {have}, got {given}")
-        merged = [{**old, **{k: v for k, v in new.items() if k != "params"}} for old, new in
+        own = {"params", "capturable"}
+        merged = [{**old, **{k: v for k, v in new.items() if k not in own}} for old, new in
                   zip(self.param_groups, groups, strict=True)]  # fmt: skip
+        rates = [group["lr"] for group in self.param_groups]
         found: list[tuple[Tensor, dict[str, Any], dict[str, Any]]] = []
-        for own, group, new in zip(self.param_groups, merged, groups, strict=True):
+        for mine, group, new in zip(self.param_groups, merged, groups, strict=True):
             self._check_group(group)
-            for p, number in zip(own["params"], new["params"], strict=True):
+            for p, number in zip(mine["params"], new["params"], strict=True):
                 saved = state_dict["state"].get(number, {})
                 for table, (shape, _) in self._state_shapes(p, group).items() if saved else ():
                     value = saved.get(table)
@@ -178,9 +223,17 @@ class RowOptimizer(Optimizer):
         super().load_state_dict(
             {"state": {}, "param_groups": [{**g, "params": n["params"]} for g, n in zip(merged, groups, strict=True)]}
         )
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            lr = float(group["lr"])
+            group["lr"] = rate.fill_(lr) if isinstance(rate, Tensor) else lr
         for p, group, saved in found:
             state, old = self.state[p], tables.get(p, {})
-            state["step"] = int(saved.get("step", 0))
+            state["step"] = count = int(saved.get("step", 0))
+            if isinstance(old.get("step"), Tensor):
+                if old["step"].device == p.device:
+                    state["step"] = old["step"].fill_(count)
+                else:
+                    self._count_on_device(p)
             for table, (shape, value) in self._state_shapes(p, group).items():
                 kept = old.get(table)
                 if kept is None or kept.shape != shape or kept.device != p.device:
@@ -227,16 +280,15 @@ class RowOptimizer(Optimizer):
                         self._fail("a sparse gradient", "sparse in the first dimension alone", f"{grad.sparse_dim()}")
                     grad = grad.coalesce()
                     row_ids, grad = grad._indices()[0].contiguous(), grad._values()
-                state = self.state[p]
-                state["step"] += 1
-                tables = [*self._tables(p, group, state), None, None]
-                rule, key = self._rule(group, state["step"]), self._noise(p, group)
-                row_apply_(p, tables[0], tables[1], row_ids, grad.contiguous(), None, key, rule)
+                s = self._begin(p, group)
+                row_apply_(p, s.state0, s.state1, row_ids, grad.contiguous(), None, s.key, s.rule, s.lr, s.step)
                 torch.autograd.graph.increment_version(p)
         return loss
 
     def _check_rate(self, group: dict[str, Any]) -> None:
-        # A schedule may end at 0; a negative or undefined rate is a mistake.
+        # A schedule may end at 0; a negative or undefined rate is a mistake. To look into a tensor is to wait for it.
+        if group.get("capturable", False) and isinstance(group["lr"], Tensor):
+            return
         if not 0.0 <= float(group["lr"]) < math.inf:
             self._fail("lr", "finite and at least 0 in a step", repr(group["lr"]))
 
@@ -246,13 +298,40 @@ class RowOptimizer(Optimizer):
             return None
         return key_tensor(type(self).__name__, self.key, p.device)
 
-    def begin(self, p: Tensor) -> tuple[Rule, list[Tensor], Tensor | None]:
-        """Counts a step of `p` and returns what a fused update of its rows needs: rule, state tables, key."""
+    def begin(self, p: Tensor) -> RowStep:
+        """Counts a step of `p` and returns what a fused update of its rows needs."""
         group = self.group_of(p)
         self._check_rate(group)
+        return self._begin(p, group)
+
+    def _begin(self, p: Tensor, group: dict[str, Any]) -> RowStep:
         state = self.state[p]
-        state["step"] += 1
-        return self._rule(group, state["step"]), self._tables(p, group, state), self._noise(p, group)
+        if is_capturing(p.device):
+            self._check_capture(group, state)
+        lr = count = None
+        if isinstance(state["step"], Tensor):  # the kernel counts
+            count, given = state["step"], group["lr"]
+            lr = given if isinstance(given, Tensor) and given.device == p.device else None
+            rule = self._constants(group, float(given) if lr is None else 0.0)
+        else:
+            state["step"] += 1
+            rule = self._rule(group, state["step"])
+        first, second, *_ = (*self._tables(p, group, state), None, None)
+        return RowStep(rule, first, second, self._noise(p, group), lr, count)
+
+    def _check_capture(self, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Raises for host numbers that a CUDA graph would repeat in every replay."""
+        name = type(self).__name__
+        if not isinstance(state["step"], Tensor):
+            raise RuntimeError(
+                f"{name}: capturable must be True to capture a step in a CUDA graph, got False; every replay would use "
+                "the rate and the step count of the capture"
+            )
+        if not isinstance(group["lr"], Tensor):
+            raise RuntimeError(
+                f"{name}: lr must be a tensor to capture a step in a CUDA graph, got {group['lr']!r}; capturable=True "
+                "makes it one; write new rates in place: group['lr'].fill_(rate)"
+            )
 
     def group_of(self, p: Tensor) -> dict[str, Any]:
         """The parameter group of `p`."""

@@ -13,7 +13,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +22,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from samplex_cuda._checks import check_int
 from samplex_cuda.ops.fused_loss import Entries, LossGrad, entries
 from samplex_cuda.ops.row_rules import row_update_
-from samplex_cuda.optim.base import RowOptimizer
+from samplex_cuda.optim.base import RowOptimizer, RowStep
 from samplex_cuda.optim.writes import writing, written
 
 __all__ = ["Fusion", "fusion_of"]
 
 _NAME = "fuse_optimizer"
+_NO_BIAS = RowStep((), None, None, None)
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _task_id = torch._C._current_graph_task_id
@@ -47,6 +48,29 @@ def fusion_of(parameter: Tensor) -> Fusion | None:
         return None
     found = _fusions.get(parameter) if len(_fusions) else None
     return None if found is None else found()
+
+
+class _Arrived(NamedTuple):
+    """The entries of one loss, and the CUDA stream that makes them; None on a CPU."""
+
+    entries: Entries
+    stream: Any
+
+
+def _stream_of(t: Tensor) -> Any:
+    """The stream that work on `t` goes to now."""
+    return torch.cuda.current_stream(t.device) if t.is_cuda else None
+
+
+def _ordered(arrived: list[_Arrived], now: Any) -> list[Entries]:
+    """The entries, ready for use on stream `now`: autograd orders streams by gradients, and these are none."""
+    for found, stream in arrived:
+        if stream != now:
+            now.wait_stream(stream)  # an event recorded there, waited for here
+            for t in found:
+                if t is not None:
+                    t.record_stream(now)  # its memory is not reused before
+    return [found for found, _ in arrived]
 
 
 class Fusion:
@@ -81,7 +105,7 @@ class Fusion:
         if not isinstance(optimizer, RowOptimizer):
             raise TypeError(f"{_NAME}: optimizer must be one of samplex_cuda.optim, got {type(optimizer).__name__}")
         check_int(_NAME, "accumulate", accumulate)
-        if grad_scaler is not None and not (hasattr(grad_scaler, "get_scale") and hasattr(grad_scaler, "is_enabled")):
+        if grad_scaler is not None and not (hasattr(grad_scaler, "scale") and hasattr(grad_scaler, "is_enabled")):
             raise TypeError(f"{_NAME}: grad_scaler must be a GradScaler or None, got {type(grad_scaler).__name__}")
         if not weight.requires_grad:
             raise ValueError(f"{_NAME}: head.weight must require a gradient, got requires_grad=False")
@@ -108,12 +132,14 @@ class Fusion:
         self.weight, self.bias = weight, bias
         self.optimizer, self.accumulate, self.grad_scaler = optimizer, accumulate, grad_scaler
         self.on_late_update = on_late_update
+        if grad_scaler is not None:
+            optimizer.count_on_device()
         # Of each running backward, by its number: the version of the weight, and what its losses gave.
-        self._arrived: dict[int, tuple[int, list[Entries]]] = {}
+        self._arrived: dict[int, tuple[int, list[_Arrived]]] = {}
         self._lock = threading.RLock()  # of everything below: backwards may run in several threads
-        self._kept: list[Entries] = []  # of earlier ones, with accumulate
+        self._kept: list[_Arrived] = []  # of earlier ones, with accumulate
         self._backwards = 0  # since the last update
-        self._overflow = False  # one of them held an inf or nan, under a GradScaler
+        self._found_inf: Tensor | None = None  # under a GradScaler: not 0 if one of them held an inf or nan
         self._hooks = [weight.register_hook(self._on_weight)]
         if bias is not None:
             self._hooks.append(bias.register_hook(self._on_bias))
@@ -131,7 +157,7 @@ class Fusion:
         for p in (self.weight, self.bias):
             if p is not None and fusion_of(p) is self:
                 del _fusions[p]
-        self._arrived, self._kept = {}, []
+        self._arrived, self._kept, self._found_inf = {}, [], None
 
     @property
     def pending(self) -> int:
@@ -142,24 +168,25 @@ class Fusion:
     def deliver(self, grad: LossGrad, need: tuple[bool, bool, bool]) -> tuple[Tensor | None, None, None]:
         """See `Sink.deliver`: the gradient of hidden; those of weight and bias are stored until the weight's hook."""
         self._check_version(grad.version)
-        d_hidden, found = entries(grad, self.bias is not None)
+        scale = found_inf = None
+        if need[1] and self.grad_scaler is not None and self.grad_scaler.is_enabled():
+            scale, found_inf = self._scaling()
+        d_hidden, found = entries(grad, self.bias is not None, scale, found_inf)
         if need[1]:
-            if self.grad_scaler is not None and self.grad_scaler.is_enabled():
-                found = self._unscaled(found)
             task = _task_id()
             mine = self._arrived.get(task)
             if mine is None:
                 mine = self._begin(task, grad.version)
-            mine[1].append(found)
+            mine[1].append(_Arrived(found, _stream_of(self.weight)))
         return d_hidden if need[0] else None, None, None
 
-    def _begin(self, task: int, version: int) -> tuple[int, list[Entries]]:
+    def _begin(self, task: int, version: int) -> tuple[int, list[_Arrived]]:
         with self._lock:
             if self._arrived:
                 # Another backward runs beside this one, or never came to the weight (torch.autograd.grad of h alone):
                 # what this one may leave behind is dropped at its end.
                 torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._forget, task))
-            mine: tuple[int, list[Entries]] = (version, [])
+            mine: tuple[int, list[_Arrived]] = (version, [])
             self._arrived[task] = mine
         return mine
 
@@ -174,24 +201,23 @@ class Fusion:
                 "one backward, or use accumulate=k to sum k backwards"
             )
 
-    def _unscaled(self, e: Entries) -> Entries:
-        inverse = 1.0 / self.grad_scaler.get_scale()
-        coef_a, coef_b = e.coef_a * inverse, None if e.coef_b is None else e.coef_b * inverse
-        rows_b, bias_b = e.rows_b if e.coef_b is not None else e.rows_b * inverse, e.bias_b
-        unscaled = e._replace(
-            coef_a=coef_a, coef_b=coef_b, rows_b=rows_b, bias_b=None if bias_b is None else bias_b * inverse
-        )
-        # An upper bound of every number of every row: if it is finite, so are they; NaN and inf come through.
-        for ids, coef, rows in ((e.ids_a, coef_a, e.rows_a), (e.ids_b, coef_b, rows_b)):
-            if rows.numel() == 0 or ids.numel() == 0:
-                continue
-            most = rows.abs().amax(1).to(torch.float32) * ids.numel()
-            if coef is not None:
-                # A row without coefficients has no part in the update, whatever its numbers are.
-                largest = coef.abs().amax(1).to(torch.float32)
-                most = torch.where(largest == 0, 0.0, most * largest)
-            self._overflow = self._overflow or not bool(most.isfinite().all())
-        return unscaled
+    def _scaling(self) -> tuple[Tensor, Tensor]:
+        """Scale and found_inf of the loss scale, on the weight's device: nothing here waits for it.
+
+        The scaler learns of found_inf as it does of those of other optimizers: its `update` reads them all.
+        """
+        scaler, device = self.grad_scaler, self.weight.device
+        scale = getattr(scaler, "_scale", None)
+        if scale is None:  # not used yet, or another class
+            scale = scaler.scale(torch.ones((), device=device))
+        with self._lock:
+            if self._found_inf is None:
+                self._found_inf = torch.zeros((), device=device)
+            found_inf = self._found_inf
+        states = getattr(scaler, "_per_optimizer_states", None)
+        if states is not None:
+            states[id(self.optimizer)]["found_inf_per_device"][device] = found_inf
+        return scale.to(device, non_blocking=True), found_inf
 
     def _on_bias(self, grad: Tensor | None) -> None:
         if grad is not None:
@@ -216,41 +242,34 @@ class Fusion:
             writing(self.weight)
             if self.bias is not None:
                 writing(self.bias)
-            self._count(arrived)
+            self._count(arrived, _stream_of(self.weight))
             written(self.weight)
             if self.bias is not None:
                 written(self.bias)
 
-    def _count(self, arrived: list[Entries]) -> None:
-        """Takes the entries of one backward; updates the rows with every `accumulate`-th."""
+    def _count(self, arrived: list[_Arrived], now: Any) -> None:
+        """Takes the entries of one backward; updates the rows with every `accumulate`-th, on stream `now`."""
         self._backwards += 1
-        if self.accumulate > 1:
+        if self._backwards < self.accumulate:
             # Own copies: h and the ids belong to the caller again once backward is over.
-            own = self._backwards < self.accumulate
-            self._kept += [e.clone() for e in arrived] if own else arrived
-            if own:
-                return
-            arrived, self._kept = self._kept, []
-        overflow, self._overflow, self._backwards = self._overflow, False, 0
-        if not overflow:
-            self._apply(arrived)
+            self._kept += [_Arrived(e.clone(), now) for e in _ordered(arrived, now)]
+            return
+        arrived, self._kept = self._kept + arrived, []
+        found_inf, self._found_inf, self._backwards = self._found_inf, None, 0
+        self._apply(_ordered(arrived, now), found_inf)
 
-    def _apply(self, arrived: list[Entries]) -> None:
+    def _apply(self, arrived: list[Entries], found_inf: Tensor | None) -> None:
         e = arrived[0] if len(arrived) == 1 else _joined(arrived)
         weight, bias, optimizer = self.weight, self.bias, self.optimizer
-        rule, own, key = optimizer.begin(weight)
-        first, second, *_ = (*own, None, None)
-        changed = [weight]
-        bias_rule: tuple[float, ...] = ()
-        bias_first = bias_second = None
-        if bias is not None:
-            bias_rule, own, bias_key = optimizer.begin(bias)
-            bias_first, bias_second, *_ = (*own, None, None)
-            key = bias_key if key is None else key
-            changed.append(bias)
+        w = optimizer.begin(weight)
+        b = _NO_BIAS if bias is None else optimizer.begin(bias)
+        changed = [weight] if bias is None else [weight, bias]
         # Below autograd: backward has gradients off, except for create_graph, which the loss refuses.
         with _below_autograd():
-            row_update_(weight, first, second, bias, bias_first, bias_second, *e, key, rule, bias_rule)
+            row_update_(
+                weight, w.state0, w.state1, bias, b.state0, b.state1, *e, b.key if w.key is None else w.key, w.rule,
+                b.rule, w.lr, w.step, b.lr, b.step, found_inf,
+            )  # fmt: skip
         torch._C._increment_version(changed)
         # A step was made, though not by step(): schedulers ask.
         optimizer._opt_called = True  # type: ignore[attr-defined]

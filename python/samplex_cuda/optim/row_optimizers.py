@@ -20,13 +20,14 @@ class RowSGD(RowOptimizer):
 
     Args:
         params: parameters [C, d] or [C], or groups of them.
-        lr: learning rate, above 0.
+        lr: learning rate, above 0: a number, or a tensor of one.
         momentum: of the buffer; a row's buffer stays as it is while the row is not touched.
         weight_decay: added to the gradient of a touched row, times the row.
         nesterov: look ahead; needs momentum.
         stochastic_rounding: round bf16 and fp16 weights up or down at random, so that updates below half a step are
             right on average; otherwise to nearest, and such updates vanish.
         key: where that randomness comes from; by default torch's generator.
+        capturable: keep rate and step count in tensors on the device, for CUDA graphs: see docs/cuda_graphs.md.
 
     Example:
         >>> import torch, samplex_cuda as sx
@@ -39,13 +40,14 @@ class RowSGD(RowOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-2,
+        lr: float | Tensor = 1e-2,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
         *,
         stochastic_rounding: bool = False,
         key: Key | None = None,
+        capturable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -53,6 +55,7 @@ class RowSGD(RowOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "stochastic_rounding": stochastic_rounding,
+            "capturable": capturable,
         }
         self._check_group(defaults)
         super().__init__(params, defaults, key)
@@ -73,7 +76,10 @@ class RowSGD(RowOptimizer):
         return [state["momentum_buffer"]] if group["momentum"] else []
 
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
-        return rules.sgd(group["lr"], group["momentum"], group["weight_decay"], group["nesterov"])
+        return rules.sgd(float(group["lr"]), group["momentum"], group["weight_decay"], group["nesterov"])
+
+    def _constants(self, group: dict[str, Any], lr: float) -> tuple[float, ...]:
+        return rules.constants(rules.sgd(lr, group["momentum"], group["weight_decay"], group["nesterov"]))
 
 
 class RowAdagrad(RowOptimizer):
@@ -81,7 +87,7 @@ class RowAdagrad(RowOptimizer):
 
     Args:
         params: parameters [C, d] or [C], or groups of them.
-        lr: learning rate, above 0.
+        lr: learning rate, above 0: a number, or a tensor of one.
         lr_decay: the rate of step t is `lr / (1 + (t - 1) * lr_decay)`.
         weight_decay: added to the gradient of a touched row, times the row.
         initial_accumulator_value: first value of the sums of squares.
@@ -89,6 +95,7 @@ class RowAdagrad(RowOptimizer):
         rowwise: keep one sum per row, of the mean square of its gradient: 1 / d of the state.
         stochastic_rounding: see `RowSGD`.
         key: see `RowSGD`.
+        capturable: see `RowSGD`.
 
     Example:
         >>> import torch, samplex_cuda as sx
@@ -103,7 +110,7 @@ class RowAdagrad(RowOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-2,
+        lr: float | Tensor = 1e-2,
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
@@ -112,6 +119,7 @@ class RowAdagrad(RowOptimizer):
         rowwise: bool = False,
         stochastic_rounding: bool = False,
         key: Key | None = None,
+        capturable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -121,6 +129,7 @@ class RowAdagrad(RowOptimizer):
             "eps": eps,
             "rowwise": rowwise,
             "stochastic_rounding": stochastic_rounding,
+            "capturable": capturable,
         }
         self._check_group(defaults)
         super().__init__(params, defaults, key)
@@ -138,13 +147,17 @@ class RowAdagrad(RowOptimizer):
         rate = float(group["lr"]) / (1.0 + (step - 1) * float(group["lr_decay"]))
         return rules.adagrad(rate, group["eps"], group["weight_decay"], group["rowwise"])
 
+    def _constants(self, group: dict[str, Any], lr: float) -> tuple[float, ...]:
+        rule = rules.adagrad(lr, group["eps"], group["weight_decay"], group["rowwise"])
+        return rules.constants(rule, lr_decay=group["lr_decay"])
+
 
 class RowAdam(RowOptimizer):
     """`torch.optim.Adam` on the touched rows: what `torch.optim.SparseAdam` does, with weight decay, and dense too.
 
     Args:
         params: parameters [C, d] or [C], or groups of them.
-        lr: learning rate, above 0.
+        lr: learning rate, above 0: a number, or a tensor of one.
         betas: of the averages of the gradient and its square; a row's averages stay as they are while it is not
         touched.
         eps: added to the root after bias correction, as `torch.optim.Adam` does.
@@ -152,6 +165,7 @@ class RowAdam(RowOptimizer):
         decoupled_weight_decay: shrink a touched row instead, as `torch.optim.AdamW` does.
         stochastic_rounding: see `RowSGD`.
         key: see `RowSGD`.
+        capturable: see `RowSGD`.
 
     Example:
         >>> import torch, samplex_cuda as sx
@@ -164,7 +178,7 @@ class RowAdam(RowOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -172,6 +186,7 @@ class RowAdam(RowOptimizer):
         decoupled_weight_decay: bool = False,
         stochastic_rounding: bool = False,
         key: Key | None = None,
+        capturable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -180,6 +195,7 @@ class RowAdam(RowOptimizer):
             "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
             "stochastic_rounding": stochastic_rounding,
+            "capturable": capturable,
         }
         self._check_group(defaults)
         super().__init__(params, defaults, key)
@@ -197,4 +213,9 @@ class RowAdam(RowOptimizer):
 
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         decoupled = group["decoupled_weight_decay"]
-        return rules.adam(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled, step)
+        return rules.adam(float(group["lr"]), group["betas"], group["eps"], group["weight_decay"], decoupled, step)
+
+    def _constants(self, group: dict[str, Any], lr: float) -> tuple[float, ...]:
+        decay, decoupled = group["weight_decay"], group["decoupled_weight_decay"]
+        rule = rules.adam(lr, group["betas"], group["eps"], decay, decoupled, 1)
+        return rules.constants(rule._replace(lr=lr), decoupled_weight_decay=decay if decoupled else 0.0)

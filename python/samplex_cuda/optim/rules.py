@@ -1,11 +1,15 @@
-"""The numbers of one optimizer step, as the kernels take them: rates, decay, bias correction; computed here alone."""
+"""The numbers of one optimizer step, as the kernels take them: rates, decay, bias correction.
+
+Where rate and step count live on the device, the kernel computes the numbers from `constants`, by the same operations
+(`live_rule` in csrc/update/row_rules/row_rules_math.h).
+"""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-__all__ = ["Rule", "adagrad", "adam", "sgd"]
+__all__ = ["Rule", "adagrad", "adam", "constants", "sgd"]
 
 # RowRuleKind of csrc/update
 _SGD, _MOMENTUM, _ADAGRAD, _ROW_ADAGRAD, _ADAM = range(5)
@@ -49,3 +53,14 @@ def adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
         beta2=second,
         second=1.0 / math.sqrt(1.0 - second**step),
     )
+
+
+def constants(rule: Rule, decoupled_weight_decay: float = 0.0, lr_decay: float = 0.0) -> tuple[float, ...]:
+    """What a step takes whose rate and count are tensors.
+
+    Args:
+        rule: a rule of step 1; of its `lr`, `keep` and `second` the kernel makes those of the step.
+        decoupled_weight_decay: of AdamW.
+        lr_decay: of Adagrad.
+    """
+    return (*rule, float(decoupled_weight_decay), float(lr_decay))

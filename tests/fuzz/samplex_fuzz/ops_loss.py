@@ -394,6 +394,8 @@ def _loss_entries(d: Dice) -> Call:
         "grad_loss": d.normal(*out[0].shape, dtype=out[0].dtype), "grad_lse": None, "hidden": f.hidden,
         "target": f.target, "ids": f.ids, "saved": out[2], "reduction": f.reduction, "with_lse": f.with_lse,
         "with_bias": f.bias is not None, "with_ratio": False,
+        "grad_scale": torch.tensor(64.0) if d.maybe(0.3) else None,
+        "found_inf": torch.zeros(()) if d.maybe(0.3) else None,
     }  # fmt: skip
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
@@ -407,7 +409,7 @@ def _loss_entries(d: Dice) -> Call:
             )[0]  # fmt: skip
             expect(torch.equal(same.nan_to_num(), out[0].nan_to_num()), "d_hidden must be that of sampled_softmax_bwd")
 
-    return op_call("loss_entries", args, check, words=WORDS)
+    return op_call("loss_entries", args, check, mutable=("found_inf",), words=WORDS)
 
 
 # ------------------------------------------------------------------------------------------------ full softmax

@@ -214,6 +214,19 @@ def _rule(d: Dice, name: str) -> list[float]:
     return [float(x) for x in rules.adam(0.05, (0.8, 0.95), 1e-6, 0.01, name == "adamw", 3)]
 
 
+def _live(d: Dice, name: str, live: bool, of: str = "") -> dict[str, Any]:
+    """A rule with its step on the host, or constants with rate and count in tensors: the same step 3 of rate 0.05."""
+    if not live:
+        return {f"{of}rule": _rule(d, name), f"{of}lr": None, f"{of}step": None}
+    with_rate = d.maybe(0.7)
+    made = rules.Rule(*_rule(d, name))._replace(lr=9.9 if with_rate else 0.05)
+    return {
+        f"{of}rule": list(rules.constants(made, 0.01 if name == "adamw" else 0.0)),
+        f"{of}lr": torch.tensor(0.05, dtype=d.pick((torch.float32, torch.float64))) if with_rate else None,
+        f"{of}step": torch.tensor(2.0),
+    }
+
+
 def _states(d: Dice, name: str, weight: Tensor) -> list[Tensor | None]:
     count = {"sgd": 0, "adam": 2, "adamw": 2}.get(name, 1)
     shape = weight.shape[:1] if name == "row_adagrad" else weight.shape
@@ -252,11 +265,14 @@ def _row_apply(d: Dice) -> Call:
     args = {
         "weight": weight, "state0": states[0], "state1": states[1], "row_ids": ids,
         "rows": d.normal(len(ids), dim, dtype=acc(dtype)),
-        "count": torch.tensor([d.int(0, len(ids))]) if d.maybe(0.3) else None, "key": None, "rule": _rule(d, name),
+        "count": torch.tensor([d.int(0, len(ids))]) if d.maybe(0.3) else None, "key": None,
+        **_live(d, name, live := d.maybe(0.4)), "found_inf": torch.zeros(()) if live and d.maybe(0.5) else None,
     }  # fmt: skip
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
-        if is_meta(*a.values()) or "rule" in changed or not all_ordinary(a.weight, a.state0, a.state1, a.rows):
+        if is_meta(*a.values()) or {"rule", "lr", "step", "found_inf"} & changed:
+            return
+        if not all_ordinary(a.weight, a.state0, a.state1, a.rows):
             return
         if any(s is not None and bool((s <= 0).any()) for s in (a.state0, a.state1)) or a.weight.dim() != 2:
             return
@@ -273,7 +289,7 @@ def _row_apply(d: Dice) -> Call:
             _loose(a.weight.dtype) * (1 + float(wide.abs().max())) if wide.numel() else 0.0,
         )
 
-    return op_call("row_apply_", args, check, mutable=("weight", "state0", "state1"), words=_WORDS)
+    return op_call("row_apply_", args, check, mutable=("weight", "state0", "state1", "step"), words=_WORDS)
 
 
 @generator("row_update_")
@@ -290,13 +306,17 @@ def _row_update(d: Dice) -> Call:
         "weight": weight, "weight_state0": states[0], "weight_state1": states[1], "bias": bias,
         "bias_state0": bias_states[0], "bias_state1": bias_states[1], "ids_a": first[0], "coef_a": first[1],
         "rows_a": first[2], "ids_b": second[0], "coef_b": second[1], "rows_b": second[2], "bias_b": None, "key": None,
-        "weight_rule": _rule(d, name), "bias_rule": _rule(d, of_bias),
     }  # fmt: skip
-    mutable = ("weight", "weight_state0", "weight_state1", "bias", "bias_state0", "bias_state1")
+    live = d.maybe(0.4)
+    numbers = _live(d, name, live, "weight_") | _live(d, of_bias, live and bias is not None, "bias_")
+    order = ("weight_rule", "bias_rule", "weight_lr", "weight_step", "bias_lr", "bias_step")
+    args |= {key: numbers[key] for key in order}
+    args["found_inf"] = torch.zeros(()) if live and d.maybe(0.5) else None
+    mutable = ("weight", "weight_state0", "weight_state1", "bias", "bias_state0", "bias_state1", *order[3::2])
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
         values = (a.weight, a.weight_state0, a.weight_state1, a.rows_a, a.rows_b, a.coef_a, a.coef_b)
-        if is_meta(*a.values()) or "weight_rule" in changed or a.key is not None or not all_ordinary(*values):
+        if is_meta(*a.values()) or {*order, "found_inf"} & changed or a.key is not None or not all_ordinary(*values):
             return
         if any(s is not None and bool((s <= 0).any()) for s in (a.weight_state0, a.weight_state1)):
             return
