@@ -1,0 +1,54 @@
+"""Counters of the emulated CUDA runtime (ptxrun) for the tests of this folder: nvcc's code, CPU tensors, no GPU.
+
+`make test-emulated PTXRUN=dir` runs them. Elsewhere they are skipped: the project does not depend on ptxrun.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# Counts are wanted, not findings: one schedule that keeps each warp together, no race or poison checks.
+_COUNTING = {"profile": 1, "random": 0, "race": 0, "uninit": 0}
+
+
+def _shim_is_loaded(folder: Path) -> bool:
+    maps = Path("/proc/self/maps")
+    return maps.exists() and str((folder / "shim" / "libcudart.so").resolve()) in maps.read_text()
+
+
+def _set(shim, name: str, value: int) -> None:
+    if shim.lib().ptxrun_option(name.encode(), value) != 0:
+        raise RuntimeError(f"tests/emulated: this ptxrun has no option '{name}'")
+
+
+@pytest.fixture
+def ptxshim():
+    """The module `ptxshim` with all counters at 0 and the profile on: `reset`, `counters`, `launches`, `capture`.
+
+    `opcount` and `ptxrun` of the same folder can be imported while a test has this fixture.
+    """
+    named = os.environ.get("SAMPLEX_PTXRUN")
+    if not named:
+        pytest.skip("SAMPLEX_PTXRUN does not name a folder: make test-emulated PTXRUN=dir")
+    folder = Path(named).resolve()
+    if os.environ.get("SAMPLEX_CPU_BACKEND") != "cuda" or not _shim_is_loaded(folder):
+        # Not skipped: somebody asked for the counters, and a gate that is silently left out is no gate.
+        pytest.fail(f"SAMPLEX_PTXRUN is '{named}', but this process does not run nvcc's code under its CUDA runtime")
+    sys.path.insert(0, str(folder))
+    try:
+        shim = importlib.import_module("ptxshim")
+        for name, value in _COUNTING.items():
+            _set(shim, name, value)
+        shim.reset()
+        shim.launches(reset=True)
+        yield shim
+        shim.launches(reset=True)
+        for name in _COUNTING:
+            _set(shim, name, int(os.environ.get(f"PTXRUN_{name.upper()}", "0")))
+    finally:
+        sys.path.remove(str(folder))
