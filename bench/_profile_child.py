@@ -25,7 +25,7 @@ KERNEL_TREE_KERNELS = {"draw": "sample", "update": "leaves", "parents": "parents
 
 
 def child(ptxrun_dir: str, ptx: str, case: str) -> None:
-    """Runs an op under the hook and prints the counters of each launch as JSON. `case`: a width d, or a dtype."""
+    """Runs an op under the hook and prints the counters of each launch as JSON. `case`: see the functions."""
     sys.path.insert(0, ptxrun_dir)
     import ptxrun
 
@@ -84,21 +84,29 @@ def child(ptxrun_dir: str, ptx: str, case: str) -> None:
     elif case in RFF_CASES:
         result = run_rff(case, launches)
     else:
-        result = run_tree(case, launches) if case in TREE_SECTORS else run_sampled_softmax(int(case), launches)
+        result = run_tree(case, launches) if case in TREE_SECTORS else run_sampled_softmax(case, launches)
     print("RESULT " + json.dumps(result))
 
 
-def run_sampled_softmax(dim: int, launches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Forward, training and no_grad."""
+def width_and_dtype(case: str) -> tuple[int, str]:
+    """`128` or `4096:bfloat16`."""
+    dim, _, dtype = case.partition(":")
+    return int(dim), dtype or "float32"
+
+
+def run_sampled_softmax(case: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Forward, training and no_grad, of rows of a width and dtype."""
     from samplex_cuda import functional as sxf
 
     # All ids different: then no row is shared and the fewest possible sectors are known exactly.
-    perm = torch.randperm(CLASSES)[: BATCH * (M + 1)]
+    dim, dtype = width_and_dtype(case)
+    classes = min(CLASSES, (1 << 24) // dim)
+    perm = torch.randperm(classes)[: BATCH * (M + 1)]
     target, ids = perm[:BATCH].clone(), perm[BATCH:].view(BATCH, M).clone()
-    h = torch.randn(BATCH, dim)
-    weight = torch.randn(CLASSES, dim) * dim**-0.5
-    log_q = torch.full((BATCH, M), -math.log(CLASSES))
-    logits = torch.einsum("bmd,bd->bm", weight[ids].double(), h.double()) + math.log(CLASSES) - math.log(M)
+    h = torch.randn(BATCH, dim).to(getattr(torch, dtype))
+    weight = (torch.randn(classes, dim) * dim**-0.5).to(h.dtype)
+    log_q = torch.full((BATCH, M), -math.log(classes))
+    logits = torch.einsum("bmd,bd->bm", weight[ids].double(), h.double()) + math.log(classes) - math.log(M)
     positive = (weight[target].double() * h.double()).sum(1)
     want = (torch.logsumexp(torch.cat([positive[:, None], logits], 1), 1) - positive).mean()
     result: dict[str, Any] = {}
@@ -110,8 +118,8 @@ def run_sampled_softmax(dim: int, launches: list[dict[str, Any]]) -> dict[str, A
                 h.clone().requires_grad_(trains), weight.clone().requires_grad_(trains), target, ids, log_q
             )
         error = float((loss.detach().double() - want).abs() / want.abs())
-        if not error <= 1e-5:
-            raise SystemExit(f"profile_cuda: refcheck: the loss is off by {error:.1e} ({mode}, d = {dim})")
+        if not error <= max(1e-5, torch.finfo(loss.dtype).eps):  # a 16-bit loss is rounded
+            raise SystemExit(f"profile_cuda: refcheck: the loss is off by {error:.1e} ({mode}, d = {dim}, {dtype})")
         result[mode] = {"launches": list(launches), "error": error}
     return result
 

@@ -117,9 +117,10 @@ def build_hook(work: Path) -> Path:
 
 
 # ----------------------------------------------------------------------------------------------------- the parent
-def fewest_sectors(dim: int) -> int:
+def fewest_sectors(dim: int, dtype: str = "float32") -> int:
     """Rows, hidden, ids, log_q, target: each byte once."""
-    inputs = BATCH * (M + 1) * dim * 4, BATCH * dim * 4, BATCH * M * 8, BATCH * M * 4, BATCH * 8
+    size = getattr(torch, dtype).itemsize
+    inputs = BATCH * (M + 1) * dim * size, BATCH * dim * size, BATCH * M * 8, BATCH * M * 4, BATCH * 8
     return sum(math.ceil(n / 32) for n in inputs)
 
 
