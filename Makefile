@@ -78,7 +78,7 @@ format: $(STAMPS)/lint ## Rewrite the sources in the project's format
 	$(VENV)/bin/ruff format .
 	find csrc tests/simt -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format -i
 
-cuda-gate: $(STAMPS)/tools ## Compile every kernel for every listed architecture; no spills; docs/cuda_resources.md
+cuda-gate: $(STAMPS)/gate ## Compile every kernel for every listed architecture; no spills; docs/cuda_resources.md
 	$(PY) scripts/cuda_gate.py --archs $(ARCHS) --jobs $(JOBS)
 
 docs: $(STAMPS)/docs $(STAMPS)/build ## API pages from the docstrings, in docs/api
@@ -113,6 +113,10 @@ $(STAMPS)/tools: $(STAMPS)/torch
 $(STAMPS)/lint: $(STAMPS)/torch pyproject.toml
 	@echo "== lint tools"
 	@$(PIP) install $$($(PY) scripts/extra.py lint)
+	@touch $@
+
+$(STAMPS)/gate: $(STAMPS)/tools pyproject.toml
+	@$(PIP) install $$($(PY) scripts/extra.py gate)
 	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/torch pyproject.toml
