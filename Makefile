@@ -3,7 +3,7 @@
 #   VENV=dir         environment to use; created when it does not exist (default .venv)
 #   PYTHON=python3   interpreter a new environment is made from
 #   CUDA=AUTO        AUTO: the CUDA kernels where nvcc is found; ON, OFF
-#   CUDA_ARCHS=...   architectures of this build; the default embeds one PTX that any GPU from sm_75 on can load
+#   CUDA_ARCHS=...   architectures of this build; default: the GPUs here, or without one a PTX for any GPU from sm_75 on
 #   ARCHS="75 ..."   architectures of the gate
 #   JOBS=n           parallel compile jobs (default: all cores)
 #   SANITIZE=1       `make fuzz` under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -13,7 +13,9 @@
 VENV ?= .venv
 PYTHON ?= python3
 CUDA ?= AUTO
-CUDA_ARCHS ?= 75-virtual
+ifndef CUDA_ARCHS
+CUDA_ARCHS := $(or $(shell $(PYTHON) scripts/cuda_archs.py),75-virtual)
+endif
 ARCHS ?= 75 80 86 89 90 100 120
 JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 PTXRUN ?=
