@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ from step_counts import count_step
 import samplex_cuda as sx
 from samplex_cuda.samplers import Sampler
 
-ROOT = Path(__file__).resolve().parents[2]
 CLASSES, DIM, BATCH = 1_000_000, 32, 64
 MOST_LAUNCHES, MOST_SORT_PASSES = 10, 4
 LONGEST_WARP = 4.0
@@ -143,33 +138,12 @@ def test_no_warp_works_for_the_others(ptxshim, which, fused):
 
 
 # ------------------------------------------------------------------------------------------------ sectors
-@pytest.fixture(scope="module")
-def profiler(tmp_path_factory):
-    """`profile(case)` of bench/profile_cuda.py for the sampled softmax of this build."""
-    if not os.environ.get("SAMPLEX_PTXRUN"):
-        pytest.skip("SAMPLEX_PTXRUN does not name a folder: make test-emulated PTXRUN=dir")
-    work = tmp_path_factory.mktemp("profile")
-    sys.path.insert(0, str(ROOT / "bench"))
-    try:
-        cuda = importlib.import_module("profile_cuda")
-    finally:
-        sys.path.remove(str(ROOT / "bench"))
-    ptx, hook = cuda.build_ptx(work, "sampled_softmax"), cuda.build_hook(work)
-    folder, site = Path(os.environ["SAMPLEX_PTXRUN"]), Path(sx.__file__).parents[1]
-
-    def run(case: str) -> dict[str, float]:
-        """Sectors loaded / fewest possible, by mode."""
-        found = cuda.profile(folder, site, ptx, hook, case)
-        fewest = cuda.fewest_sectors(*cuda.width_and_dtype(case))
-        return {mode: sum(launch["sectors"] for launch in got["launches"]) / fewest for mode, got in found.items()}
-
-    return run
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dim", [missed(dim, "4: several warps per row") for dim in (1024, 4096)])
-def test_wide_rows_are_read_once(profiler, dim, dtype):
-    ratios = profiler(f"{dim}:{dtype}")
+def test_wide_rows_are_read_once(profile_cuda, dim, dtype):
+    fewest = profile_cuda.fewest_sectors(dim, dtype)
+    found = profile_cuda.run("sampled_softmax", f"{dim}:{dtype}")
+    ratios = {mode: sum(launch["sectors"] for launch in got["launches"]) / fewest for mode, got in found.items()}
     print(f"d = {dim}, {dtype}: {ratios}")
     assert set(ratios) == {"training", "no_grad"}
     assert max(ratios.values()) <= WIDE_SECTORS
