@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import math
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -277,6 +278,14 @@ def micro(value: float) -> str:
     return text if value >= 9.5e-6 else f"{value * 1e6:.1f} µs"
 
 
+def wrapped(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 118)
+
+
+def bullet(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 118, initial_indent="- ", subsequent_indent="  ")
+
+
 def step_table() -> list[str]:
     names = " | ".join(gpu.name for gpu in GPUS)
     lines = [
@@ -339,45 +348,62 @@ def page() -> str:
         [
             "# Times on a GPU, by arithmetic",
             "",
-            "**Computed, not measured.** No part of this project has been run on a GPU by its authors. This page says",
-            "what the steps should take if each kernel is bound by memory or by arithmetic and nothing else goes wrong,",
-            "so that the first owner of a GPU can hold it against a clock: `make gpu` writes a report. The page is",
-            "written by `python bench/gpu_model.py`; every formula is in that file.",
+            wrapped(
+                """**Computed, not measured.** No part of this project has been run on a GPU by its authors. This
+                page says what the steps should take if each kernel is bound by memory or by arithmetic and by
+                nothing else, so that the first owner of a GPU can hold it against a clock: `make gpu` writes a
+                report. The page is written by `python bench/gpu_model.py`; every formula is in that file."""
+            ),
             "",
             "## Steps",
             "",
-            "B = 1024, d = 128, C = 1,000,000, log-uniform draws, Adagrad, fp32 unless the row says otherwise. Training",
-            "steps hold forward, backward and update of the head, with the budget of launches that `tests/emulated`",
-            "checks. *Bytes* is traffic of device memory, caches not counted; *host without a graph* is what Python and",
-            "torch need to launch the step, which bounds it from below unless it is captured.",
+            wrapped(
+                """B = 1024, d = 128, C = 1,000,000, log-uniform draws, Adagrad, fp32 unless the row says otherwise.
+                Training steps hold forward, backward and update of the head, with the budget of launches that
+                `tests/emulated` checks. *Bytes* is traffic of device memory, caches not counted; *host without a
+                graph* is what Python and torch need to launch the step, which bounds it from below unless it is
+                captured."""
+            ),
             "",
             *step_table(),
             "",
             "What follows from it:",
             "",
-            "- A sampled step takes some tens of microseconds, less than the host needs to launch it: capture it.",
-            "- Shared draws cost a few matrix products; several hundred of them are cheaper than 64 draws per row.",
-            "- Exact draws from the softmax grow with C, draws from trees with log C. On an H100 with a bf16 table they",
-            f"  are cheaper than the kernel tree up to some {even_classes(kernel_tree):,} classes, and than the decision tree",
-            f"  up to some {even_classes(tree):,}. The logits pass through device memory here; a kernel that keeps them",
-            "  on chip would move both by the ratio of the two terms.",
-            "- The full softmax in chunks takes about as long as eager torch in fp32 and up to twice as long in bf16, where",
-            "  its logits stay fp32; it never stores [B, C].",
+            bullet(
+                "A sampled step takes some tens of microseconds, less than the host needs to launch it: capture it."
+            ),
+            bullet(
+                "Shared draws cost a few matrix products; several hundred of them are cheaper than 64 draws per row."
+            ),
+            bullet(
+                f"""Exact draws from the softmax grow with C, draws from trees with log C. On an H100 with a bf16
+                table they are cheaper than the kernel tree up to some {even_classes(kernel_tree):,} classes, and
+                than the decision tree up to some {even_classes(tree):,}. The logits pass through device memory
+                here; a kernel that keeps them on chip would move both figures up."""
+            ),
+            bullet(
+                """The full softmax in chunks takes about as long as eager torch in fp32 and up to twice as long in
+                bf16, where its logits stay fp32; it never stores [B, C]."""
+            ),
             "",
             "## Parts",
             "",
             *details,
             "## fp64 in draws",
             "",
-            "A draw has the same bits on every backend, so its arithmetic is IEEE fp64 where fp32 would not be enough.",
-            "Data-center GPUs (A100, H100, B200) do fp64 at half the rate of fp32 or better. Consumer GPUs do it at 1:64:",
-            "two lanes per multiprocessor. Counts are per draw, C = 2^15; times are for B = 1024, m = 64. *Without fp64* is",
-            f"what the {CONSUMER.name} would take if fp64 were as fast as the rest.",
+            wrapped(
+                f"""A draw has the same bits on every backend, so its arithmetic is IEEE fp64 where fp32 would not
+                be enough. Data-center GPUs (A100, H100, B200) do fp64 at half the rate of fp32. Consumer GPUs do it
+                at 1:64, two lanes per multiprocessor. Counts are per draw, at C = 2^15; times are for B = 1024, m =
+                64. *Without fp64* is what the {CONSUMER.name} would take if fp64 were as fast as the rest."""
+            ),
             "",
             *fp64_table(),
             "",
-            "Only the kernel tree is held up by much. It stays as it is: cheaper arithmetic would change the draws. On a",
-            "consumer GPU use another sampler where that time matters.",
+            wrapped(
+                """Only the kernel tree is held up by much. It stays as it is: cheaper arithmetic would change the
+                draws. On a consumer GPU, use another sampler where that time matters."""
+            ),
             "",
             "## Assumptions",
             "",
@@ -385,10 +411,13 @@ def page() -> str:
             "|---|---|---|---|---|---|---|",
             *machines,
             "",
-            f"Kernels reach {OF_BANDWIDTH:.0%} of the bandwidth, {OF_FP32:.0%} of fp32 and {OF_TENSOR:.0%} of the tensor",
-            f"cores. A launch costs {micro(GRAPH_LAUNCH)} in a graph and {micro(HOST_LAUNCH)} from Python. Logits are cut",
-            f"into chunks of {CHUNK >> 20} MiB. A kernel takes the longer of its memory and arithmetic time; kernels do not",
-            "overlap. Data sheet figures are the vendor's; fp32 products do not use TF32.",
+            wrapped(
+                f"""Kernels reach {OF_BANDWIDTH:.0%} of the bandwidth, {OF_FP32:.0%} of fp32 and {OF_TENSOR:.0%} of
+                the tensor cores. A launch costs {micro(GRAPH_LAUNCH)} in a graph and {micro(HOST_LAUNCH)} from
+                Python. Logits are cut into chunks of {CHUNK >> 20} MiB. A kernel takes the longer of its memory and
+                arithmetic time; kernels do not overlap. Data sheet figures are the vendor's; fp32 products do not
+                use TF32."""
+            ),
             "",
         ]
     )

@@ -74,6 +74,7 @@ def profile_cuda(tmp_path_factory):
     sys.path.insert(0, str(ROOT / "bench"))
     try:
         bench = importlib.import_module("profile_cuda")
+        draws = importlib.import_module("_profile_child").DRAWS
     finally:
         sys.path.remove(str(ROOT / "bench"))
     hook, site = bench.build_hook(work), Path(samplex_cuda.__file__).parents[1]
@@ -84,4 +85,4 @@ def profile_cuda(tmp_path_factory):
             compiled[source] = bench.build_ptx(work, source)
         return bench.profile(folder, site, compiled[source], hook, case)
 
-    return SimpleNamespace(run=run, fewest_sectors=bench.fewest_sectors, DRAWS=bench.DRAWS)
+    return SimpleNamespace(run=run, fewest_sectors=bench.fewest_sectors, DRAWS=draws)
