@@ -34,7 +34,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-slow test-emulated sanitize fuzz fuzz-files bench lint format cuda-gate docs wheel clean distclean FORCE
+.PHONY: help build demo test test-slow test-emulated sanitize fuzz fuzz-files bench gpu lint format cuda-gate docs wheel clean distclean FORCE
 
 help: ## Show this list
 	@echo "samplex-cuda"
@@ -68,6 +68,9 @@ bench: $(STAMPS)/build ## All benchmarks; tables in bench/results and the README
 	@status=0; for script in bench/bench_*.py; do \
 	  echo "== $$script"; $(PY) $$script $(ARGS) || status=1; \
 	done; $(PY) bench/update_readme.py || status=1; exit $$status
+
+gpu: $(STAMPS)/build $(STAMPS)/gate ## For the owner of a GPU: tests, gates, benchmarks, profile; gpu_report.md to send back
+	$(PY) scripts/gpu_report.py $(ARGS)
 
 lint: $(STAMPS)/lint $(STAMPS)/build ## ruff, clang-format and mypy; changes nothing
 	$(VENV)/bin/ruff check .

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from test_packaging import script
+from test_packaging import ROOT, script
 
 NO_BOARD = 7
 
@@ -101,3 +103,21 @@ def test_gate_refuses_local_memory():
     assert kernel.faults() == ["2 accesses of local memory in the machine code"]
     kernel.prints = True
     assert kernel.faults() == []
+
+
+def kernels() -> set[str]:
+    """Names of the kernels in the sources."""
+    found: set[str] = set()
+    for path in ROOT.glob("csrc/**/*_kernel.cuh"):
+        found |= set(re.findall(r"__global__[^;{]*?\b(\w+_kernel)\(", path.read_text()))
+    return found
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="issue 19: make cuda-gate writes the page after the merge"
+)
+def test_the_page_of_resources_has_every_kernel():
+    page = (ROOT / "docs" / "cuda_resources.md").read_text()
+    assert len(kernels()) > 20
+    assert {name for name in kernels() if f"`{name}" not in page} == set(), "run make cuda-gate"
+    assert "| loads | in flight | fp64 |" in page
