@@ -70,8 +70,10 @@ def fake_info(gpu) -> dict:
 def test_report_holds_results_and_no_names(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(platform, "node", lambda: "secretbox.lab.example")
     monkeypatch.setattr(getpass, "getuser", lambda: "mallory")
-    monkeypatch.setattr(Path, "home", lambda: Path("/home/mallory"))
-    done = gpu.Stage("tests", ["pytest"], 12.0, 1, f"{ROOT}/x.py failed on secretbox of mallory in /home/mallory/a\n")
+    monkeypatch.setattr(Path, "home", lambda: Path("/folders/mallory"))
+    done = gpu.Stage(
+        "tests", ["pytest"], 12.0, 1, f"{ROOT}/x.py failed on secretbox of mallory in /folders/mallory/a\n"
+    )
     left_out = gpu.Stage("gate", ["x"], why_not="nvcc is not on PATH")
     steps = {
         "bandwidth": 3.0e12,
@@ -83,7 +85,7 @@ def test_report_holds_results_and_no_names(gpu, tmp_path, monkeypatch):
                 "computed": 0.052,
                 "notes": ["FBGEMM not measured"],
             },
-            {"step": "shared, m = 64", "error": "RuntimeError: out of\nmemory at /home/mallory/b"},
+            {"step": "shared, m = 64", "error": "RuntimeError: out of\nmemory at /folders/mallory/b"},
         ],
         "profile": {"launches": 10.0, "kernels": [{"name": "k<float>", "per_step": 1.0, "microseconds": 14.2}]},
     }
