@@ -3,7 +3,7 @@
 #   VENV=dir         environment to use; created when it does not exist (default .venv)
 #   PYTHON=python3   interpreter a new environment is made from
 #   CUDA=AUTO        AUTO: the CUDA kernels where nvcc is found; ON, OFF
-#   CUDA_ARCHS=...   architectures of this build; the default embeds one PTX that any GPU from sm_75 on can load
+#   CUDA_ARCHS=...   architectures of this build; default: the GPUs here, or without one a PTX for any GPU from sm_75 on
 #   ARCHS="75 ..."   architectures of the gate
 #   JOBS=n           parallel compile jobs (default: all cores)
 #   SANITIZE=1       `make fuzz` under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -13,7 +13,9 @@
 VENV ?= .venv
 PYTHON ?= python3
 CUDA ?= AUTO
-CUDA_ARCHS ?= 75-virtual
+ifndef CUDA_ARCHS
+CUDA_ARCHS := $(or $(shell $(PYTHON) scripts/cuda_archs.py),75-virtual)
+endif
 ARCHS ?= 75 80 86 89 90 100 120
 JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 PTXRUN ?=
@@ -32,7 +34,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-slow test-emulated sanitize fuzz fuzz-files bench lint format cuda-gate docs wheel clean distclean FORCE
+.PHONY: help build demo test test-slow test-emulated sanitize fuzz fuzz-files bench gpu lint format cuda-gate docs wheel clean distclean FORCE
 
 help: ## Show this list
 	@echo "samplex-cuda"
@@ -67,6 +69,9 @@ bench: $(STAMPS)/build ## All benchmarks; tables in bench/results and the README
 	  echo "== $$script"; $(PY) $$script $(ARGS) || status=1; \
 	done; $(PY) bench/update_readme.py || status=1; exit $$status
 
+gpu: $(STAMPS)/build $(STAMPS)/gate ## For the owner of a GPU: tests, gates, benchmarks, profile; gpu_report.md to send back
+	$(PY) scripts/gpu_report.py $(ARGS)
+
 lint: $(STAMPS)/lint $(STAMPS)/build ## ruff, clang-format and mypy; changes nothing
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -78,7 +83,7 @@ format: $(STAMPS)/lint ## Rewrite the sources in the project's format
 	$(VENV)/bin/ruff format .
 	find csrc tests/simt -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format -i
 
-cuda-gate: $(STAMPS)/tools ## Compile every kernel for every listed architecture; no spills; docs/cuda_resources.md
+cuda-gate: $(STAMPS)/gate ## Compile every kernel for every listed architecture; no spills; docs/cuda_resources.md
 	$(PY) scripts/cuda_gate.py --archs $(ARCHS) --jobs $(JOBS)
 
 docs: $(STAMPS)/docs $(STAMPS)/build ## API pages from the docstrings, in docs/api
@@ -113,6 +118,10 @@ $(STAMPS)/tools: $(STAMPS)/torch
 $(STAMPS)/lint: $(STAMPS)/torch pyproject.toml
 	@echo "== lint tools"
 	@$(PIP) install $$($(PY) scripts/extra.py lint)
+	@touch $@
+
+$(STAMPS)/gate: $(STAMPS)/tools pyproject.toml
+	@$(PIP) install $$($(PY) scripts/extra.py gate)
 	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/torch pyproject.toml

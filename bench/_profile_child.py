@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,26 @@ TREE_SECTORS = {"float32": 3.3, "bfloat16": 2.2}  # sectors loaded per draw and 
 RFF_CASES = {"rff_narrow": (64, 128, 512), "rff_wide": (256, 32, 4096), "rff_quadratic": (32, 64, 0)}
 RFF_TILE_COLUMNS = 128
 KERNEL_TREE_CLASSES, KERNEL_TREE_DIM, KERNEL_TREE_FEATURES, KERNEL_TREE_CHANGED = 1 << 15, 64, 128, 512
+# Draws by the source that makes them: what `run_draw` runs, and how much of it is fp64.
+DRAWS = {
+    "uniform": "static_sample",
+    "log_uniform": "static_sample",
+    "unigram": "static_sample",
+    "bigram": "bigram_sample",
+    "subset": "subset_sample",
+    "tree": "tree",
+    "tree_shared": "tree_shared",
+    "kernel_tree": "kernel_tree",
+    "kernel_tree_shared": "kernel_tree",
+}
+# Instructions of the fp64 unit that a PTX instruction becomes; moves, loads and selects do not use it.
+FP64_COST = {"div": 10, "rcp": 8, "sqrt": 10}
+FP64_COST |= dict.fromkeys(("add", "sub", "mul", "fma", "mad", "setp", "set", "min", "max", "cvt"), 1)
 KERNEL_TREE_KERNELS = {"draw": "sample", "update": "leaves", "parents": "parents"}
 
 
 def child(ptxrun_dir: str, ptx: str, case: str) -> None:
-    """Runs an op under the hook and prints the counters of each launch as JSON. `case`: a width d, or a dtype."""
+    """Runs an op under the hook and prints the counters of each launch as JSON. `case`: see the functions."""
     sys.path.insert(0, ptxrun_dir)
     import ptxrun
 
@@ -35,7 +51,8 @@ def child(ptxrun_dir: str, ptx: str, case: str) -> None:
     unsupported = module.unsupported()
     if unsupported:
         raise SystemExit(f"profile_cuda: the emulator cannot execute:\n{unsupported[:2000]}")
-    ptxrun.option(profile=1, random=0, race=0, threads=1)
+    # Large tables are mapped by the library itself: the emulator does not know their bounds.
+    ptxrun.option(profile=1, random=0, race=0, threads=1, bounds=0)
     launches: list[dict[str, Any]] = []
 
     callback_type = ctypes.CFUNCTYPE(
@@ -55,8 +72,9 @@ def child(ptxrun_dir: str, ptx: str, case: str) -> None:
         module.counters(reset=True)
         code = ptxrun.lib().ptxrun_launch(module.h, index, grid, block, smem, args)
         if code != 0:
-            print(ptxrun.lib().ptxrun_log().decode(), file=sys.stderr)
-            return 719
+            # The library asks the runtime for errors, which does not know of this launch.
+            print(ptxrun.lib().ptxrun_log().decode(), file=sys.stderr, flush=True)
+            os._exit(1)
         rows = [r for r in module.counters(reset=True) if r["exec"]]
         loads = [r for r in rows if r["kind"] == 1 and r["sectors"]]
         launches.append(
@@ -71,34 +89,45 @@ def child(ptxrun_dir: str, ptx: str, case: str) -> None:
                 "bank_extra": sum(r["ways"] - r["groups"] for r in rows if r["groups"] > 0),
                 "hot": hot_lines(rows),
                 "opcodes": opcodes(rows),
+                "fp64": fp64_instructions(rows),
             }
         )
         return 0
 
     ctypes.CDLL(None).samplex_hook(on_launch)
     torch.manual_seed(0)
-    if case == "kernel_tree":
+    if case.startswith("draw:"):
+        result = run_draw(case.removeprefix("draw:"), launches)
+    elif case == "kernel_tree":
         result = run_kernel_tree(launches)
     elif case == "row_rules":
         result = run_optim(launches)
     elif case in RFF_CASES:
         result = run_rff(case, launches)
     else:
-        result = run_tree(case, launches) if case in TREE_SECTORS else run_sampled_softmax(int(case), launches)
+        result = run_tree(case, launches) if case in TREE_SECTORS else run_sampled_softmax(case, launches)
     print("RESULT " + json.dumps(result))
 
 
-def run_sampled_softmax(dim: int, launches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Forward, training and no_grad."""
+def width_and_dtype(case: str) -> tuple[int, str]:
+    """`128` or `4096:bfloat16`."""
+    dim, _, dtype = case.partition(":")
+    return int(dim), dtype or "float32"
+
+
+def run_sampled_softmax(case: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Forward, training and no_grad, of rows of a width and dtype."""
     from samplex_cuda import functional as sxf
 
     # All ids different: then no row is shared and the fewest possible sectors are known exactly.
-    perm = torch.randperm(CLASSES)[: BATCH * (M + 1)]
+    dim, dtype = width_and_dtype(case)
+    classes = min(CLASSES, (1 << 24) // dim)
+    perm = torch.randperm(classes)[: BATCH * (M + 1)]
     target, ids = perm[:BATCH].clone(), perm[BATCH:].view(BATCH, M).clone()
-    h = torch.randn(BATCH, dim)
-    weight = torch.randn(CLASSES, dim) * dim**-0.5
-    log_q = torch.full((BATCH, M), -math.log(CLASSES))
-    logits = torch.einsum("bmd,bd->bm", weight[ids].double(), h.double()) + math.log(CLASSES) - math.log(M)
+    h = torch.randn(BATCH, dim).to(getattr(torch, dtype))
+    weight = (torch.randn(classes, dim) * dim**-0.5).to(h.dtype)
+    log_q = torch.full((BATCH, M), -math.log(classes))
+    logits = torch.einsum("bmd,bd->bm", weight[ids].double(), h.double()) + math.log(classes) - math.log(M)
     positive = (weight[target].double() * h.double()).sum(1)
     want = (torch.logsumexp(torch.cat([positive[:, None], logits], 1), 1) - positive).mean()
     result: dict[str, Any] = {}
@@ -110,8 +139,8 @@ def run_sampled_softmax(dim: int, launches: list[dict[str, Any]]) -> dict[str, A
                 h.clone().requires_grad_(trains), weight.clone().requires_grad_(trains), target, ids, log_q
             )
         error = float((loss.detach().double() - want).abs() / want.abs())
-        if not error <= 1e-5:
-            raise SystemExit(f"profile_cuda: refcheck: the loss is off by {error:.1e} ({mode}, d = {dim})")
+        if not error <= max(1e-5, torch.finfo(loss.dtype).eps):  # a 16-bit loss is rounded
+            raise SystemExit(f"profile_cuda: refcheck: the loss is off by {error:.1e} ({mode}, d = {dim}, {dtype})")
         result[mode] = {"launches": list(launches), "error": error}
     return result
 
@@ -139,6 +168,43 @@ def run_tree(dtype: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
     if not error <= 1e-5:
         raise SystemExit(f"profile_cuda: refcheck: log_q is off by {error:.1e} ({dtype})")
     return {"draw": {"launches": list(launches), "error": error}}
+
+
+def run_draw(name: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Draws of one kind, the target excluded where the sampler can."""
+    import samplex_cuda as sx
+    from samplex_cuda import _native
+    from samplex_cuda.ops.subset_sample import subset_sample
+
+    classes, dim, shared = 1 << 15, KERNEL_TREE_DIM, name.endswith("_shared")
+    h, target = torch.nn.functional.normalize(torch.randn(BATCH, dim), dim=1), torch.randint(classes, (BATCH,))
+    options: dict[str, Any] = {"key": sx.Key(1), "shared": shared, "exclude": None if shared else target}
+    if name == "subset":
+        subset_sample(sx.Key(1).reserve(), BATCH, M, classes, target)
+        return {"draw": {"launches": list(launches), "draws": BATCH * M}}
+    if name.startswith("kernel_tree"):
+        weight = torch.nn.functional.normalize(torch.randn(classes, dim), dim=1)
+        _native.set_cpu_backend("cpu")
+        sampler: Any = sx.samplers.RandomFourier(weight, KERNEL_TREE_FEATURES, 1.0, key=sx.Key(1))
+        _native.set_cpu_backend("cuda")
+    elif name.startswith("tree"):
+        h = torch.randn(BATCH, FEATURES)
+        nodes = torch.randn(classes, FEATURES) * 0.5
+        sampler = sx.samplers.Tree(nodes, torch.randn(classes) * 0.3, torch.randperm(classes))
+    elif name == "bigram":
+        pairs = torch.randint(classes, (classes, 2), dtype=torch.int64).sort(dim=1).values
+        pairs[:, 1] += (pairs[:, 0] == pairs[:, 1]) & (pairs[:, 1] < classes - 1)
+        counts = torch.randint(1, 9, (classes * 2,))
+        offsets = torch.arange(0, 2 * classes + 1, 2)
+        sampler = sx.samplers.Bigram(offsets, pairs.reshape(-1), counts, torch.randint(1, 99, (classes,)))
+        options["context"] = target
+    elif name == "unigram":
+        sampler = sx.samplers.Unigram(torch.randint(1, 99, (classes,)))
+    else:
+        sampler = {"uniform": sx.samplers.Uniform, "log_uniform": sx.samplers.LogUniform}[name](classes)
+    launches.clear()
+    sampler.sample(h, M, **options)
+    return {"draw": {"launches": list(launches), "draws": M if shared else BATCH * M}}
 
 
 def run_rff(case: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
@@ -262,13 +328,28 @@ def hot_lines(rows: list[dict[str, Any]], most: int = 20) -> list[list[Any]]:
     return [[place, *counts] for place, counts in ranked]
 
 
+def opcode(row: dict[str, Any]) -> str:
+    """`add.f64`, without predicate and operands."""
+    words = row["text"].split()
+    if words and words[0].startswith("@"):  # a predicate
+        words = words[1:]
+    return words[0].rstrip(";") if words else "?"
+
+
+def fp64_instructions(rows: list[dict[str, Any]]) -> int:
+    """Warp instructions of the fp64 unit; a division counts as the ten that it becomes."""
+    found = 0
+    for r in rows:
+        name, *types = opcode(r).split(".")
+        if "f64" in types:
+            found += FP64_COST.get(name, 0) * r["exec"]
+    return found
+
+
 def opcodes(rows: list[dict[str, Any]], most: int = 16) -> dict[str, int]:
     """Thread instructions by PTX opcode, the most frequent first."""
     counts: dict[str, int] = {}
     for r in rows:
-        words = r["text"].split()
-        if words and words[0].startswith("@"):  # a predicate
-            words = words[1:]
-        name = words[0].rstrip(";") if words else "?"
+        name = opcode(r)
         counts[name] = counts.get(name, 0) + r["lanes"]
     return dict(sorted(counts.items(), key=lambda item: -item[1])[:most])

@@ -3,7 +3,7 @@
   Ours      a SampledClassifier, its RowAdagrad fused into backward or not, any sampler by name
   Eager     torch alone: torch.randint, a sparse embedding, bmm or matmul, cross_entropy, torch.optim.Adagrad
   Compiled  the same with the loss under torch.compile; gather and optimizer stay outside
-  Fbgemm    the same with FBGEMM's CPU table (SplitTableBatchedEmbeddingBagsCodegen, EXACT_ADAGRAD), if it is installed
+  Fbgemm    the same with FBGEMM's table (SplitTableBatchedEmbeddingBagsCodegen, EXACT_ADAGRAD), if it is installed
   Full      all classes: F.linear, cross_entropy, a dense gradient, torch.optim.Adagrad
 
 Every side has `step(h, y)`, `parameters()` and `sums()`. `refcheck` runs one step of each side on the same draws and
@@ -271,8 +271,8 @@ class Fbgemm(Eager):
     name = "FBGEMM"
 
     def __init__(self, sizes: Sizes, device: torch.device, *, compiled: bool = False) -> None:
-        if sizes.bias or sizes.dtype is not torch.float32 or device.type != "cpu":
-            raise ValueError(f"Fbgemm: sizes must be fp32 without a bias on the CPU, got {sizes} on {device}")
+        if sizes.bias or sizes.dtype is not torch.float32:
+            raise ValueError(f"Fbgemm: sizes must be fp32 without a bias, got {sizes}")
         super().__init__(sizes, device)
         if compiled:
             self.name = "FBGEMM, compiled loss"
@@ -292,22 +292,23 @@ class Fbgemm(Eager):
             SplitTableBatchedEmbeddingBagsCodegen,
         )
 
-        sizes = self.sizes
+        sizes, cpu = self.sizes, self.device.type == "cpu"
+        place = (EmbeddingLocation.HOST, ComputeDevice.CPU) if cpu else (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
         self.tables = SplitTableBatchedEmbeddingBagsCodegen(
-            [(sizes.classes, sizes.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+            [(sizes.classes, sizes.dim, *place)],
             optimizer=EmbOptimType.EXACT_ADAGRAD,
             learning_rate=RATE,
             eps=EPS,
         )
         # The same memory as the other sides have: on huge pages where the system gives them.
         (table,) = make_parameters(sizes, self.device)
-        self.tables.weights_host = torch.nn.Parameter(table.detach().view(-1))
+        setattr(self.tables, "weights_host" if cpu else "weights_dev", torch.nn.Parameter(table.detach().view(-1)))
         self.weight, self.bias = self.tables.split_embedding_weights()[0], None
         if self.weight.data_ptr() != table.data_ptr():
             raise AssertionError("Fbgemm: the table must be the one that was given")
         # A bag of one row for each id: the pooled output is the gather.
         rows = sizes.batch + sizes.m if sizes.shared else sizes.batch * (1 + sizes.m)
-        self.offsets = torch.arange(rows + 1)
+        self.offsets = torch.arange(rows + 1, device=self.device)
 
     def gather(self, at: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.tables(at.reshape(-1), self.offsets).view(*at.shape, self.sizes.dim), None
@@ -371,7 +372,7 @@ def rivals(sizes: Sizes, device: torch.device) -> tuple[list[Eager], str]:
     missing = [Compiled.missing()]
     if not missing[0]:
         sides.append(Compiled(sizes, device))
-    if device.type == "cpu" and sizes.dtype is torch.float32 and not sizes.bias:
+    if sizes.dtype is torch.float32 and not sizes.bias:
         missing.append(Fbgemm.missing())
         if not missing[1]:
             sides.append(Fbgemm(sizes, device))

@@ -5,13 +5,15 @@
 1k_memory, ...        peak memory above the start without the gradients / that of eager
 
 The others: `eager` is F.linear + F.cross_entropy, `compiled` the same under torch.compile, `chunked` is
-F.linear_cross_entropy with its default chunks (where torch has it). The note of a row has the time or memory of each.
+F.linear_cross_entropy with its default chunks (where torch has it), `Liger` its fused linear cross entropy (on a GPU,
+where it is installed). The note of a row has the time or memory of each.
 --batch and --dim measure other shapes; such a run is not stored.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import subprocess
 import sys
@@ -69,6 +71,11 @@ class Softmax:
         }
         if hasattr(torch.nn, "LinearCrossEntropyOptions"):
             self.losses["chunked"] = _chunked
+        if device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+            liger = LigerFusedLinearCrossEntropyLoss()
+            self.losses["Liger"] = lambda h, weight, bias, y: liger(weight, h, y, bias)
 
     def step(self, side: str, _: int = 0) -> tuple[torch.Tensor, ...]:
         loss = self.losses[side](*self.leaves, self.y)

@@ -54,10 +54,12 @@ from _profile_child import (
 
 # Sources, with what their build adds to the common flags.
 SOURCES = {
+    **{
+        name: (ROOT / "csrc" / "sampler" / name / f"{name}_cuda.cu", ["-fmad=false"])
+        for name in ("static_sample", "bigram_sample", "subset_sample", "tree", "tree_shared", "kernel_tree")
+    },
     "sampled_softmax": (ROOT / "csrc" / "loss" / "sampled_softmax" / "sampled_softmax_cuda.cu", []),
-    "tree": (ROOT / "csrc" / "sampler" / "tree" / "tree_cuda.cu", ["-fmad=false"]),
     "rff": (ROOT / "csrc" / "features" / "rff" / "rff_cuda.cu", []),
-    "kernel_tree": (ROOT / "csrc" / "sampler" / "kernel_tree" / "kernel_tree_cuda.cu", ["-fmad=false"]),
     "row_rules": (ROOT / "csrc" / "update" / "row_rules" / "row_rules_cuda.cu", []),
 }
 
@@ -117,9 +119,10 @@ def build_hook(work: Path) -> Path:
 
 
 # ----------------------------------------------------------------------------------------------------- the parent
-def fewest_sectors(dim: int) -> int:
+def fewest_sectors(dim: int, dtype: str = "float32") -> int:
     """Rows, hidden, ids, log_q, target: each byte once."""
-    inputs = BATCH * (M + 1) * dim * 4, BATCH * dim * 4, BATCH * M * 8, BATCH * M * 4, BATCH * 8
+    size = getattr(torch, dtype).itemsize
+    inputs = BATCH * (M + 1) * dim * size, BATCH * dim * size, BATCH * M * 8, BATCH * M * 4, BATCH * 8
     return sum(math.ceil(n / 32) for n in inputs)
 
 

@@ -95,7 +95,7 @@ def sanitize(python: Path, arguments: list[str]) -> int:
 
 
 def emulated(python: Path, ptxrun: Path, arguments: list[str]) -> int:
-    """Op suite on nvcc's code under ptxrun, with race detection."""
+    """Op suite on nvcc's code under ptxrun, with race detection; then the counters of tests/emulated."""
     preload = ptxrun / "libptxrun_preload.so"
     if not preload.exists():
         raise SystemExit(f"side_build.py: --ptxrun must name a directory with libptxrun_preload.so, got '{ptxrun}'")
@@ -108,6 +108,7 @@ def emulated(python: Path, ptxrun: Path, arguments: list[str]) -> int:
     install(python, ROOT, build_dir="build/emulated-{wheel_tag}", defines=defines)
     environment = {
         "SAMPLEX_CPU_BACKEND": "cuda",
+        "SAMPLEX_PTXRUN": str(ptxrun),
         "LD_LIBRARY_PATH": str(ptxrun / "shim"),
         "LD_PRELOAD": str(preload),
         "PTXRUN_RACE": os.environ.get("PTXRUN_RACE", "1"),
@@ -115,7 +116,7 @@ def emulated(python: Path, ptxrun: Path, arguments: list[str]) -> int:
         "PTXRUN_RANDOM": os.environ.get("PTXRUN_RANDOM", "1"),
         "PTXRUN_SEED": os.environ.get("PTXRUN_SEED", "1"),
     }
-    return run_tests(python, arguments or ["tests/ops", "-m", "not slow", "-q"], environment)
+    return run_tests(python, arguments or ["tests/ops", "tests/emulated", "-m", "not slow", "-q"], environment)
 
 
 def main() -> int:

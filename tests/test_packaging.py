@@ -76,7 +76,7 @@ def test_extras_are_read_from_pyproject():
     assert extra.requirements(text, "lint") == ["ruff>=0.6", "mypy"]
     with pytest.raises(SystemExit, match="no extra 'docs'"):
         extra.requirements(text, "docs")
-    for name in ("lint", "docs", "test", "demo", "bench"):
+    for name in ("lint", "docs", "test", "demo", "bench", "gate"):
         assert extra.requirements((ROOT / "pyproject.toml").read_text(), name)
 
 

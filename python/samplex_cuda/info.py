@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from samplex_cuda._driver import driver_cuda, driver_version, is_older, kernels_for, needed_driver
 from samplex_cuda._library import _native
 
 __all__ = ["format_info", "gather_info", "main"]
@@ -29,18 +30,22 @@ def _huge_pages(setting: Path = _HUGE_PAGES) -> str:
     return chosen[0] if chosen else "unknown"
 
 
-def _devices() -> list[dict[str, Any]]:
-    """The CUDA devices torch sees: name, compute capability ('8.0'), memory in bytes."""
+def _devices(archs: list[str]) -> list[dict[str, Any]]:
+    """The CUDA devices torch sees: name, compute capability ('8.0'), memory in bytes, what they run of this build."""
     if not torch.cuda.is_available():
         return []
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
+        capability = f"{properties.major}.{properties.minor}"
+        kernels, arch = kernels_for(capability, archs)
         found.append(
             {
                 "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
+                "capability": capability,
                 "memory": int(properties.total_memory),
+                "kernels": kernels,
+                "kernels_arch": arch,
             }
         )
     return found
@@ -60,6 +65,7 @@ def gather_info() -> dict[str, Any]:
     build = {key: native[key] for key in build_keys}
     build["cuda_version"] = native["cuda_version"] or None
     build["cuda_archs"] = [arch for arch in native["cuda_archs"].split(",") if arch]
+    build["needed_driver"] = needed_driver(build["cuda_version"])
     build["location"] = str(Path(_native.__file__).parent)
     runtime = {
         "python": platform.python_version(),
@@ -75,7 +81,9 @@ def gather_info() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "simd_detected": native["simd_detected"],
         "huge_pages": _huge_pages(),
-        "cuda_devices": _devices(),
+        "driver": driver_version(),
+        "driver_cuda": driver_cuda(),
+        "cuda_devices": _devices(build["cuda_archs"]),
     }
     return {"build": build, "runtime": runtime, "machine": machine}
 
@@ -87,14 +95,50 @@ def _op_names() -> list[str]:
 
 
 def _cuda_status(info: dict[str, Any]) -> str:
-    """One sentence: do CUDA tensors work here, and if not, why."""
-    if not info["build"]["cuda"]:
+    """One sentence: do CUDA tensors work here, and if not, why and what to do."""
+    build, machine = info["build"], info["machine"]
+    if not build["cuda"]:
         return "no: built without CUDA kernels (put nvcc on PATH and rebuild)"
     if info["runtime"]["torch_cuda"] is None:
-        return "no: this torch is a CPU build"
-    if not info["machine"]["cuda_devices"]:
-        return "no: torch sees no CUDA device"
+        return "no: this torch is a CPU build (install a CUDA build of torch >= 2.13)"
+    if is_older(machine["driver"], build["needed_driver"]):
+        return (
+            f"no: driver {machine['driver']} is too old for kernels of CUDA {build['cuda_version']} "
+            f"(install driver {build['needed_driver']} or newer, or rebuild with an older CUDA toolkit)"
+        )
+    if not machine["cuda_devices"]:
+        why = " and there is no NVIDIA driver" if machine["driver"] is None else ""
+        return f"no: torch sees no CUDA device{why}"
+    if all(device["kernels"] == "none" for device in machine["cuda_devices"]):
+        return "no: no kernel of this build runs on the devices here (rebuild here with `make build`)"
     return "yes"
+
+
+def _driver_text(info: dict[str, Any]) -> str:
+    """The driver that is here, and the one the kernels need."""
+    build, machine = info["build"], info["machine"]
+    here = machine["driver"] or "none found"
+    if machine["driver"] and machine["driver_cuda"]:
+        here += f" (CUDA {machine['driver_cuda']})"
+    needed = build["needed_driver"]
+    return here if needed is None else f"{here}; CUDA {build['cuda_version']} needs R{needed} or newer"
+
+
+def _kernels_text(device: dict[str, Any], info: dict[str, Any]) -> str:
+    """What one device runs of this build, and what to do where that is not machine code."""
+    if device["kernels"] == "machine code":
+        return f"machine code for {device['kernels_arch']}"
+    if device["kernels"] == "PTX":
+        text = (
+            f"PTX of {device['kernels_arch']}, which the driver compiles at first use; `make build` makes machine code"
+        )
+        build, cuda = info["build"], info["machine"]["driver_cuda"]
+        if is_older(cuda, build["cuda_version"] and ".".join(build["cuda_version"].split(".")[:2])):
+            text += f"; this driver compiles PTX up to CUDA {cuda} and cannot take that of CUDA {build['cuda_version']}"
+        return text
+    if device["kernels"] == "none":
+        return "no kernels for this device; rebuild here with `make build`"
+    return f"built for {', '.join(info['build']['cuda_archs'])}"
 
 
 def format_info(info: dict[str, Any]) -> str:
@@ -124,6 +168,7 @@ def format_info(info: dict[str, Any]) -> str:
         ("huge pages", machine["huge_pages"]),
         ("system", machine["system"]),
         ("CUDA here", _cuda_status(info)),
+        ("driver", _driver_text(info)),
     ]
     if build["sanitizers"]:
         rows.append(("sanitizers", build["sanitizers"]))
@@ -132,6 +177,8 @@ def format_info(info: dict[str, Any]) -> str:
     for index, device in enumerate(machine["cuda_devices"]):
         memory = device["memory"] / 2**30
         rows.append((f"cuda:{index}", f"{device['name']}, compute {device['capability']}, {memory:.1f} GiB"))
+        if build["cuda"]:
+            rows.append(("", _kernels_text(device, info)))
     width = max(len(name) for name, _ in rows)
     return "\n".join([f"samplex-cuda {build['version']}", *(f"  {name:<{width}}  {value}" for name, value in rows)])
 

@@ -1,0 +1,441 @@
+"""Writes docs/gpu_model.md: time of the usual steps on A100, H100 and B200, from bytes, flops and launches.
+
+    python bench/gpu_model.py            writes the page
+    python bench/gpu_model.py --check    exits with 1 if the page is not what this would write
+
+Arithmetic, not measurement: nothing here has run on a GPU. All formulas are in this file, one function per step, so
+that whoever has a clock can see which term is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "gpu_model.md"
+
+
+# ----------------------------------------------------------------------------------------------------- machines
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Data sheet figures: bytes and flops per second, multiprocessors, clock, fp64 lanes of a multiprocessor."""
+
+    name: str
+    bandwidth: float
+    fp32: float
+    tensor: float  # bf16 products, fp32 sums, dense
+    sms: int
+    clock: float
+    fp64_lanes: int
+
+
+GPUS = [
+    Gpu("A100 SXM 80 GB", 2.04e12, 19.5e12, 312e12, 108, 1.41e9, 32),
+    Gpu("H100 SXM", 3.35e12, 67e12, 989e12, 132, 1.98e9, 64),
+    Gpu("B200", 8.0e12, 75e12, 2250e12, 148, 1.97e9, 64),
+]
+CONSUMER = Gpu("RTX 4090", 1.01e12, 82.6e12, 165e12, 128, 2.52e9, 2)
+
+# What kernels usually reach of the data sheet, and what a launch costs.
+OF_BANDWIDTH, OF_FP32, OF_TENSOR = 0.85, 0.75, 0.60
+GRAPH_LAUNCH = 1.5e-6  # start and end of a kernel inside a CUDA graph
+HOST_LAUNCH = 5e-6  # an op launched from Python, which the host needs whether or not the GPU has work
+CHUNK = 128 << 20  # bytes of logits at a time
+
+
+# ----------------------------------------------------------------------------------------------------- a step
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One kernel or one family of equal ones: bytes of device memory, flops, launches."""
+
+    what: str
+    bytes: float
+    flops: float = 0.0
+    launches: int = 1
+    tensor: bool = False  # whether the flops are those of tensor cores
+
+    def seconds(self, gpu: Gpu) -> float:
+        """The slower of memory and arithmetic."""
+        peak = gpu.tensor * OF_TENSOR if self.tensor else gpu.fp32 * OF_FP32
+        return max(self.bytes / (gpu.bandwidth * OF_BANDWIDTH), self.flops / peak)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """B rows of width d, C classes, m draws, bytes of a number in tables and activations."""
+
+    batch: int = 1024
+    dim: int = 128
+    classes: int = 1_000_000
+    samples: int = 64
+    size: int = 4
+
+    @property
+    def tensor(self) -> bool:
+        return self.size == 2
+
+
+@functools.cache
+def distinct_log_uniform(classes: int, draws: int) -> float:
+    """Expected number of different classes among draws from the log-uniform distribution."""
+    norm = math.log(classes + 1)
+    return sum(-math.expm1(draws * math.log1p(-math.log1p(1 / (k + 1)) / norm)) for k in range(classes))
+
+
+def update(s: Shape, entries: int, rows: float) -> list[Work]:
+    """Keys; a sort of four passes over 4-byte keys and 8-byte places; Adagrad reads and writes weight and state."""
+    return [
+        Work("keys", 12 * entries),
+        Work("sort", 4 * 2 * 12 * entries),
+        Work("update", 12 * entries + rows * s.dim * 2 * (s.size + 4), 4 * entries * s.dim),
+    ]
+
+
+def per_row(s: Shape) -> list[Work]:
+    """Each row has its own m draws: rows are gathered once, the gradient of h comes from the same pass."""
+    entries = s.batch * (s.samples + 1)
+    rows = distinct_log_uniform(s.classes, s.batch * s.samples) + s.batch
+    return [
+        Work("key, seed of backward", 0, launches=2),
+        Work("draw", 12 * s.batch * s.samples, launches=2),
+        Work("forward", entries * s.dim * s.size + 3 * s.batch * s.dim * s.size + 16 * entries, 6 * entries * s.dim),
+        Work("mean", 4 * s.batch),
+        Work("coefficients", 8 * entries + 2 * s.batch * s.dim * s.size),
+        *update(s, entries, rows),
+    ]
+
+
+def shared(s: Shape) -> list[Work]:
+    """One set of m draws for the batch: three products of [B, m] with d."""
+    rows, logits = s.samples + s.batch, s.batch * s.samples
+    product = 2 * logits * s.dim
+    return [
+        Work("key, seed of backward", 0, launches=2),
+        Work("draw", 12 * s.samples),
+        Work("logits", (rows + s.batch) * s.dim * s.size + 4 * logits, product, tensor=s.tensor),
+        Work("softmax", 8 * logits + 2 * s.batch * s.dim * s.size),
+        Work("gradient of h", 4 * logits + (rows + s.batch) * s.dim * s.size, product, tensor=s.tensor),
+        Work("gradient of rows", 4 * logits + rows * s.dim * (s.size + 4), product, tensor=s.tensor),
+        *update(s, rows, rows),
+    ]
+
+
+def chunks(s: Shape) -> int:
+    return max(1, math.ceil(s.batch * s.classes * 4 / CHUNK))
+
+
+def full_softmax(s: Shape) -> list[Work]:
+    """All classes by chunks of logits, formed again in backward; dense Adagrad over the table."""
+    n, logits, table = chunks(s), s.batch * s.classes, s.classes * s.dim
+    product = 2 * logits * s.dim
+    return [
+        Work("logits", table * s.size + 4 * logits, product, n, s.tensor),
+        Work("log-sum-exp", 4 * logits, 4 * logits, n),
+        Work("logits again", table * s.size + 4 * logits, product, n, s.tensor),
+        Work("softmax", 8 * logits, 4 * logits, n),
+        Work("gradient of h", table * s.size + 4 * logits, product, n, s.tensor),
+        Work("gradient of rows", 4 * table + 4 * logits, product, n, s.tensor),
+        Work("Adagrad", table * (2 * s.size + 2 * 4 + 4)),
+    ]
+
+
+def eager_softmax(s: Shape) -> list[Work]:
+    """nn.Linear, cross_entropy and Adagrad as torch runs them: [B, C] is stored."""
+    logits, table = s.batch * s.classes, s.classes * s.dim
+    product = 2 * logits * s.dim
+    return [
+        Work("linear", table * s.size + s.size * logits, product, tensor=s.tensor),
+        Work("log_softmax", 2 * s.size * logits),
+        Work("its backward", 3 * s.size * logits, launches=2),
+        Work("gradient of h", (table + logits) * s.size, product, tensor=s.tensor),
+        Work("gradient of the table", (table + logits) * s.size, product, tensor=s.tensor),
+        Work("Adagrad", table * (8 * s.size), launches=4),
+    ]
+
+
+TREE_FEATURES = 16
+
+
+def tree(s: Shape) -> list[Work]:
+    """Per-row step with draws from a decision tree of 16 features: a node per draw and level, none shared."""
+    levels = math.ceil(math.log2(s.classes))
+    draw = Work("tree draw", s.batch * s.samples * levels * (TREE_FEATURES + 1) * 4, launches=2)
+    return [w for w in per_row(s) if w.what != "draw"] + [draw]
+
+
+KERNEL_FEATURES, LEAF = 128, 16
+
+
+def kernel_tree(s: Shape) -> list[Work]:
+    """Per-row step with draws from a kernel tree (D = 128: 256 sums per node) that follows the updated rows."""
+    levels = math.ceil(math.log2(s.classes / LEAF))
+    pairs = sum(min(1 << level, s.samples) for level in range(levels))
+    sums = 2 * KERNEL_FEATURES * 4
+    leaves = s.samples * LEAF * s.dim * 4
+    entries = s.batch * (s.samples + 1)  # at most: every updated row
+    return [
+        *(w for w in per_row(s) if w.what != "draw"),
+        Work("features of h", s.batch * sums, 2 * s.batch * s.dim * KERNEL_FEATURES),
+        Work("kernel tree draw", s.batch * (pairs * 2 * sums + leaves), s.batch * (pairs * 2 * sums + leaves) / 2),
+        Work(
+            "features of rows, old and new", 2 * entries * (s.dim * 4 + sums), 4 * entries * s.dim * KERNEL_FEATURES, 2
+        ),
+        Work("sums of leaves", entries * 2 * sums),
+        Work("sums above", 3 * sums * entries * 2, launches=levels),
+    ]
+
+
+def top_k(s: Shape) -> list[Work]:
+    """Exact top 10: products by chunks, a queue per row."""
+    n, logits = chunks(s), s.batch * s.classes
+    return [
+        Work("logits", s.classes * s.dim * s.size + 4 * logits, 2 * logits * s.dim, n, s.tensor),
+        Work("top-k", 4 * logits, logits, n),
+    ]
+
+
+def softmax_draws(s: Shape) -> list[Work]:
+    """Exact draws from the softmax inside the chunked product, then the per-row step."""
+    n, logits = chunks(s), s.batch * s.classes
+    draw = [
+        Work("logits", s.classes * s.dim * s.size + 4 * logits, 2 * logits * s.dim, n, s.tensor),
+        Work("draws and log-sum-exp", 4 * logits, 4 * logits, n),
+    ]
+    return [w for w in per_row(s) if w.what != "draw"] + draw
+
+
+STEPS: list[tuple[str, Callable[[Shape], list[Work]], Shape]] = [
+    ("per row, m = 64", per_row, Shape()),
+    ("per row, m = 64, bf16", per_row, Shape(size=2)),
+    ("shared, m = 64", shared, Shape()),
+    ("shared, m = 512", shared, Shape(samples=512)),
+    ("shared, m = 2048", shared, Shape(samples=2048)),
+    ("shared, m = 2048, bf16", shared, Shape(samples=2048, size=2)),
+    ("tree, m = 64", tree, Shape()),
+    ("kernel tree, m = 64", kernel_tree, Shape()),
+    ("exact softmax draws, m = 64", softmax_draws, Shape()),
+    ("exact softmax draws, m = 64, bf16", softmax_draws, Shape(size=2)),
+    ("full softmax", full_softmax, Shape()),
+    ("full softmax, bf16", full_softmax, Shape(size=2)),
+    ("eager torch, full softmax", eager_softmax, Shape()),
+    ("eager torch, full softmax, bf16", eager_softmax, Shape(size=2)),
+    ("top 10, B = 64", top_k, Shape(batch=64)),
+    ("top 10, B = 1024", top_k, Shape()),
+    ("top 10, B = 1024, bf16", top_k, Shape(size=2)),
+]
+
+
+def seconds(step: list[Work], gpu: Gpu) -> float:
+    """Of a captured step."""
+    return sum(work.seconds(gpu) + work.launches * GRAPH_LAUNCH for work in step)
+
+
+def even_classes(other: Callable[[Shape], list[Work]]) -> int:
+    """Classes at which exact softmax draws (bf16, H100) take as long as those of another sampler; one digit."""
+    gpu, wide = GPUS[1], Shape(size=2)
+    rest = seconds([w for w in per_row(wide) if w.what != "draw"], gpu)
+    ratio = (seconds(other(Shape()), gpu) - rest) / (seconds(softmax_draws(wide), gpu) - rest)
+    count = ratio * wide.classes  # exact draws are linear in C, the others nearly constant
+    digit = 10 ** int(math.log10(count))
+    return round(count / digit) * digit
+
+
+# ----------------------------------------------------------------------------------------------------- fp64 in draws
+# Warp instructions per draw and those of the fp64 unit, counted on nvcc's code (C = 2^15, B = 32, m = 64, target
+# excluded; a division counts as ten). tests/emulated/test_fp64.py holds them against the present build.
+DRAWS = {
+    "uniform": (7.71, 0.12),
+    "log_uniform": (12.14, 4.08),
+    "unigram": (10.65, 1.52),
+    "bigram": (15.66, 1.83),
+    "subset": (23.14, 0.00),
+    "tree": (160.72, 12.80),
+    "tree_shared": (7979.00, 885.00),
+    "kernel_tree": (1919.32, 179.83),
+    "kernel_tree_shared": (64220.00, 5839.50),
+}
+SHARED_ROWS = 32  # rows that a shared draw was counted with: its work grows with them
+
+
+def draw_seconds(name: str, gpu: Gpu, batch: int = 1024, samples: int = 64) -> tuple[float, float]:
+    """Time of the draws of a step: by the instructions issued, and by those of the fp64 unit."""
+    warps, fp64 = DRAWS[name]
+    count = batch * samples if not name.endswith("_shared") else samples * batch / SHARED_ROWS
+    cycles = gpu.sms * gpu.clock
+    return count * warps / 4 / cycles, count * fp64 * 32 / gpu.fp64_lanes / cycles
+
+
+# ----------------------------------------------------------------------------------------------------- the page
+def micro(value: float) -> str:
+    """Three digits, in µs or ms."""
+    text = f"{value * 1e6:.0f} µs" if value < 0.9995e-3 else f"{value * 1e3:.3g} ms"
+    return text if value >= 9.5e-6 else f"{value * 1e6:.1f} µs"
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 118)
+
+
+def bullet(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 118, initial_indent="- ", subsequent_indent="  ")
+
+
+def step_table() -> list[str]:
+    names = " | ".join(gpu.name for gpu in GPUS)
+    lines = [
+        f"| step | bytes | flops | launches | {names} | host without a graph |",
+        "|---|" + "---|" * (len(GPUS) + 4),
+    ]
+    for name, function, shape in STEPS:
+        step = function(shape)
+        traffic, flops, launches = (sum(getattr(work, key) for work in step) for key in ("bytes", "flops", "launches"))
+        times = " | ".join(micro(seconds(step, gpu)) for gpu in GPUS)
+        size = f"{traffic / 1e6:,.0f} MB" if traffic >= 1e6 else f"{traffic / 1e6:.1f} MB"
+        lines.append(
+            f"| {name} | {size} | {flops / 1e9:,.1f} G | {launches} | {times} | {micro(launches * HOST_LAUNCH)} |"
+        )
+    return lines
+
+
+def work_table(name: str, step: list[Work]) -> list[str]:
+    lines = [f"### {name}", "", "| part | bytes | flops | launches | H100 | bound by |", "|---|---|---|---|---|---|"]
+    gpu = GPUS[1]
+    for work in step:
+        memory = work.bytes / (gpu.bandwidth * OF_BANDWIDTH)
+        time = work.seconds(gpu)
+        bound = "launch" if time < work.launches * GRAPH_LAUNCH else "memory" if time <= memory else "arithmetic"
+        lines.append(
+            f"| {work.what} | {work.bytes / 1e6:,.1f} MB | {work.flops / 1e9:,.2f} G | {work.launches} | "
+            f"{micro(time + work.launches * GRAPH_LAUNCH)} | {bound} |"
+        )
+    return [*lines, ""]
+
+
+def fp64_table() -> list[str]:
+    lines = [
+        f"| draw | warp instructions | of them fp64 | share | {GPUS[1].name} | {CONSUMER.name} | without fp64 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, (warps, fp64) in DRAWS.items():
+        issue, unit = draw_seconds(name, CONSUMER)
+        data_center = max(draw_seconds(name, GPUS[1]))
+        lines.append(
+            f"| {name.replace('_', ' ')} | {warps:,.1f} | {fp64:,.2f} | {fp64 / warps:.0%} | {micro(data_center)} | "
+            f"{micro(max(issue, unit))} | {micro(issue)} |"
+        )
+    return lines
+
+
+def page() -> str:
+    """The whole page."""
+    machines = [
+        f"| {gpu.name} | {gpu.bandwidth / 1e12:.2f} TB/s | {gpu.fp32 / 1e12:.1f} TF | {gpu.tensor / 1e12:.0f} TF | "
+        f"{gpu.sms} | {gpu.clock / 1e9:.2f} GHz | {gpu.fp64_lanes} |"
+        for gpu in [*GPUS, CONSUMER]
+    ]
+    details = [
+        line
+        for name, function, shape in STEPS[:1] + STEPS[3:4] + STEPS[7:8]
+        for line in work_table(name, function(shape))
+    ]
+    return "\n".join(
+        [
+            "# Times on a GPU, by arithmetic",
+            "",
+            wrapped(
+                """**Computed, not measured.** No part of this project has been run on a GPU by its authors. This
+                page says what the steps should take if each kernel is bound by memory or by arithmetic and by
+                nothing else, so that the first owner of a GPU can hold it against a clock: `make gpu` writes a
+                report. The page is written by `python bench/gpu_model.py`; every formula is in that file."""
+            ),
+            "",
+            "## Steps",
+            "",
+            wrapped(
+                """B = 1024, d = 128, C = 1,000,000, log-uniform draws, Adagrad, fp32 unless the row says otherwise.
+                Training steps hold forward, backward and update of the head, with the budget of launches that
+                `tests/emulated` checks. *Bytes* is traffic of device memory, caches not counted; *host without a
+                graph* is what Python and torch need to launch the step, which bounds it from below unless it is
+                captured."""
+            ),
+            "",
+            *step_table(),
+            "",
+            "What follows from it:",
+            "",
+            bullet(
+                "A sampled step takes some tens of microseconds, less than the host needs to launch it: capture it."
+            ),
+            bullet(
+                "Shared draws cost a few matrix products; several hundred of them are cheaper than 64 draws per row."
+            ),
+            bullet(
+                f"""Exact draws from the softmax grow with C, draws from trees with log C. On an H100 with a bf16
+                table they are cheaper than the kernel tree up to some {even_classes(kernel_tree):,} classes, and
+                than the decision tree up to some {even_classes(tree):,}. The logits pass through device memory
+                here; a kernel that keeps them on chip would move both figures up."""
+            ),
+            bullet(
+                """The full softmax in chunks takes about as long as eager torch in fp32 and up to twice as long in
+                bf16, where its logits stay fp32; it never stores [B, C]."""
+            ),
+            "",
+            "## Parts",
+            "",
+            *details,
+            "## fp64 in draws",
+            "",
+            wrapped(
+                f"""A draw has the same bits on every backend, so its arithmetic is IEEE fp64 where fp32 would not
+                be enough. Data-center GPUs (A100, H100, B200) do fp64 at half the rate of fp32. Consumer GPUs do it
+                at 1:64, two lanes per multiprocessor. Counts are per draw, at C = 2^15; times are for B = 1024, m =
+                64. *Without fp64* is what the {CONSUMER.name} would take if fp64 were as fast as the rest."""
+            ),
+            "",
+            *fp64_table(),
+            "",
+            wrapped(
+                """Only the kernel tree is held up by much. It stays as it is: cheaper arithmetic would change the
+                draws. On a consumer GPU, use another sampler where that time matters."""
+            ),
+            "",
+            "## Assumptions",
+            "",
+            "| GPU | bandwidth | fp32 | bf16, dense | multiprocessors | clock | fp64 lanes |",
+            "|---|---|---|---|---|---|---|",
+            *machines,
+            "",
+            wrapped(
+                f"""Kernels reach {OF_BANDWIDTH:.0%} of the bandwidth, {OF_FP32:.0%} of fp32 and {OF_TENSOR:.0%} of
+                the tensor cores. A launch costs {micro(GRAPH_LAUNCH)} in a graph and {micro(HOST_LAUNCH)} from
+                Python. Logits are cut into chunks of {CHUNK >> 20} MiB. A kernel takes the longer of its memory and
+                arithmetic time; kernels do not overlap. Data sheet figures are the vendor's; fp32 products do not
+                use TF32."""
+            ),
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page differs")
+    text = page()
+    if parser.parse_args().check:
+        same = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
+        print(f"gpu_model: {PAGE.name} is {'up to date' if same else 'not what this script writes: run it'}")
+        return 0 if same else 1
+    PAGE.write_text(text, encoding="utf-8")
+    print(f"gpu_model: wrote {PAGE.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""What a fused training step may ask of a GPU: launches, synchronizations, work of the longest warp, sectors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from step_counts import count_step
+
+import samplex_cuda as sx
+from samplex_cuda.samplers import Sampler
+
+CLASSES, DIM, BATCH = 1_000_000, 32, 64
+MOST_LAUNCHES, MOST_SORT_PASSES = 10, 4
+LONGEST_WARP = 4.0
+WIDE_SECTORS = 1.15
+
+
+def make_step(kind: str) -> Callable[[], None]:
+    """A fused step: forward, backward and update in one call."""
+    shared = kind == "shared"
+    if kind == "kernel sampler":
+        classes = 4096
+        weight = torch.nn.functional.normalize(torch.randn(classes, DIM), dim=1)
+        sampler = sx.samplers.RandomFourier(weight, 64, 1.0, key=sx.Key(1), normalize=True)
+    else:
+        classes = CLASSES
+        sampler = sx.samplers.LogUniform(classes)
+    head = sx.SampledClassifier(DIM, classes, sampler, 64, shared=shared)
+    rule = sx.optim.RowAdam if kind == "adam" else sx.optim.RowAdagrad
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if kind == "grad scaler" else None
+    head.fuse_optimizer(rule(head.parameters(), lr=0.1), grad_scaler=scaler)
+    h, y = torch.randn(BATCH, DIM, requires_grad=True), torch.randint(classes, (BATCH,))
+
+    def step() -> None:
+        h.grad = None
+        loss = head(h, y)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
+    return step
+
+
+def missed(value: object, point: str) -> object:
+    """A case that misses its budget today."""
+    mark = pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"issue 19, point {point}")
+    return pytest.param(value, marks=mark)
+
+
+@pytest.fixture
+def counts(request, ptxshim):
+    return count_step(ptxshim, make_step(request.param))
+
+
+@pytest.mark.parametrize("counts", ["per row", missed("shared", "3: own staging and products")], indirect=True)
+def test_launches_of_a_fused_step(counts):
+    assert counts.launches["aten sort inside an op"] == 1
+    assert counts.total_launches <= MOST_LAUNCHES, counts.launches
+
+
+@pytest.mark.parametrize("counts", [missed("per row", "7: int32 keys")], indirect=True)
+def test_passes_of_the_sort(counts):
+    assert len(counts.sort_passes) == 1
+    assert counts.sort_passes[0] <= MOST_SORT_PASSES
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        "per row",
+        "shared",
+        "adam",
+        missed("grad scaler", "5: found_inf on the device"),
+        missed("kernel sampler", "6: following the table on the device"),
+    ],
+    indirect=True,
+)
+def test_no_synchronization_and_capturable(counts):
+    assert counts.total_launches > 5
+    assert not counts.syncs
+    assert not counts.violations
+    assert counts.allocations == 0
+
+
+# ------------------------------------------------------------------------------------------------ the longest warp
+class FixedDraws(Sampler):
+    """The same draws each time, so that a test chooses the duplicates."""
+
+    _op = "fixed"
+    conditional = False
+
+    def __init__(self, ids: torch.Tensor, num_classes: int) -> None:
+        super().__init__()
+        self.ids, self.num_classes = ids, num_classes
+
+    def sample(self, h, num_samples, **options):
+        log_q = torch.full(self.ids.shape, -1.0)
+        return sx.Draw(self.ids, log_q)
+
+    def log_prob(self, h, ids, **options):
+        return torch.full(ids.shape, -1.0)
+
+
+def drawn(which: str, batch: int = 1024, m: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [B, m] and targets [B]."""
+    distinct = torch.randperm(CLASSES)[: batch * (m + 1)].view(batch, m + 1)
+    target, ids = distinct[:, 0].contiguous(), distinct[:, 1:].contiguous()
+    if which == "log-uniform":
+        ids = sx.samplers.LogUniform(CLASSES).sample(None, m, batch_size=batch, key=sx.Key(1)).ids
+    elif which == "one class in every row":
+        ids[:, 0] = 7
+    return ids, target
+
+
+def longest_warp(ptxshim, which: str, fused: bool) -> int:
+    """Instructions of the longest warp of the kernels that sum rows and update them."""
+    ids, target = drawn(which)
+    head = sx.SampledClassifier(DIM, CLASSES, FixedDraws(ids, CLASSES), ids.shape[1])
+    optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.1)
+    if fused:
+        head.fuse_optimizer(optimizer)
+    loss = head(torch.randn(ids.shape[0], DIM), target)
+    ptxshim.launches(reset=True)
+    loss.backward()
+    kernels = [launch for launch in ptxshim.launches() if re.search(r"row_(rules|reduce|sum|update)", launch["kernel"])]
+    assert kernels, "no kernel of the update was launched"
+    assert not any(launch["rc"] for launch in kernels)
+    return max(launch["max_warp_instr"] for launch in kernels)
+
+
+@pytest.mark.parametrize("which", [missed(name, "1: hot rows") for name in ("log-uniform", "one class in every row")])
+@pytest.mark.parametrize("fused", [True, False], ids=["update", "reduction"])
+def test_no_warp_works_for_the_others(ptxshim, which, fused):
+    distinct = longest_warp(ptxshim, "distinct", fused)
+    longest = longest_warp(ptxshim, which, fused)
+    print(f"{which}: {longest} of {distinct} instructions, {longest / distinct:.1f} times")
+    assert longest <= LONGEST_WARP * distinct
+
+
+# ------------------------------------------------------------------------------------------------ sectors
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dim", [missed(dim, "4: several warps per row") for dim in (1024, 4096)])
+def test_wide_rows_are_read_once(profile_cuda, dim, dtype):
+    fewest = profile_cuda.fewest_sectors(dim, dtype)
+    found = profile_cuda.run("sampled_softmax", f"{dim}:{dtype}")
+    ratios = {mode: sum(launch["sectors"] for launch in got["launches"]) / fewest for mode, got in found.items()}
+    print(f"d = {dim}, {dtype}: {ratios}")
+    assert set(ratios) == {"training", "no_grad"}
+    assert max(ratios.values()) <= WIDE_SECTORS
