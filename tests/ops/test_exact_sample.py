@@ -58,7 +58,7 @@ def sample_by_ops(h, weight, bias, kind, scale, alpha, exclude, row, m, chunk=51
     return mass, lse, place, ids, log_q
 
 
-# (C, d, with bias, scale): one class, below, at and above a block, no multiple of the chunk, odd widths and whole vectors.
+# (C, d, with bias, scale): one class; below, at and above a block; not a multiple of the chunk; odd widths.
 SHAPES = [(1, 3, True, 1.0), (255, 1, False, 1.0), (256, 4, True, -0.7), (257, 8, True, 1.3), (700, 33, False, 0.8),
           (1024, 16, True, 1.0), (1300, 64, True, 0.5)]  # fmt: skip
 
@@ -125,7 +125,7 @@ def test_simd_levels(simd_level):
     for C, d, dtype in ((700, 19, torch.float32), (513, 32, torch.bfloat16), (300, 8, torch.float16)):
         h, weight, bias = made(backend, 5, C, d, dtype)
         for code, alpha in KINDS.values():
-            mass, lse, place, ids, log_q = sample_by_ops(h, weight, bias, code, 1.0, alpha, None, 0, 20)
+            mass, _, place, ids, _ = sample_by_ops(h, weight, bias, code, 1.0, alpha, None, 0, 20)
             want = plain.exact_mass(h.double() @ weight.double().T, bias, code, 1.0, alpha, 0, [[]] * 5)
             torch.testing.assert_close(mass, want, rtol=0, atol=5e-6)
             want, near = plain.exact_draw(h, weight, bias, place, KEY, code, 1.0, alpha, [[]] * 5, 0)
@@ -169,11 +169,7 @@ def test_same_bits_for_every_thread_count():
 
 # ------------------------------------------------------------------------------------------------ the law
 def test_law_by_enumeration(backend):
-    """All uniform numbers of a fine grid, by hand: the share of each class is its probability.
-
-    The draws of one row are a function of two numbers. Over many keys their counts must be those of the softmax; with
-    8 classes and 32,768 draws a deviation of 5 standard errors would show.
-    """
+    """Eight classes: the share of each among many draws is its probability, within 5 standard errors."""
     weight = torch.linspace(-2, 2, 8)[:, None].to(backend.device)
     h, m = torch.ones(1, 1, device=backend.device), 2**15
     if backend.emulated:
@@ -199,7 +195,7 @@ def test_blocks_and_classes_are_chosen_independently(backend):
 
 
 def test_a_tail_of_tiny_weights_is_drawn_as_often_as_it_should(backend):
-    """One class has half of the mass of the first block; the other 1e-6 of it are 10^5 classes' worth of the tail."""
+    """One class has most of the mass; all others together must still come as often as they should."""
     C, m = 4 * 256, 4096
     s = torch.full((C,), -6.0)
     s[0], s[-1] = 0.0, -2.0

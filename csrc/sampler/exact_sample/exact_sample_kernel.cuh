@@ -23,41 +23,41 @@ constexpr int kExactPerLane = int(kExactBlock) / kWarpSize;
 // Column of value i of a lane: four in a row, so that they are one load.
 SX_DEVICE inline int exact_column(int i) { return i / 4 * 4 * kWarpSize + 4 * lane_id() + i % 4; }
 
-// values[0 .. 8) of columns [0, count) of `from`; 0 beyond.
+// values[0 .. 4) of columns [column, column + 4) of a row of `count`; 0 beyond.
 template <bool Wide, typename A>
-SX_DEVICE inline void exact_load(const A* from, int count, A* values) {
+SX_DEVICE inline void exact_load(const A* row, int column, int count, A* values) {
+  if constexpr (Wide) {
 #pragma unroll
-  for (int i = 0; i < kExactPerLane; i += 4) {
-    if constexpr (Wide) {
+    for (int j = 0; j < 4; ++j) values[j] = A(0);
+    if (column < count) load_floats<4>(row + column, values);
+  } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) values[i + j] = A(0);
-      if (exact_column(i) < count) load_floats<4>(from + exact_column(i), values + i);
-    } else {
-#pragma unroll
-      for (int j = i; j < i + 4; ++j) values[j] = exact_column(j) < count ? from[exact_column(j)] : A(0);
-    }
+    for (int j = 0; j < 4; ++j) values[j] = column + j < count ? row[column + j] : A(0);
   }
 }
 
+// Two blocks of the double kernel, 0: the compiler's own choice. That is 64 registers for double on sm_120, which
+// spill.
 template <typename A, bool Wide>
-__global__ void __launch_bounds__(kExactThreads) exact_mass_kernel(ExactMassParams p) {
+__global__ void __launch_bounds__(kExactThreads, sizeof(A) == 8 ? 2 : 0) exact_mass_kernel(ExactMassParams p) {
   const ExactMap<A> map(p.law);
   const int64_t blocks = (p.count + kExactBlock - 1) / kExactBlock, groups = (blocks + kExactWarps - 1) / kExactWarps;
   for (int64_t task = blockIdx.x; task < p.batch * groups; task += gridDim.x) {
     const int64_t b = task / groups, from = (task % groups * kExactWarps + warp_id()) * kExactBlock;
     if (from >= p.count) continue;  // the whole warp
     const int count = int(p.count - from < kExactBlock ? p.count - from : kExactBlock);
-    A size[kExactPerLane], bias[kExactPerLane];
-    exact_load<Wide>(static_cast<const A*>(p.dots) + b * p.count + from, count, size);
-    if (p.bias != nullptr) {
-      exact_load<Wide>(static_cast<const A*>(p.bias) + from, count, bias);
-    } else {
+    const A* dots = static_cast<const A*>(p.dots) + b * p.count + from;
+    A size[kExactPerLane];
 #pragma unroll
-      for (A& x : bias) x = A(0);
-    }
+    for (int i = 0; i < kExactPerLane; i += 4) exact_load<Wide>(dots, exact_column(i), count, size + i);
 #pragma unroll
-    for (int i = 0; i < kExactPerLane; ++i) {
-      size[i] = exact_column(i) < count ? map.size(size[i], bias[i]) : exact_none<A>();
+    for (int i = 0; i < kExactPerLane; i += 4) {
+      A bias[4] = {};
+      if (p.bias != nullptr) exact_load<Wide>(static_cast<const A*>(p.bias) + from, exact_column(i), count, bias);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        size[i + j] = exact_column(i) + j < count ? map.size(size[i + j], bias[j]) : exact_none<A>();
+      }
     }
     exact_list(p.law, b).columns(p.first + from, count, [&](int column) {
 #pragma unroll
@@ -68,8 +68,13 @@ __global__ void __launch_bounds__(kExactThreads) exact_mass_kernel(ExactMassPara
     for (int i = 1; i < kExactPerLane; ++i) largest = max_nan(largest, size[i]);
     const ExactScale<A> scale(p.law, group_max<kWarpSize>(largest));
     A sum = 0;
+    if (scale.quartic) {
 #pragma unroll
-    for (int i = 0; i < kExactPerLane; ++i) sum += scale.weight(size[i]);
+      for (const A x : size) sum += scale.power_weight(x);
+    } else {
+#pragma unroll
+      for (const A x : size) sum += scale.exp_weight(x);
+    }
     sum = group_sum<kWarpSize>(sum);
     if (lane_id() == 0) p.mass[b * p.blocks + (p.first + from) / kExactBlock] = scale.log_top() + log(double(sum));
   }
@@ -133,23 +138,27 @@ __global__ void __launch_bounds__(kExactThreads) exact_blocks_kernel(ExactBlocks
 }
 
 // ------------------------------------------------------------------------------------------------ products
-// Sums over the warp of eight values a lane: lane l gets that of value l / 4. Nine shuffles instead of forty.
+// Class rows that a warp has under way.
+constexpr int kExactRows = 4;
+constexpr int kExactLanes = kWarpSize / kExactRows;
+
+// Sums over the warp of kExactRows values a lane: lane l gets that of value l / kExactLanes, by 6 shuffles instead of
+// 20.
 template <typename A>
-SX_DEVICE inline A exact_sum8(A* x) {
-  const int lane = lane_id();
+SX_DEVICE inline A exact_sums(A* x) {
 #pragma unroll
-  for (int width = 4; width > 0; width /= 2) {
-    const bool upper = (lane & (4 * width)) != 0;
+  for (int width = kExactRows / 2; width > 0; width /= 2) {
+    const bool upper = (lane_id() & (kExactLanes * width)) != 0;
 #pragma unroll
     for (int j = 0; j < width; ++j) {
       const A sent = upper ? x[j] : x[j + width], kept = upper ? x[j + width] : x[j];
-      x[j] = kept + shuffle_xor(sent, 4 * width);
+      x[j] = kept + shuffle_xor(sent, kExactLanes * width);
     }
   }
-  return group_sum<4>(x[0]);
+  return group_sum<kExactLanes>(x[0]);
 }
 
-// Width values of a row of h from column c on, as A.
+// Width values of a row, as A.
 template <int Width, typename A, typename H>
 SX_DEVICE inline void exact_load_row(const H* row, A* out) {
   if constexpr (Width == 1) {
@@ -170,6 +179,7 @@ template <int Width, int Count, typename A, typename T, typename H>
 SX_DEVICE inline void exact_parts(const H* h, const T* const* rows, int64_t dim, A* parts) {
 #pragma unroll
   for (int j = 0; j < Count; ++j) parts[j] = A(0);
+#pragma unroll 1
   for (int64_t c = lane_id() * Width; c < dim; c += kWarpSize * Width) {
     A query[Width], row[Count][Width];
     exact_load_row<Width>(h + c, query);
@@ -190,7 +200,6 @@ __global__ void __launch_bounds__(kExactThreads) exact_draw_kernel(ExactDrawPara
   __shared__ A parts[kExactWarps];
   __shared__ uint64_t sums[kExactWarps];
   const ExactMap<A> map(p.law);
-  const PhiloxKey key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
   const int64_t total = p.table.batch * p.num_samples, dim = p.table.dim;
   const int own = threadIdx.x;
   for (int64_t i = blockIdx.x; i < total; i += gridDim.x) {
@@ -202,14 +211,14 @@ __global__ void __launch_bounds__(kExactThreads) exact_draw_kernel(ExactDrawPara
     const A* h = static_cast<const A*>(p.table.hidden) + b * dim;
     const T* weight = static_cast<const T*>(p.table.weight) + first * dim;
     __syncthreads();  // the run before is done with the shared memory
-    for (int c = warp_id() * kWarpSize; c < (warp_id() + 1) * kWarpSize; c += 8) {
-      const T* rows[8];
+    for (int c = warp_id() * kWarpSize; c < (warp_id() + 1) * kWarpSize; c += kExactRows) {
+      const T* rows[kExactRows];
 #pragma unroll
-      for (int j = 0; j < 8; ++j) rows[j] = weight + (c + j < count ? c + j : count - 1) * dim;
-      A dots[8];
-      exact_parts<Width, 8>(h, rows, dim, dots);
-      const A dot = exact_sum8(dots);
-      if (lane_id() % 4 == 0) size[c + lane_id() / 4] = dot;
+      for (int j = 0; j < kExactRows; ++j) rows[j] = weight + (c + j < count ? c + j : count - 1) * dim;
+      A dots[kExactRows];
+      exact_parts<Width, kExactRows>(h, rows, dim, dots);
+      const A dot = exact_sums(dots);
+      if (lane_id() % kExactLanes == 0) size[c + lane_id() / kExactLanes] = dot;
     }
     __syncthreads();
     A mine = exact_none<A>();
@@ -220,6 +229,7 @@ __global__ void __launch_bounds__(kExactThreads) exact_draw_kernel(ExactDrawPara
     uint64_t sum;
     running[own] = exact_running(exact_units(scale.weight(mine)), sums, sum);
     __syncthreads();
+    const PhiloxKey key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
     // Nothing left of the row: the first excluded class stands in.
     const int64_t alone = p.lse[b] == negative_infinity<double>() ? list.first(p.law.num_classes) : -1;
     for (int64_t j = i + own; j < total && p.sorted[j] == place; j += kExactThreads) {

@@ -61,8 +61,9 @@ struct ExactScale {
     const double power = top_power();
     return is_finite(power) ? log1p(power) : log(alpha) + 4.0 * log(double(top));
   }
-  SX_HOST_DEVICE A weight(A size) const {
-    if (!quartic) return exp_acc(size - top);
+  SX_HOST_DEVICE A weight(A size) const { return quartic ? power_weight(size) : exp_weight(size); }
+  SX_HOST_DEVICE A exp_weight(A size) const { return exp_acc(size - top); }
+  SX_HOST_DEVICE A power_weight(A size) const {
     if (size == exact_none<A>()) return A(0);
     const A ratio = top > A(0) ? size / top : size, square = ratio * ratio;  // not 0 for a nan
     return slope * (square * square) + rest;

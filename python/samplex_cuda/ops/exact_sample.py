@@ -1,9 +1,8 @@
-"""Draws from the softmax and other distributions of the exact logits: `samplex::exact_mass`, `exact_blocks`, `exact_draw`,
-`exact_log_prob`.
+"""Draws from distributions of the exact logits: `samplex::exact_mass`, `exact_blocks`, `exact_draw`, `exact_log_prob`.
 
 The weight of a class depends on its logit `s = scale * (h . w + b)`: exp(s) for `SOFTMAX`, exp(|s|) for `ABSOLUTE`,
-alpha * s^4 + 1 for `QUARTIC`. Classes are taken in blocks of `BLOCK`; of a row only the log weight of each block is kept
-between the passes, never [B, C]. `samplex_cuda.samplers.exact` holds the loop over chunks.
+alpha * s^4 + 1 for `QUARTIC`. Classes are taken in blocks of `BLOCK`; of a row only the log weight of each block is
+kept between the passes, never [B, C]. `samplex_cuda.samplers.exact` holds the loop over chunks.
 
 `exclude` and `exclude_offsets` are what `sort_exclude` makes, for all rows of a batch; `row` says which of them is the
 first row of a call.

@@ -2,8 +2,8 @@
 
 A draw costs O(C d) per row: the logits of all classes, by a product over chunks of classes. Only the log weight of each
 block of 256 classes is kept. A draw chooses a block by those weights, computes the logits of the block once more and
-chooses inside it (`samplex_cuda.ops.exact_sample`). Held at a time: B x chunk_size logits, B x C / 256 block weights and
-B x num_samples draws. Nothing waits for the device.
+chooses inside it (`samplex_cuda.ops.exact_sample`). Held at a time: B x chunk_size logits, B x C / 256 block weights
+and B x num_samples draws. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -110,12 +110,13 @@ class ExactSampler(Sampler):
         log_q = torch.empty((batch, count), dtype=torch.float32, device=flat.device)
         if ids.numel() == 0:
             return Draw(ids, log_q)
-        table, law = self._rows(), self._law()
+        weight, bias = self._rows()
+        kind, scale, alpha = self._law()
         for rows, part, mass in self._masses(flat, excluded):
             lse, place = exact_blocks(mass, pair, rows.start, count)
             self._check_lse(lse, part, rows.start)
-            found = exact_draw(part, *table, lse, place, pair, *law, *excluded, rows.start)
-            ids[rows], log_q[rows] = found, exact_log_prob(part, *table, lse, found, *law, *excluded, rows.start)
+            found = exact_draw(part, weight, bias, lse, place, pair, kind, scale, alpha, *excluded, rows.start)
+            ids[rows], log_q[rows] = found, self._log_q(part, lse, found, excluded, rows.start)
         return Draw(ids, log_q)
 
     @torch.no_grad()
@@ -141,8 +142,7 @@ class ExactSampler(Sampler):
         if out.numel():
             for rows, part, mass in self._masses(flat, excluded):
                 lse = self._lse(mass, part, rows.start)
-                asked = wanted[rows].contiguous()
-                out[rows] = exact_log_prob(part, *self._rows(), lse, asked, *self._law(), *excluded, rows.start)
+                out[rows] = self._log_q(part, lse, wanted[rows].contiguous(), excluded, rows.start)
         return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
 
     @torch.no_grad()
@@ -258,6 +258,12 @@ class ExactSampler(Sampler):
         lse, _ = exact_blocks(mass, torch.zeros(2, dtype=torch.int64, device=h.device), 0, 0)
         self._check_lse(lse, h, first)
         return lse
+
+    def _log_q(self, h: Tensor, lse: Tensor, ids: Tensor, excluded: _Lists, row: int) -> Tensor:
+        """log q [B, n] float32 of ids [B, n]."""
+        weight, bias = self._rows()
+        kind, scale, alpha = self._law()
+        return exact_log_prob(h, weight, bias, lse, ids, kind, scale, alpha, *excluded, row)
 
     def _log_left(self, h: Tensor | None, exclude: Exclude, context: Tensor | None, batch: int) -> Tensor:
         flat = self._check_h(h, batch)

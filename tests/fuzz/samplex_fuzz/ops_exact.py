@@ -9,8 +9,8 @@ from torch import Tensor
 
 from samplex_cuda.reference import exact_sample as plain
 from samplex_fuzz.call import Args, Call, Dice, generator, op_call
-from samplex_fuzz.oracle import all_ordinary, drawn, excluded, expect, has_form, is_meta, make_exclude, near
 from samplex_fuzz.ops_static import key_of
+from samplex_fuzz.oracle import all_ordinary, drawn, excluded, expect, has_form, is_meta, make_exclude, near
 
 _WORDS = ("exclude", "offsets", "classes", "rows", "entries", "blocks")
 
@@ -117,7 +117,11 @@ def _draw(d: Dice) -> Call:
         (batch, m), classes = a.place.shape, a.weight.shape[0]
         drawn(out, None, (batch, m), classes)
         lists = _lists(a, batch)
-        if lists is None or changed & {"place", "lse"} or not all_ordinary(a.hidden, a.weight, a.bias, a.scale, a.alpha):
+        if (
+            lists is None
+            or changed & {"place", "lse"}
+            or not all_ordinary(a.hidden, a.weight, a.bias, a.scale, a.alpha)
+        ):
             return
         want, gap = plain.exact_draw(
             a.hidden, a.weight, a.bias, a.place, key_of(a), a.kind, a.scale, a.alpha, lists, a.row
@@ -150,9 +154,7 @@ def _log_prob(d: Dice) -> Call:
         values = (a.hidden, a.weight, a.bias, a.lse, a.scale, a.alpha)
         if lists is None or not all_ordinary(*values) or not a.ids.numel():
             return
-        want = plain.exact_log_prob(
-            a.hidden, a.weight, a.bias, a.lse, a.ids, a.kind, a.scale, a.alpha, lists
-        )
+        want = plain.exact_log_prob(a.hidden, a.weight, a.bias, a.lse, a.ids, a.kind, a.scale, a.alpha, lists)
         near("log_q", out, want, 1e-6 * float(_size(a).max() + a.lse.abs().max()))
 
     return op_call("exact_log_prob", args, check, words=_WORDS)
