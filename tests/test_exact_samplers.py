@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import samplex_cuda as sx
+from samplex_cuda import prediction
 from samplex_cuda.samplers import exact
 
 KINDS = ["softmax", "absolute", "quartic"]
@@ -152,13 +154,17 @@ def test_rows_beyond_a_batch_block_keep_their_excluded_classes(monkeypatch):
     weight, bias, _ = table(300, 4)
     h, exclude = torch.randn(11, 4), torch.randint(300, (11, 3))
     sampler = sx.samplers.Softmax(weight, bias)
+    csr = (torch.arange(12) * 3, exclude.flatten())
     whole = sampler.sample(h, 40, key=sx.Key(5), exclude=exclude)
-    monkeypatch.setattr(exact, "_BATCH_ROWS", 4)
-    monkeypatch.setattr(exact, "_GATHER_ELEMENTS", 256 * 4 * 3)
-    parts = sampler.sample(h, 40, key=sx.Key(5), exclude=exclude)
-    assert torch.equal(whole.ids, parts.ids)
-    torch.testing.assert_close(whole.log_q, parts.log_q)
-    torch.testing.assert_close(sampler.log_prob(h, whole.ids, exclude=exclude), whole.log_q)
+    monkeypatch.setattr(prediction, "_BLOCK_ROWS", 4)
+    for form in (exclude, csr):
+        parts = sampler.sample(h, 40, key=sx.Key(5), exclude=form)
+        assert torch.equal(whole.ids, parts.ids)
+        torch.testing.assert_close(whole.log_q, parts.log_q)
+        torch.testing.assert_close(sampler.log_prob(h, whole.ids, exclude=form), whole.log_q)
+        p = law("softmax", weight, bias, h)
+        left = torch.stack([1 - p[b, sorted(set(row))].sum() for b, row in enumerate(exclude.tolist())]).log()
+        torch.testing.assert_close(sampler._log_left(h, form, None, 11), left, rtol=1e-5, atol=1e-6)
 
 
 def test_keys_and_positions():
@@ -174,15 +180,57 @@ def test_keys_and_positions():
     assert torch.equal(unkeyed, sampler.sample(h, 30).ids)
 
 
-def test_memory_is_a_chunk_not_the_logits(monkeypatch):
-    """No [B, C] is made: the largest product holds B x chunk logits."""
-    weight, h = torch.randn(20_000, 4), torch.randn(16, 4)
-    sizes = []
-    real = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b: sizes.append(a.shape[0] * a.shape[1] * b.shape[2]) or real(a, b))
-    sx.samplers.Softmax(weight, chunk_size=1024).sample(h, 4)
-    assert max(sizes) <= 16 * 1024 + 16 * 4 * 256
-    assert max(sizes) < 16 * 20_000 / 4
+class Seen(TorchDispatchMode):
+    """Names of the ops that ran, and the elements of their largest result."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.largest = set(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.names.add(func.name())
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.largest = max(self.largest, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_a_chunk_not_the_logits(kind):
+    """No op makes a [B, C]: the largest result holds B x chunk logits, or the table's own rows."""
+    weight, h = torch.randn(20_000, 4), torch.randn(64, 4)
+    sampler = make(kind, weight, chunk_size=1024)
+    with Seen() as seen:
+        sampler.sample(h, 4, exclude=torch.randint(20_000, (64, 2)))
+    assert "samplex::exact_mass" in seen.names
+    assert seen.largest <= max(64 * 1024, weight.numel())
+    assert 10 * seen.largest < 64 * 20_000
+
+
+# What makes the host wait for a CUDA device, or gives a tensor whose size the host must know.
+WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "equal", "item", "bincount")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["none", "target", "padded", "csr"])
+def test_nothing_waits_for_the_device(monkeypatch, kind, form):
+    """As on CUDA, where the checks that look at numbers are left out."""
+    monkeypatch.setattr(exact, "_on_host", lambda t: False)
+    weight, bias, h = table()
+    sampler = make(kind, weight, bias)
+    exclude = None if form == "none" else EXCLUDES[form][0]
+    key = torch.tensor([3, 4])
+    with Seen() as seen:
+        draw = sampler.sample(h, 20, key=key, exclude=exclude)
+        sampler.log_prob(h, draw.ids, exclude=exclude)
+    assert "samplex::exact_draw" in seen.names
+    waits = {name for name in seen.names for word in WAITS if word in name}
+    assert waits == set()
+    monkeypatch.undo()
+    with Seen() as seen:
+        sampler.sample(h, 20, key=key, exclude=exclude)
+    assert any("_local_scalar_dense" in name for name in seen.names)  # the test can see one
 
 
 # ------------------------------------------------------------------------------------------------ with the loss

@@ -162,6 +162,7 @@ def logit_chunks(
     row: int = 0,
     keep: KeptLogits | None = None,
     kept: KeptLogits | None = None,
+    multiple: int = 1,
 ) -> Iterator[Chunk]:
     """The chunks of one block of rows, in ascending order of classes. A chunk lives until the next, unless kept.
 
@@ -176,12 +177,13 @@ def logit_chunks(
         row: first row of the block, the name of its chunks in `keep` and `kept`.
         keep: where to leave products, as far as they fit. Not with `prior`, and the caller must not overwrite them.
         kept: products of a pass before over the same blocks and chunks.
+        multiple: every chunk but the last has a multiple of this many classes.
     """
     num_classes, dim = weight.shape
     cast = weight.dtype != h.dtype
     if chunk_size is None:
         chunk_size = _classes_per_chunk(h, num_classes, dim, cast)
-    chunk_size = min(chunk_size, num_classes)
+    chunk_size = min(max(multiple, chunk_size // multiple * multiple), num_classes)
     rows = torch.empty(chunk_size, dim, dtype=h.dtype, device=h.device) if cast else None
     if bias is not None:
         bias = bias.to(h.dtype).contiguous()

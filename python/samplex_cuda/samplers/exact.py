@@ -1,39 +1,42 @@
-"""Exact samplers that look at every class: Softmax and Quartic. The oracles that the fast samplers are compared with.
+"""Exact samplers that look at every class: Softmax and Quartic.
 
-A draw costs O(C d) a row: the logits of all classes, as a batched product over blocks of classes. Only the mass of each
-block is kept. A draw chooses a block by those masses, computes the block's logits once more and chooses inside it. What
-is held at a time is B x chunk_size logits and B x C / 256 block masses.
+A draw costs O(C d) per row: the logits of all classes, by a product over chunks of classes. Only the log weight of each
+block of 256 classes is kept. A draw chooses a block by those weights, computes the logits of the block once more and
+chooses inside it (`samplex_cuda.ops.exact_sample`). Held at a time: B x chunk_size logits, B x C / 256 block weights
+and B x num_samples draws. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from samplex_cuda._checks import check_dense, check_int, describe
 from samplex_cuda.draw import Draw
-from samplex_cuda.ops.static_sample import uniform_sample
+from samplex_cuda.ops.exact_sample import (
+    ABSOLUTE,
+    BLOCK,
+    QUARTIC,
+    SOFTMAX,
+    exact_blocks,
+    exact_draw,
+    exact_log_prob,
+    exact_mass,
+)
+from samplex_cuda.ops.static_sample import sort_exclude
+from samplex_cuda.prediction import Chunk, logit_chunks, row_blocks
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import MAX_SAMPLES, Exclude, Sampler, check_int64
 from samplex_cuda.samplers.stored import finite_error, shape_error
 
 __all__ = ["ExactSampler", "Quartic", "Softmax"]
 
-# Classes whose mass is kept as one number. Also the shape of the products, so that how many blocks are done at a time
-# hardly shows in their bits.
-BLOCK = 256
-# Logits held at a time where no chunk_size is given: 1 MB in float32, which stays in the cache for the passes after the
-# product.
-_CHUNK_ELEMENTS = 1 << 18
-# Rows of h at a time; beyond it a product gains nothing from more rows.
-_BATCH_ROWS = 1024
-# Elements of gathered class rows at a time.
-_GATHER_ELEMENTS = 1 << 22
-_UNIFORM_BITS = 52
+# (exclude, exclude_offsets) of the ops.
+_Lists: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 
 class ExactSampler(Sampler):
@@ -73,15 +76,6 @@ class ExactSampler(Sampler):
         self.register_buffer("weight", weight.detach().clone().contiguous() if copy else None)
         self.register_buffer("bias", bias.detach().clone() if copy and bias is not None else None)
 
-    # -------------------------------------------------------------------------------------------- the law
-    def _mass_(self, s: Tensor) -> Tensor:
-        """Log of the summed weights of logits s [n, B, k] over k, [n, B] float64. May overwrite s."""
-        raise NotImplementedError
-
-    def _log_weight(self, s: Tensor) -> Tensor:
-        """Log of the weight of each logit, in the dtype of s."""
-        raise NotImplementedError
-
     # -------------------------------------------------------------------------------------------- surface
     @torch.no_grad()
     def sample(
@@ -97,9 +91,11 @@ class ExactSampler(Sampler):
     ) -> Draw:
         """Draw `num_samples` classes for each row of h [*, d]; see `Sampler.sample`.
 
-        `exclude` is exact: the law conditioned on the other classes. `shared` draws: from the mean of the rows' laws.
-        A key draws the same for every `chunk_size`, but where a uniform comes within rounding (1e-7) of a border
-        between classes. A row of h with nan gives log_q = nan.
+        `exclude` is exact: the distribution conditioned on the other classes. `shared` draws come from the mean of the
+        rows' distributions. A key draws the same classes for every `chunk_size` and on every backend, unless a uniform
+        number is within rounding (2^-20 times 1 + the size of the terms of a logit) of a boundary between classes. A
+        row of h with nan gives log_q = nan. On CUDA nothing waits for the device: an excluded id that is not a class is
+        ignored, and logits that overflow give log_q = nan.
         """
         count = self._check_count(num_samples)
         if count > MAX_SAMPLES // 2:
@@ -114,18 +110,13 @@ class ExactSampler(Sampler):
         log_q = torch.empty((batch, count), dtype=torch.float32, device=flat.device)
         if ids.numel() == 0:
             return Draw(ids, log_q)
-        # Two numbers a draw: which block, which class in it.
-        bits = uniform_sample(pair, batch, 2 * count, 1 << _UNIFORM_BITS)[0]
-        uniforms = bits.double().add_(0.5).mul_(2.0**-_UNIFORM_BITS).view(batch, count, 2)
-        with torch.autocast(flat.device.type, enabled=False):
-            for rows in _row_blocks(batch):
-                part = excluded.of(rows)
-                mass = self._left(flat[rows], self._block_mass(flat[rows]), part)
-                lse = self._checked_lse(mass, flat[rows], rows.start)
-                found = self._invert(flat[rows], mass, uniforms[rows], part)
-                if part.ids.numel():  # nothing left: the first excluded id stands in
-                    found = torch.where(lse[:, None] == -torch.inf, part.first()[:, None], found)
-                ids[rows], log_q[rows] = found, self._log_q(flat[rows], found, lse, part)
+        weight, bias = self._rows()
+        kind, scale, alpha = self._law()
+        for rows, part, mass in self._masses(flat, excluded):
+            lse, place = exact_blocks(mass, pair, rows.start, count)
+            self._check_lse(lse, part, rows.start)
+            found = exact_draw(part, weight, bias, lse, place, pair, kind, scale, alpha, *excluded, rows.start)
+            ids[rows], log_q[rows] = found, self._log_q(part, lse, found, excluded, rows.start)
         return Draw(ids, log_q)
 
     @torch.no_grad()
@@ -144,16 +135,14 @@ class ExactSampler(Sampler):
             raise ValueError(f"{self._op}: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
         if ids.device != flat.device:
             raise ValueError(f"{self._op}: ids must be on {flat.device}, got {ids.device}")
-        self._check_range("ids", wanted, wanted >= 0)
+        if _on_host(wanted):
+            self._check_range("ids", wanted, 0)
         excluded = self._excluded(exclude, flat)
         out = torch.empty(wanted.shape, dtype=torch.float32, device=flat.device)
         if out.numel():
-            with torch.autocast(flat.device.type, enabled=False):
-                for rows in _row_blocks(batch):
-                    part = excluded.of(rows)
-                    mass = self._left(flat[rows], self._block_mass(flat[rows]), part)
-                    lse = self._checked_lse(mass, flat[rows], rows.start)
-                    out[rows] = self._log_q(flat[rows], wanted[rows], lse, part)
+            for rows, part, mass in self._masses(flat, excluded):
+                lse = self._lse(mass, part, rows.start)
+                out[rows] = self._log_q(part, lse, wanted[rows].contiguous(), excluded, rows.start)
         return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
 
     @torch.no_grad()
@@ -161,12 +150,11 @@ class ExactSampler(Sampler):
         """Log-probability of every class, [B, C] float32."""
         flat = self._check_h(h, None)
         out = torch.empty((flat.shape[0], self.num_classes), dtype=torch.float32, device=flat.device)
-        with torch.autocast(flat.device.type, enabled=False):
-            for rows in _row_blocks(flat.shape[0]):
-                lse = self._checked_lse(self._block_mass(flat[rows]), flat[rows], rows.start)
-                for begin, s in self._logits(flat[rows]):
-                    values = self._log_weight(s).permute(1, 0, 2).flatten(1)
-                    out[rows, begin : begin + values.shape[1]] = (values - lse[:, None]).clamp_(max=0).float()
+        for rows, part, mass in self._masses(flat, (None, None)):
+            lse = self._lse(mass, part, rows.start)
+            for chunk in self._chunks(part):
+                values = self._log_weight(chunk.logits())
+                out[rows, chunk.first : chunk.first + values.shape[1]] = (values - lse[:, None]).clamp_(max=0).float()
         return out
 
     @torch.no_grad()
@@ -190,7 +178,7 @@ class ExactSampler(Sampler):
         if bias is not None and (table_bias is None or bias.shape != ids.shape):
             wanted = "None" if table_bias is None else f"[{ids.shape[0]}]"
             raise ValueError(f"{self._op}: bias must be {wanted}, got {describe(bias)}")
-        self._check_range("ids", ids, ids >= 0)
+        self._check_range("ids", ids, 0)
         for name, values in (("rows", rows), ("bias", bias)):
             if values is not None and not bool(values.isfinite().all()):
                 raise ValueError(f"{self._op}: {name} must be finite, got nan or inf")
@@ -232,119 +220,66 @@ class ExactSampler(Sampler):
         assert self.weight is not None
         return self.weight, self.bias
 
-    def _logits(self, h: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(first class, logits [n, B, k]) for n blocks of k = 256 classes at a time; the last block is shorter."""
+    def _rows(self) -> tuple[Tensor, Tensor | None]:
+        """Class table and bias as the ops take them."""
         weight, bias = self._table()
-        whole = self.num_classes // BLOCK
-        chunk = self.chunk_size or _CHUNK_ELEMENTS // max(1, h.shape[0])
-        step = max(1, chunk // BLOCK)
-        ranges = [(first, min(first + step, whole), BLOCK) for first in range(0, whole, step)]
-        if whole * BLOCK < self.num_classes:
-            ranges.append((whole, whole + 1, self.num_classes - whole * BLOCK))
-        for first, end, size in ranges:
-            classes = slice(first * BLOCK, (end - 1) * BLOCK + size)
-            table = weight[classes].to(h.dtype).reshape(end - first, size, self.dim)
-            s = torch.bmm(h.expand(end - first, -1, -1), table.transpose(1, 2))
-            yield first * BLOCK, self._scaled(s, None if bias is None else bias[classes].reshape(-1, 1, size))
+        return weight.contiguous(), None if bias is None else bias.contiguous()
 
-    def _scaled(self, s: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is not None:
-            s += bias.to(s.dtype)
-        if self.scale != 1.0:
-            s *= self.scale
-        return s
+    def _law(self) -> tuple[int, float, float]:
+        """kind, scale and alpha of the ops."""
+        raise NotImplementedError
 
-    def _block_mass(self, h: Tensor) -> Tensor:
-        """Log of the weight of each block of classes, [B, ceil(C / 256)] float64."""
+    def _log_weight(self, s: Tensor) -> Tensor:
+        """Log of the weight of each logit, in the dtype of s."""
+        raise NotImplementedError
+
+    def _chunks(self, h: Tensor) -> Iterator[Chunk]:
+        """The products of some rows of h with all classes, whole blocks of them at a time."""
+        weight, bias = self._table()
+        return logit_chunks(h, weight, bias, self.scale, False, chunk_size=self.chunk_size, multiple=BLOCK)
+
+    def _mass(self, h: Tensor, *lists: _Lists, row: int = 0) -> list[Tensor]:
+        """Log of the weight of each block of classes, [B, ceil(C / 256)] float64, without each of `lists`."""
         blocks = -(-self.num_classes // BLOCK)
-        mass = torch.empty((blocks, h.shape[0]), dtype=torch.float64, device=h.device)
-        for begin, s in self._logits(h):
-            first = begin // BLOCK
-            mass[first : first + s.shape[0]] = self._mass_(s)
-        return mass.t().contiguous()
+        masses = [torch.empty((h.shape[0], blocks), dtype=torch.float64, device=h.device) for _ in lists]
+        for chunk in self._chunks(h):
+            for excluded, mass in zip(lists, masses, strict=True):
+                exact_mass(chunk.dots, chunk.bias, chunk.first, self.num_classes, *self._law(), *excluded, row, mass)
+        return masses
 
-    def _pairs(self, h: Tensor, keys: Tensor, excluded: _Excluded) -> Tensor:
-        """Log-weights [n, 256] of blocks for (block, row) = divmod(keys [n], B), keys ascending without duplicates.
+    def _masses(self, h: Tensor, excluded: _Lists) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(rows, h of these rows, masses of their blocks), some rows at a time."""
+        weight, _ = self._table()
+        for rows, part, _ in row_blocks(h, weight):
+            yield rows, part.contiguous(), self._mass(part, excluded, row=rows.start)[0]
 
-        -inf for an excluded class, and beyond the last one.
-        """
-        weight, bias = self._table()
-        batch, whole = h.shape[0], self.num_classes // BLOCK
-        block, row = keys // batch, keys % batch
-        s = torch.full((keys.shape[0], 1, BLOCK), -torch.inf, dtype=h.dtype, device=h.device)
-        complete = int((block < whole).sum())
-        if complete:
-            at = block[:complete]
-            table = weight[: whole * BLOCK].reshape(whole, BLOCK, self.dim)[at].to(h.dtype)
-            part = torch.bmm(h[row[:complete], None], table.transpose(1, 2))
-            own = None if bias is None else bias[: whole * BLOCK].reshape(whole, 1, BLOCK)[at]
-            s[:complete] = self._log_weight(self._scaled(part, own))
-        if complete < keys.shape[0]:
-            rest = self.num_classes - whole * BLOCK
-            part = h[row[complete:], None] @ weight[whole * BLOCK :].to(h.dtype).t()
-            s[complete:, :, :rest] = self._log_weight(self._scaled(part, None if bias is None else bias[-rest:]))
-        s = s.squeeze(1)
-        if excluded.ids.numel():
-            at = torch.searchsorted(keys, excluded.keys).clamp_(max=keys.shape[0] - 1)
-            here = keys[at] == excluded.keys
-            s[at[here], excluded.ids[here] % BLOCK] = -torch.inf
-        return s
+    def _lse(self, mass: Tensor, h: Tensor, first: int) -> Tensor:
+        """log of the weight of each row, [B] float64."""
+        lse, _ = exact_blocks(mass, torch.zeros(2, dtype=torch.int64, device=h.device), 0, 0)
+        self._check_lse(lse, h, first)
+        return lse
 
-    def _left(self, h: Tensor, mass: Tensor, excluded: _Excluded) -> Tensor:
-        """Masses of the blocks without the excluded classes: summed anew over what is left, never a difference."""
-        if excluded.ids.numel():
-            keys = excluded.keys.unique_consecutive()
-            for part in keys.split(self._pairs_at_a_time()):
-                values = self._pairs(h, part, excluded).double().logsumexp(1)
-                mass[part % h.shape[0], part // h.shape[0]] = values
-        return mass
-
-    def _invert(self, h: Tensor, mass: Tensor, uniforms: Tensor, excluded: _Excluded) -> Tensor:
-        """The ids [B, m] of uniforms [B, m, 2] under block masses [B, n]."""
-        batch, count, _ = uniforms.shape
-        block = _locate(_running(mass), uniforms[..., 0].contiguous())
-        keys, order = (block * batch + torch.arange(batch, device=h.device)[:, None]).flatten().sort(stable=True)
-        second = uniforms[..., 1].flatten()[order, None]
-        column = torch.empty_like(keys)
-        for begin in range(0, keys.shape[0], self._pairs_at_a_time()):
-            some = slice(begin, begin + self._pairs_at_a_time())
-            distinct, which = keys[some].unique_consecutive(return_inverse=True)
-            running = _running(self._pairs(h, distinct, excluded).double())
-            column[some] = _locate(running[which], second[some]).squeeze(1)
-        found = torch.empty_like(keys)
-        found[order] = keys // batch * BLOCK + column
-        return found.view(batch, count).clamp_(max=self.num_classes - 1)  # nan may point beyond the last class
-
-    def _log_q(self, h: Tensor, ids: Tensor, lse: Tensor, excluded: _Excluded) -> Tensor:
-        """log q [B, n] float32 of ids. Where nothing is left, the first excluded id has probability one."""
-        weight, bias = self._table()
-        out = torch.empty(ids.shape, dtype=torch.float64, device=h.device)
-        step = max(1, _GATHER_ELEMENTS // max(1, self.dim * h.shape[0]))
-        for begin in range(0, ids.shape[1], step):
-            some = ids[:, begin : begin + step]
-            s = torch.bmm(weight[some].double(), h.double().unsqueeze(2)).squeeze(2)
-            out[:, begin : begin + step] = self._log_weight(self._scaled(s, None if bias is None else bias[some]))
-        out = (out - lse[:, None]).clamp_(max=0)
-        if excluded.ids.numel():
-            out[excluded.holds(ids)] = -torch.inf
-            alone = lse == -torch.inf
-            out[alone] = torch.where(ids[alone] == excluded.first()[alone, None], 0.0, -torch.inf).double()
-        return out.float()
+    def _log_q(self, h: Tensor, lse: Tensor, ids: Tensor, excluded: _Lists, row: int) -> Tensor:
+        """log q [B, n] float32 of ids [B, n]."""
+        weight, bias = self._rows()
+        kind, scale, alpha = self._law()
+        return exact_log_prob(h, weight, bias, lse, ids, kind, scale, alpha, *excluded, row)
 
     def _log_left(self, h: Tensor | None, exclude: Exclude, context: Tensor | None, batch: int) -> Tensor:
         flat = self._check_h(h, batch)
         excluded = self._excluded(exclude, flat)
         out = torch.empty(batch, dtype=torch.float64, device=flat.device)
-        with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
-            for rows in _row_blocks(batch):
-                mass = self._block_mass(flat[rows])
-                everything = mass.logsumexp(1)
-                out[rows] = self._left(flat[rows], mass, excluded.of(rows)).logsumexp(1) - everything
+        weight, _ = self._table()
+        with torch.no_grad():
+            for rows, part, _ in row_blocks(flat, weight):
+                left, everything = self._mass(part, excluded, (None, None), row=rows.start)
+                out[rows] = left.logsumexp(1) - everything.logsumexp(1)
         return out
 
-    def _checked_lse(self, mass: Tensor, h: Tensor, first: int) -> Tensor:
-        """log of the mass of each row, [B]; ValueError where it is not finite although h and the table are."""
-        lse = mass.logsumexp(1)
+    def _check_lse(self, lse: Tensor, h: Tensor, first: int) -> None:
+        """ValueError where lse [B] is not finite although h and the table are; on CUDA log_q is nan instead."""
+        if not _on_host(lse):
+            return
         bad = ~lse.isfinite() & (lse != -torch.inf)  # -inf: nothing is left of the row
         if bool(bad.any()):
             overflow = (bad & h.isfinite().all(1)).nonzero()
@@ -354,10 +289,6 @@ class ExactSampler(Sampler):
                     f"{self._op}: logits must be finite, got inf or nan in row {int(overflow[0]) + first} from finite "
                     "h and weight. Scale them down, or use float64"
                 )
-        return lse
-
-    def _pairs_at_a_time(self) -> int:
-        return max(1, _GATHER_ELEMENTS // (BLOCK * max(1, self.dim)))
 
     # -------------------------------------------------------------------------------------------- checks
     def _check_table(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -383,12 +314,20 @@ class ExactSampler(Sampler):
         wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
         return h.detach().reshape(-1, self.dim).to(wide)
 
-    def _check_range(self, name: str, ids: Tensor, fine: Tensor) -> None:
-        wrong = ~(fine & (ids < self.num_classes))
+    def _check_range(self, name: str, ids: Tensor, least: int) -> None:
+        """IndexError for an id that is not a class. The ops pass over one, so on CUDA a draw need not look."""
+        wrong = (ids < least) | (ids >= self.num_classes)
         if bool(wrong.any()):
-            also = "" if name == "ids" else "-1 or "
+            also = "" if least == 0 else "-1 or "
             raise IndexError(
                 f"{self._op}: {name} must be {also}in [0, {self.num_classes}), got {int(ids[wrong].flatten()[0])}"
+            )
+
+    def _check_offsets(self, offsets: Tensor, ids: Tensor) -> None:
+        if int(offsets[0]) != 0 or int(offsets[-1]) != ids.shape[0] or bool((offsets.diff() < 0).any()):
+            raise ValueError(
+                f"{self._op}: exclude_offsets must go from 0 to {ids.shape[0]} and not fall, got {int(offsets[0])} to "
+                f"{int(offsets[-1])}"
             )
 
     def _stored_error(self, found: dict[str, Any]) -> str | None:
@@ -399,19 +338,24 @@ class ExactSampler(Sampler):
                 return wrong
         return None
 
-    def _excluded(self, exclude: Exclude | None, h: Tensor) -> _Excluded:
+    def _excluded(self, exclude: Exclude | None, h: Tensor) -> _Lists:
+        """The excluded ids as the ops take them, after the checks."""
         exclude = self._check_exclude(exclude, h.device, h.shape[0])
-        rows, ids = _flat_exclude(self._op, exclude, h.shape[0], h.device)
-        self._check_range("exclude", ids, ids >= -1)
-        return _Excluded(rows[ids >= 0], ids[ids >= 0], h.shape[0])
+        if exclude is None:
+            return None, None
+        if _on_host(h):
+            if not isinstance(exclude, Tensor):
+                self._check_offsets(*exclude)
+            self._check_range("exclude", exclude if isinstance(exclude, Tensor) else exclude[1], -1)
+        return sort_exclude(exclude)
 
 
 class Softmax(ExactSampler):
     """q(k) = softmax of the model's own logits, exactly: the law with which sampled softmax has no bias at all.
 
     With the sampler's `scale` and `absolute` equal to those of the loss, every single sample has the normaliser of the
-    full softmax, whatever `num_samples` is (Blanc & Rendle 2018, Theorem 1). It costs O(C d) a row, so it is the
-    yardstick for the other samplers, not a way to train on many classes.
+    full softmax, whatever `num_samples` is (Blanc & Rendle 2018, Theorem 1). It costs O(C d) per row: the yardstick for
+    the other samplers, and up to some 10^5 classes cheaper than a tree that follows the weights.
 
     Args:
         weight: [C, d] class table, float32, float64, bfloat16 or float16.
@@ -420,8 +364,7 @@ class Softmax(ExactSampler):
         absolute: the logit is its absolute value, for the absolute softmax.
         copy: keep a copy of the table, which `update` and `rebuild` change. False: read the given tensors themselves,
             so that the law follows a model in training; they are then not part of `state_dict()`.
-        chunk_size: classes per chunk, rounded to blocks of 256; by default chosen from B so that a chunk of logits
-            stays in the cache.
+        chunk_size: classes per chunk, rounded down to blocks of 256; by default chosen from B and the device.
 
     Example:
         >>> import torch, samplex_cuda as sx
@@ -457,13 +400,8 @@ class Softmax(ExactSampler):
         super().__init__(weight, bias, scale=scale, copy=copy, chunk_size=chunk_size)
         self.absolute = bool(absolute)
 
-    def _mass_(self, s: Tensor) -> Tensor:
-        if self.absolute:
-            s.abs_()
-        # Of each block: a shift that depended on the chunk would let the chunk size into the bits.
-        top = s.amax(2, keepdim=True).clamp_(min=torch.finfo(s.dtype).min)
-        total = s.sub_(top).exp_().sum(2)
-        return top.squeeze(2).double() + total.double().log()
+    def _law(self) -> tuple[int, float, float]:
+        return ABSOLUTE if self.absolute else SOFTMAX, self.scale, 0.0
 
     def _log_weight(self, s: Tensor) -> Tensor:
         return s.abs() if self.absolute else s
@@ -510,11 +448,8 @@ class Quartic(ExactSampler):
             raise ValueError(f"quartic: alpha must be a finite number of at least 0, got {alpha!r}")
         self.alpha = float(alpha)
 
-    def _mass_(self, s: Tensor) -> Tensor:
-        most = torch.finfo(s.dtype).max / (2.0 * s.shape[2] * max(self.alpha, 1.0))
-        if s.numel() and float(torch.linalg.vector_norm(s, math.inf)) > most**0.25:  # the fourth power would overflow
-            return self._log_weight(s).double().logsumexp(2)
-        return s.square_().square_().mul_(self.alpha).add_(1).sum(2).double().log()
+    def _law(self) -> tuple[int, float, float]:
+        return QUARTIC, self.scale, self.alpha
 
     def _log_weight(self, s: Tensor) -> Tensor:
         value = s.square().square_().mul_(self.alpha).log1p_()
@@ -528,71 +463,9 @@ class Quartic(ExactSampler):
 
 
 # ---------------------------------------------------------------------------------------------------- helpers
-class _Excluded:
-    """Excluded (row, id) pairs, sorted by block of classes, row and id."""
-
-    def __init__(self, rows: Tensor, ids: Tensor, batch: int) -> None:
-        order = (ids * max(1, batch) + rows).argsort()
-        rows, ids = rows[order], ids[order]
-        order = (ids // BLOCK * max(1, batch) + rows).argsort(stable=True)
-        self.rows, self.ids, self.batch = rows[order], ids[order], batch
-        self.keys = self.ids // BLOCK * max(1, batch) + self.rows  # ascending; divmod gives (block, row)
-
-    def of(self, rows: slice) -> _Excluded:
-        """Those of some rows, counted from the first of them."""
-        if rows.start == 0 and rows.stop == self.batch:
-            return self
-        here = (self.rows >= rows.start) & (self.rows < rows.stop)
-        return _Excluded(self.rows[here] - rows.start, self.ids[here], rows.stop - rows.start)
-
-    def holds(self, ids: Tensor) -> Tensor:
-        """Which of ids [B, n] are excluded in their row."""
-        known = (self.ids * self.batch + self.rows).sort().values
-        asked = ids * self.batch + torch.arange(self.batch, device=ids.device)[:, None]
-        return known[torch.searchsorted(known, asked).clamp_(max=known.shape[0] - 1)] == asked
-
-    def first(self) -> Tensor:
-        """The smallest excluded id of each row, [B]."""
-        largest = torch.iinfo(torch.int64).max
-        out = torch.full((self.batch,), largest, dtype=torch.int64, device=self.ids.device)
-        return out.scatter_reduce_(0, self.rows, self.ids, "amin")
-
-
-def _flat_exclude(op: str, exclude: Exclude | None, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(rows [n], ids [n]) of any form of `exclude`."""
-    if exclude is None:
-        none = torch.empty(0, dtype=torch.int64, device=device)
-        return none, none
-    if isinstance(exclude, Tensor):
-        width = 1 if exclude.dim() == 1 else exclude.shape[1]
-        return torch.arange(batch, device=device).repeat_interleave(width), exclude.reshape(-1)
-    offsets, ids = exclude
-    counts = offsets.diff()
-    if int(offsets[0]) != 0 or int(offsets[-1]) != ids.shape[0] or bool((counts < 0).any()):
-        raise ValueError(
-            f"{op}: exclude_offsets must go from 0 to {ids.shape[0]} and not fall, got {int(offsets[0])} to "
-            f"{int(offsets[-1])}"
-        )
-    return torch.arange(batch, device=device).repeat_interleave(counts), ids
-
-
-def _row_blocks(batch: int) -> Iterator[slice]:
-    for begin in range(0, batch, _BATCH_ROWS):
-        yield slice(begin, min(begin + _BATCH_ROWS, batch))
-
-
-def _running(log_mass: Tensor) -> Tensor:
-    """Running sums of the masses of each row of log_mass [n, k], relative to the largest."""
-    top = log_mass.amax(1, keepdim=True).clamp_(min=torch.finfo(log_mass.dtype).min)
-    return (log_mass - top).exp_().cumsum_(1)
-
-
-def _locate(running: Tensor, uniforms: Tensor) -> Tensor:
-    """For each uniform [n, m] an index into its row of running sums [n, k], by inversion; never one of mass zero."""
-    total = running[:, -1:]
-    # Below the total also where the product rounds up to it: the first sum above the point then exists.
-    point = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(running, point, right=True).clamp_(max=running.shape[1] - 1)
+def _on_host(t: Tensor) -> bool:
+    """Whether a look at the numbers of `t` does not wait for a device."""
+    return t.device.type == "cpu"
 
 
 def _last_of_equal(ids: Tensor) -> Tensor:

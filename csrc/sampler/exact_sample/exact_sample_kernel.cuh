@@ -1,0 +1,261 @@
+// exact_sample on the device.
+//
+//   exact_mass_kernel      a warp has a row and a block of 256 classes, eight of them a lane
+//   exact_blocks_kernel    a thread block has a row: sum of the weights of its blocks, running sums, then the draws
+//   exact_draw_kernel      a thread block has a run of equal (block, row) among the sorted draws: 256 products, running
+//                          sums in shared memory, then the draws of the run. Runs of one block of classes follow each
+//                          other, so its rows are in the L2 cache for all but the first
+//   exact_log_prob_kernel  a warp has an id
+#pragma once
+
+#include "common/vec_load.cuh"
+#include "common/warp.cuh"
+#include "sampler/exact_sample/exact_sample_math.h"
+
+namespace samplex::SX_BACKEND_NS {
+
+constexpr int kExactThreads = 256;
+constexpr int kExactWarps = kExactThreads / kWarpSize;
+static_assert(kExactThreads == kExactBlock, "a thread has a class of the block");
+constexpr int kExactPerLane = int(kExactBlock) / kWarpSize;
+
+// ------------------------------------------------------------------------------------------------ mass
+// Column of value i of a lane: four in a row, so that they are one load.
+SX_DEVICE inline int exact_column(int i) { return i / 4 * 4 * kWarpSize + 4 * lane_id() + i % 4; }
+
+// values[0 .. 4) of columns [column, column + 4) of a row of `count`; 0 beyond.
+template <bool Wide, typename A>
+SX_DEVICE inline void exact_load(const A* row, int column, int count, A* values) {
+  if constexpr (Wide) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) values[j] = A(0);
+    if (column < count) load_floats<4>(row + column, values);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) values[j] = column + j < count ? row[column + j] : A(0);
+  }
+}
+
+// Two blocks of the double kernel, 0: the compiler's own choice. That is 64 registers for double on sm_120, which
+// spill.
+template <typename A, bool Wide>
+__global__ void __launch_bounds__(kExactThreads, sizeof(A) == 8 ? 2 : 0) exact_mass_kernel(ExactMassParams p) {
+  const ExactMap<A> map(p.law);
+  const int64_t blocks = (p.count + kExactBlock - 1) / kExactBlock, groups = (blocks + kExactWarps - 1) / kExactWarps;
+  for (int64_t task = blockIdx.x; task < p.batch * groups; task += gridDim.x) {
+    const int64_t b = task / groups, from = (task % groups * kExactWarps + warp_id()) * kExactBlock;
+    if (from >= p.count) continue;  // the whole warp
+    const int count = int(p.count - from < kExactBlock ? p.count - from : kExactBlock);
+    const A* dots = static_cast<const A*>(p.dots) + b * p.count + from;
+    A size[kExactPerLane];
+#pragma unroll
+    for (int i = 0; i < kExactPerLane; i += 4) exact_load<Wide>(dots, exact_column(i), count, size + i);
+#pragma unroll
+    for (int i = 0; i < kExactPerLane; i += 4) {
+      A bias[4] = {};
+      if (p.bias != nullptr) exact_load<Wide>(static_cast<const A*>(p.bias) + from, exact_column(i), count, bias);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        size[i + j] = exact_column(i) + j < count ? map.size(size[i + j], bias[j]) : exact_none<A>();
+      }
+    }
+    exact_list(p.law, b).columns(p.first + from, count, [&](int column) {
+#pragma unroll
+      for (int i = 0; i < kExactPerLane; ++i) size[i] = exact_column(i) == column ? exact_none<A>() : size[i];
+    });
+    A largest = size[0];
+#pragma unroll
+    for (int i = 1; i < kExactPerLane; ++i) largest = max_nan(largest, size[i]);
+    const ExactScale<A> scale(p.law, group_max<kWarpSize>(largest));
+    A sum = 0;
+    if (scale.quartic) {
+#pragma unroll
+      for (const A x : size) sum += scale.power_weight(x);
+    } else {
+#pragma unroll
+      for (const A x : size) sum += scale.exp_weight(x);
+    }
+    sum = group_sum<kWarpSize>(sum);
+    if (lane_id() == 0) p.mass[b * p.blocks + (p.first + from) / kExactBlock] = scale.log_top() + log(double(sum));
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ blocks
+// Running sum over the threads of a block, and the sum of all. `scratch` holds kExactWarps and is free again
+// afterwards.
+SX_DEVICE inline uint64_t exact_running(uint64_t x, uint64_t* scratch, uint64_t& total) {
+  const int lane = lane_id();
+#pragma unroll
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const uint64_t other = shuffle_from(x, lane < step ? lane : lane - step);
+    if (lane >= step) x += other;
+  }
+  if (lane == kWarpSize - 1) scratch[warp_id()] = x;
+  __syncthreads();
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < kExactWarps; ++w) {
+    if (w == warp_id()) x += total;
+    total += scratch[w];
+  }
+  __syncthreads();
+  return x;
+}
+
+// Four blocks: with its own choice of registers the compiler spills on sm_80.
+__global__ void __launch_bounds__(kExactThreads, 4) exact_blocks_kernel(ExactBlocksParams p) {
+  __shared__ double parts[kExactWarps];
+  __shared__ uint64_t sums[kExactWarps];
+  const PhiloxKey key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
+  for (int64_t b = blockIdx.x; b < p.batch; b += gridDim.x) {
+    const double* mass = p.mass + b * p.blocks;
+    uint64_t* running = p.running + b * p.blocks;
+    double top = negative_infinity<double>(), sum = 0.0;
+    for (int64_t k = threadIdx.x; k < p.blocks; k += kExactThreads) top = max_nan(top, mass[k]);
+    top = block_max<kExactWarps>(top, parts);
+    const bool lawful = is_finite(top);
+    for (int64_t k = threadIdx.x; k < p.blocks; k += kExactThreads) {
+      const double weight = lawful ? exp(mass[k] - top) : 0.0;
+      running[k] = bit_copy<uint64_t>(weight);  // read again by this thread
+      sum += weight;
+    }
+    sum = block_sum<kExactWarps>(sum, parts);
+    if (threadIdx.x == 0) p.lse[b] = lawful ? top + log(sum) : top;
+    uint64_t before = 0;
+    for (int64_t from = 0; from < p.blocks; from += kExactThreads) {
+      const int64_t k = from + threadIdx.x;
+      uint64_t units = 0, total;
+      if (lawful && k < p.blocks) units = exact_block_units(bit_copy<double>(running[k]), sum);
+      units = exact_running(units, sums, total);
+      if (k < p.blocks) running[k] = before + units;
+      before += total;
+    }
+    __syncthreads();  // the running sums of all threads
+    for (int64_t j = threadIdx.x; j < p.num_samples; j += kExactThreads) {
+      const int64_t block = exact_locate(running, p.blocks, exact_point(key, p.row + b, j, 0, before));
+      p.place[b * p.num_samples + j] = block * p.batch + b;
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ products
+// Class rows that a warp has under way.
+constexpr int kExactRows = 4;
+constexpr int kExactLanes = kWarpSize / kExactRows;
+
+// Sums over the warp of kExactRows values a lane: lane l gets that of value l / kExactLanes, by 6 shuffles instead of
+// 20.
+template <typename A>
+SX_DEVICE inline A exact_sums(A* x) {
+#pragma unroll
+  for (int width = kExactRows / 2; width > 0; width /= 2) {
+    const bool upper = (lane_id() & (kExactLanes * width)) != 0;
+#pragma unroll
+    for (int j = 0; j < width; ++j) {
+      const A sent = upper ? x[j] : x[j + width], kept = upper ? x[j + width] : x[j];
+      x[j] = kept + shuffle_xor(sent, kExactLanes * width);
+    }
+  }
+  return group_sum<kExactLanes>(x[0]);
+}
+
+// Width values of a row, as A.
+template <int Width, typename A, typename H>
+SX_DEVICE inline void exact_load_row(const H* row, A* out) {
+  if constexpr (Width == 1) {
+    out[0] = A(to_acc(row[0]));
+  } else {
+    float values[Width];
+    if constexpr (sizeof(H) == 4)
+      load_floats<Width>(row, values);
+    else
+      load_values<Width>(row, values);
+#pragma unroll
+    for (int i = 0; i < Width; ++i) out[i] = A(values[i]);
+  }
+}
+
+// This lane's part of h . rows[j] for Count rows, summed in A.
+template <int Width, int Count, typename A, typename T, typename H>
+SX_DEVICE inline void exact_parts(const H* h, const T* const* rows, int64_t dim, A* parts) {
+#pragma unroll
+  for (int j = 0; j < Count; ++j) parts[j] = A(0);
+#pragma unroll 1
+  for (int64_t c = lane_id() * Width; c < dim; c += kWarpSize * Width) {
+    A query[Width], row[Count][Width];
+    exact_load_row<Width>(h + c, query);
+#pragma unroll
+    for (int j = 0; j < Count; ++j) exact_load_row<Width>(rows[j] + c, row[j]);
+#pragma unroll
+    for (int j = 0; j < Count; ++j) {
+#pragma unroll
+      for (int i = 0; i < Width; ++i) parts[j] += query[i] * row[j][i];
+    }
+  }
+}
+
+template <typename T, typename A, int Width>
+__global__ void __launch_bounds__(kExactThreads) exact_draw_kernel(ExactDrawParams p) {
+  __shared__ A size[kExactBlock];
+  __shared__ uint64_t running[kExactBlock];
+  __shared__ A parts[kExactWarps];
+  __shared__ uint64_t sums[kExactWarps];
+  const ExactMap<A> map(p.law);
+  const int64_t total = p.table.batch * p.num_samples, dim = p.table.dim;
+  const int own = threadIdx.x;
+  for (int64_t i = blockIdx.x; i < total; i += gridDim.x) {
+    const int64_t place = p.sorted[i];
+    if (i > 0 && p.sorted[i - 1] == place) continue;  // the whole thread block
+    const int64_t b = p.order[i] / p.num_samples;
+    const int64_t first = exact_first_class(place, p.table.batch, p.law.num_classes);
+    const int count = int(p.law.num_classes - first < kExactBlock ? p.law.num_classes - first : kExactBlock);
+    const A* h = static_cast<const A*>(p.table.hidden) + b * dim;
+    const T* weight = static_cast<const T*>(p.table.weight) + first * dim;
+    __syncthreads();  // the run before is done with the shared memory
+    for (int c = warp_id() * kWarpSize; c < (warp_id() + 1) * kWarpSize; c += kExactRows) {
+      const T* rows[kExactRows];
+#pragma unroll
+      for (int j = 0; j < kExactRows; ++j) rows[j] = weight + (c + j < count ? c + j : count - 1) * dim;
+      A dots[kExactRows];
+      exact_parts<Width, kExactRows>(h, rows, dim, dots);
+      const A dot = exact_sums(dots);
+      if (lane_id() % kExactLanes == 0) size[c + lane_id() / kExactLanes] = dot;
+    }
+    __syncthreads();
+    A mine = exact_none<A>();
+    if (own < count) mine = map.size(size[own], load_scalar<A>(p.table.bias, first + own, A(0)));
+    const ExactList list = exact_list(p.law, b);
+    list.columns(first, count, [&](int column) { mine = column == own ? exact_none<A>() : mine; });
+    const ExactScale<A> scale(p.law, block_max<kExactWarps>(mine, parts));
+    uint64_t sum;
+    running[own] = exact_running(exact_units(scale.weight(mine)), sums, sum);
+    __syncthreads();
+    const PhiloxKey key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
+    // Nothing left of the row: the first excluded class stands in.
+    const int64_t alone = p.lse[b] == negative_infinity<double>() ? list.first(p.law.num_classes) : -1;
+    for (int64_t j = i + own; j < total && p.sorted[j] == place; j += kExactThreads) {
+      const uint64_t point = exact_point(key, p.law.row + b, p.order[j] % p.num_samples, 1, sum);
+      p.ids[p.order[j]] = alone >= 0 ? alone : first + exact_locate(running, count, point);
+    }
+  }
+}
+
+// Sums in double, so that log_q has no rounding of its own.
+template <typename T, typename H, int Width>
+__global__ void __launch_bounds__(kExactThreads) exact_log_prob_kernel(ExactLogProbParams p) {
+  const ExactMap<double> map(p.law);
+  const int64_t count = p.table.batch * p.num_ids, stride = int64_t(gridDim.x) * kExactWarps;
+  for (int64_t at = int64_t(blockIdx.x) * kExactWarps + warp_id(); at < count; at += stride) {
+    const int64_t b = at / p.num_ids, id = p.ids[at];
+    const bool known = in_range(id, p.law.num_classes);
+    const T* row = static_cast<const T*>(p.table.weight) + (known ? id : 0) * p.table.dim;
+    double dot;
+    exact_parts<Width, 1>(static_cast<const H*>(p.table.hidden) + b * p.table.dim, &row, p.table.dim, &dot);
+    dot = group_sum<kWarpSize>(dot);
+    if (lane_id() != 0) continue;
+    const double size = map.size(dot, load_scalar<double>(p.table.bias, known ? id : 0, 0.0));
+    p.log_q[at] = known ? exact_given(p.law, exact_list(p.law, b), id, size, p.lse[b]) : quiet_nan<float>();
+  }
+}
+
+}  // namespace samplex::SX_BACKEND_NS
