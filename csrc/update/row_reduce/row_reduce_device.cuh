@@ -331,7 +331,7 @@ struct EntryWalk {
         if (with_bias) {
 #pragma unroll
           for (int u = 0; u < kBatch; ++u) {
-            const A term = shuffle_from(staged.term, from + u);
+            const A term = source.bias != nullptr ? shuffle_from(staged.term, from + u) : factor[u];
             if (full) bias += term;
           }
         }
@@ -368,19 +368,25 @@ struct EntryWalk {
   SX_DEVICE bool climb(SlotsPart& part, int* counters) const {
     const int low = p.chunks.log_size + kLogFan * part.level, high = low + kLogFan;
     const int64_t node = part.slot >> kLogFan, border = node << high, size = int64_t(1) << high;
-    const int64_t before = key(border - 1), far = key(border - size - 1);
-    const bool inner = far == part.id;  // the row begins before the node in front of this one
-    const int64_t from = inner || before != part.id ? node : node - 1;
+    // Four questions in one load: is the row in front of this node, and before the node in front of it, does it go on
+    // behind this node, and behind the next one?
+    const int64_t asked = lane_id() == 0   ? border - 1
+                          : lane_id() == 1 ? border - size - 1
+                                           : border + (int64_t(lane_id() - 1) << high);
+    const unsigned yes = warp_ballot(lane_id() < 4 && key(asked) == part.id);
+    const bool inner = (yes & 2) != 0;  // the row begins before the node in front of this one
+    const bool earlier = !inner && (yes & 1) != 0;
+    const int64_t from = node - earlier;
+    const bool goes_on = (yes & (earlier ? 4 : 8)) != 0;
     const int64_t place = (from << high) + (int64_t(lane_id()) << low);
     const bool child =
         lane_id() < (inner ? 1 << kLogFan : 2 << kLogFan) && key(place) == part.id && key(place - 1) == part.id;
-    const int64_t after = key((from + 2) << high);
     const unsigned mask = warp_ballot(child);
     const int child_lane = __ffs(int(mask)) - 1;
     part.first = part.level_begin + int(from << kLogFan) + child_lane;
     part.count = __popc(mask);
     part.place = int((from << high) + (int64_t(child_lane) << low));
-    part.complete = !inner && after != part.id;
+    part.complete = !inner && !goes_on;
     part.slot = int(inner ? node : from + 1);
     part.level_begin += (entries >> low) + 2;
     part.level += 1;

@@ -38,9 +38,9 @@ struct RowChunks {
   int* arrived;        // [blocks of columns, slots], zeroed by the launch that makes the keys
   int64_t counters;    // of all blocks of columns
 };
-constexpr int kLogChunk = 4;           // 16 entries a piece,
-constexpr int kLogFan = 4;             // and 16 pieces make one of the next level
-constexpr int64_t kMostChunks = 8192;  // of the first level: as many warps keep a large GPU busy, and memory is bounded
+constexpr int kLogChunk = 3;            // 8 entries a piece,
+constexpr int kLogFan = 4;              // and 16 pieces make one of the next level
+constexpr int64_t kMostChunks = 16384;  // of the first level: enough for a large GPU, and memory is bounded
 
 inline RowChunks plan_row_chunks(int64_t entries) {
   RowChunks plan{};
