@@ -1,22 +1,29 @@
-"""The longest warp of the kernels that sum rows, where all entries belong to one class: a tree, not one long walk."""
+"""The longest warp of the update where all entries belong to one class: a tree, not one long walk."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from samplex_cuda.ops.row_rules import row_update_
+from samplex_cuda.optim import rules
+
 BATCH, M, CLASSES = 1024, 64, 100_000
 MOST = 4.0
 
 
 def longest(ptxshim, ids: torch.Tensor, dim: int) -> int:
-    """Instructions of the longest warp of the launch that sums `ids` [B, m]."""
+    """Instructions of the longest warp of an Adagrad update with the entries `ids` [B, m]."""
+    weight, total = torch.zeros(CLASSES, dim), torch.ones(CLASSES, dim)
+    bias, bias_total = torch.zeros(CLASSES), torch.ones(CLASSES)
     coef, rows = torch.ones(ids.shape), torch.ones(ids.shape[0], dim)
-    none = ids.new_empty((0, 1))
+    rule = rules.adagrad(0.1, 1e-6, 0.0, False)
+    none = (ids.new_empty((0, 1)), None, rows[:0])
     ptxshim.launches(reset=True)
-    *_, count = torch.ops.samplex.row_reduce(ids, coef, rows, none, None, rows[:0], CLASSES, False)
-    assert int(count) == ids.unique().numel()
-    found = [x["max_warp_instr"] for x in ptxshim.launches() if "row_reduce_rows" in x["kernel"]]
+    row_update_(weight, total, None, bias, bias_total, None, *none, ids, coef, rows, None, None, rule, rule)
+    assert torch.equal(weight[:, 0].nonzero().flatten(), ids.unique())
+    assert total.sum().isfinite()
+    found = [x["max_warp_instr"] for x in ptxshim.launches() if "row_rules_entries" in x["kernel"]]
     assert len(found) == 1
     return found[0]
 
