@@ -38,6 +38,19 @@ SX_DEVICE inline T group_max(T x) {
   return x;
 }
 
+// Counts this warp at `counter`, which begins at 0. Whether it is the last of `expected` warps; that one sees what the
+// others wrote before they came here. Which warp that is depends on the schedule: nothing it computes may.
+SX_DEVICE inline bool warp_arrives_last(int* counter, int expected) {
+  __threadfence();
+  warp_sync();
+  int before = 0;
+  if (lane_id() == 0) before = atomicAdd(counter, 1);
+  const bool last = shuffle_from(before, 0) + 1 == expected;
+  __threadfence();
+  warp_sync();
+  return last;
+}
+
 // Sum over the block of `Warps` warps, the same bits in every thread. `scratch` holds Warps values and is free again
 // after the call. Two barriers.
 template <int Warps, typename T>

@@ -143,6 +143,43 @@ def test_one_id_many_times(backend):
     check(backend, ids, torch.randn(60, 20), torch.randn(60, 9), 1000)
 
 
+# Rows are cut into pieces of 8 entries on a GPU, and 16 pieces make one of the next level: rows that begin and end just
+# before, at and behind such borders, several in one piece, and so long that three levels are needed.
+CUT_ROWS = {
+    "one piece": [7, 8, 9, 1, 15, 16, 17, 1],
+    "two": [31, 1, 32, 33, 2],
+    "borders": [16, 32, 48, 16, 17, 47, 1, 15],
+    "same node": [5, 40, 60, 33, 35, 34, 3],
+    "second level": [7, 120, 128, 129, 250, 256, 257, 300, 1, 512],
+    "head in the last piece": [127, 700, 1, 255, 530],
+    "third level": [3, 4200, 9, 9000, 1],
+}
+
+
+@pytest.mark.parametrize("dim", [1, 8, 40])
+@pytest.mark.parametrize("lengths", list(CUT_ROWS.values()), ids=list(CUT_ROWS))
+def test_rows_of_any_number_of_entries(backend, lengths, dim):
+    if dim > 8 and sum(lengths) > 2000:
+        pytest.skip("the fibers of the harness take long")
+    g = torch.Generator().manual_seed(4)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)) * 3, torch.tensor(lengths))
+    ids = ids[torch.randperm(ids.numel(), generator=g)][:, None]
+    check(backend, ids, torch.randn(ids.shape, generator=g), torch.randn(ids.numel(), dim, generator=g), 100)
+
+
+def test_pieces_of_a_row_are_added_in_the_order_of_the_entries(backend):
+    """Whole numbers: every order gives the same bits, so that a piece that is lost, or added twice, shows."""
+    n = 3000
+    ids = torch.zeros(n, 1, dtype=torch.int64, device=backend.device)
+    ids[1::300] = 5
+    coef = torch.arange(1.0, n + 1, device=backend.device)[:, None].remainder(97)
+    found = row_reduce(ids, coef, torch.ones(n, 4, device=backend.device), 9, with_bias=True)
+    for place, id in enumerate((0, 5)):
+        wanted = coef[ids == id].sum()
+        assert found[2][place] == wanted
+        assert (found[1][place] == wanted).all()
+
+
 def zipf(entries: int, num_rows: int, seed=0) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
     ranks = (torch.rand(entries, generator=g) * torch.tensor(num_rows + 1.0).log()).exp().long()

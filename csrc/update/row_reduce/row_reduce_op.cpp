@@ -2,19 +2,40 @@
 #include "update/row_reduce/row_reduce_op.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <tuple>
 
 namespace samplex::glue {
+namespace {
+
+// "The dimension being sorted can not have more than INT_MAX elements." The kernels count on it.
+constexpr int64_t kMostSorted = INT32_MAX;
+
+}  // namespace
+
 SortedEntries run_row_sort(const char* op, RowReduceParams& params, const Tensor& like) {
   const int64_t entries = params.source[0].entries + params.source[1].entries;
-  const Tensor keys = empty(like, {entries}, ScalarType::Long);
-  params.keys = out<int64_t>(keys);
+  check_value(entries <= kMostSorted, op, ": a call must have at most ", kMostSorted,
+              " entries (torch's sort takes no more), got ", entries, "; split the batch");
+  params.wide_keys = params.num_rows > INT32_MAX;
+  const Tensor keys = empty(like, {entries}, params.wide_keys ? ScalarType::Long : ScalarType::Int);
+  params.keys = out_any(keys);
+  RowChunks& chunks = params.chunks = plan_row_chunks(entries);
+  const ScalarType acc = params.double_acc ? ScalarType::Double : ScalarType::Float;
+  // Blocks of columns: at most, with one column a lane.
+  chunks.counters = chunks.slots * std::max<int64_t>(1, (params.dim + 31) / 32);
+  const Tensor partial = empty(like, {chunks.slots, params.dim + 1}, acc);
+  const Tensor arrived = empty(like, {chunks.counters}, ScalarType::Int);
+  chunks.partial = out_any(partial);
+  chunks.partial_bias =
+      static_cast<char*>(chunks.partial) + chunks.slots * params.dim * int64_t(partial.element_size());
+  chunks.arrived = out<int>(arrived);
   SX_RUN_DEVICE(op, like, launch_row_reduce_keys, params);
   const auto made = call_op<2>("aten::sort", "stable", keys, std::optional<bool>(true), int64_t(0), false);
   const Tensor sorted = tensor_of(made[0]), order = tensor_of(made[1]);
-  params.sorted = in<int64_t>(sorted);
+  params.sorted = in_any(sorted);
   params.order = in<int64_t>(order);
-  return {keys, sorted, order};
+  return {keys, sorted, order, partial, arrived};
 }
 
 RowGradients run_row_reduce(const char* op, RowReduceParams params, const Tensor& like, bool with_bias) {
@@ -40,8 +61,8 @@ RowGradients run_row_reduce(const char* op, RowReduceParams params, const Tensor
     return result;
   }
   const SortedEntries kept = run_row_sort(op, params, like);
-  const Tensor heads = empty(like, {entries}, ScalarType::Long);
-  params.heads = out<int64_t>(heads);
+  const Tensor heads = empty(like, {entries}, ScalarType::Int);
+  params.heads = out<int>(heads);
   SX_RUN_DEVICE(op, like, launch_row_reduce_heads, params);
   const Tensor ranks = tensor_of(call_op("aten::cumsum", "", heads, int64_t(0), std::optional<ScalarType>{})[0]);
   params.ranks = in<int64_t>(ranks);

@@ -9,9 +9,10 @@ namespace samplex::glue {
 // Fills the outputs and scratch of `params`, whose sources and sizes are set, and runs it on the backend of `like`.
 RowGradients run_row_reduce(const char* op, RowReduceParams params, const Tensor& like, bool with_bias);
 
-// The sorted entries of a GPU: `sorted` and `order` of `params` point into them.
+// The sorted entries of a GPU, and the memory for sums of pieces of long rows: `params` points into them. Keys are
+// int32 where the ids fit: torch's radix sort makes a pass per 8 bits of the key, 4 of int32 and 8 of int64.
 struct SortedEntries {
-  Tensor keys, sorted, order;
+  Tensor keys, sorted, order, partial, arrived;
 };
 SortedEntries run_row_sort(const char* op, RowReduceParams& params, const Tensor& like);
 

@@ -4,7 +4,8 @@
 //
 // Two sources, A then B (targets and draws of a loss). An entry with id < 0 or coefficient exactly 0 is left out: it
 // touches no row. row_ids ascend; count of them is in count[0]; the rest of row_ids is -1 and of the others
-// unspecified. Within a row the terms are added in the order of the entries: the same bits for any number of threads.
+// unspecified. On the CPU the terms of a row are added in the order of the entries; on a GPU too within a piece of
+// them, and the pieces of a long row as a tree (row_reduce_device.cuh). The same bits for any number of threads.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,31 @@ struct RowReduceSource {
   int64_t entries, entries_per_row;
   DType dtype;
   const void* bias = nullptr;  // A [entries]: what the entry adds to row_bias; nullptr: its coefficient
+  // CUDA only, set by the launcher: entry / entries_per_row as the high half of entry * inverse; 0: by 1. A 64-bit
+  // division is a call, for which registers are spilled.
+  uint64_t inverse = 0;
 };
+
+// How a GPU cuts rows of many entries into pieces, and where their sums go. Depends on the number of entries alone.
+struct RowChunks {
+  int log_size;        // a piece is 1 << log_size entries
+  int64_t slots;       // sums of pieces that are kept; 0: no row is cut
+  void* partial;       // A [slots, d]
+  void* partial_bias;  // A [slots]
+  int* arrived;        // [blocks of columns, slots], zeroed by the launch that makes the keys
+  int64_t counters;    // of all blocks of columns
+};
+constexpr int kLogChunk = 3;            // 8 entries a piece,
+constexpr int kLogFan = 4;              // and 16 pieces make one of the next level
+constexpr int64_t kMostChunks = 16384;  // of the first level: enough for a large GPU, and memory is bounded
+
+inline RowChunks plan_row_chunks(int64_t entries) {
+  RowChunks plan{};
+  plan.log_size = kLogChunk;
+  while (entries >> plan.log_size > kMostChunks) ++plan.log_size;
+  for (int log = plan.log_size; int64_t(2) << log < entries; log += kLogFan) plan.slots += (entries >> log) + 2;
+  return plan;
+}
 
 struct RowReduceParams {
   RowReduceSource source[2];
@@ -35,11 +60,13 @@ struct RowReduceParams {
   bool double_acc;  // A is double
   bool stream;      // CPU only: write rows past the cache; row_grads is 64-byte aligned, d % 16 == 0, d <= kStreamWidth
   // CUDA only, filled between the launches:
-  int64_t* keys;          // [entries]: id, or num_rows for an entry left out
-  const int64_t* sorted;  // [entries]: keys ascending
-  const int64_t* order;   // [entries]: entry at each sorted place (stable)
-  int64_t* heads;         // [entries]: 1 where a new row starts
-  const int64_t* ranks;   // [entries]: inclusive sum of heads
+  void* keys;            // [entries]: id, or num_rows for an entry left out; int32, or int64 with wide_keys
+  const void* sorted;    // [entries]: keys ascending
+  bool wide_keys;        // num_rows does not fit into int32
+  const int64_t* order;  // [entries]: entry at each sorted place (stable)
+  int* heads;            // [entries]: 1 where a new row starts
+  const int64_t* ranks;  // [entries]: inclusive sum of heads
+  RowChunks chunks;
 };
 
 namespace cpu {

@@ -1,29 +1,26 @@
-// Launchers of the row updates: a group of lanes per row, as wide as the row asks for.
+// Launchers of the row updates: a group of lanes per row or entry, as wide as the row asks for.
 #include "update/row_rules/row_rules_kernel.cuh"
 
 namespace samplex {
 namespace SX_BACKEND_NS {
 namespace {
 
-// Lanes that share a row: the least power of two that covers it in one go, at most a warp. Its logarithm.
-int log_group_of(int64_t dim, int width) {
-  int log = 0;
-  while ((1 << log) < kWarpSize && (int64_t(width) << log) < dim) ++log;
-  return log;
-}
-
-unsigned blocks(int64_t rows, int log_group) {
-  return unsigned(((rows << log_group) + kOptimThreads - 1) / kOptimThreads);
-}
-
-uint64_t inverse_of(int64_t divisor) { return divisor == 1 ? 0 : ~uint64_t(0) / uint64_t(divisor) + 1; }
-
-bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
-
-// Whether rows can be read four numbers at a time.
-bool wide(const RowRulesParams& p, const void* gradients) {
-  return p.weight.dtype != DType::kFloat64 && p.dim % 4 == 0 && aligned(p.weight.values) && aligned(p.weight.state0) &&
-         aligned(p.weight.state1) && aligned(gradients);
+// body(WidthTag<Width>{}) for the most numbers of a row that can be read at a time: 16 bytes of the weight; 4 of a
+// 16-bit type where 8 do not divide the row; 1.
+template <int Width>
+struct WidthTag {
+  static constexpr int width = Width;
+};
+template <typename T, typename F>
+void with_width(const RowRulesParams& p, bool gradients_aligned, const F& body) {
+  constexpr int kMost = 16 / int(sizeof(T));
+  const bool all =
+      gradients_aligned && aligned(p.weight.values) && aligned(p.weight.state0) && aligned(p.weight.state1);
+  if (all && p.dim % kMost == 0) return body(WidthTag<kMost>{});
+  if constexpr (kMost > 4) {
+    if (all && p.dim % 4 == 0) return body(WidthTag<4>{});
+  }
+  body(WidthTag<1>{});
 }
 
 }  // namespace
@@ -35,30 +32,31 @@ void launch_row_rules_live(const RowRulesParams& params, void* stream) {
 void launch_row_rules_rows(const RowRulesParams& params, void* stream) {
   dispatch_dtype("row update", params.weight.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    constexpr int kWidth = kOptimWidth<T>;
-    const int width = wide(params, params.rows) ? kWidth : 1, group = log_group_of(params.dim, width);
-    const unsigned grid = blocks(params.n, group);
-    if (kWidth > 1 && width > 1)
-      SX_LAUNCH("row update", (row_rules_rows_kernel<T, kWidth>), grid, kOptimThreads, 0, stream, params, group);
-    else
-      SX_LAUNCH("row update", (row_rules_rows_kernel<T, 1>), grid, kOptimThreads, 0, stream, params, group);
+    with_width<T>(params, aligned(params.rows), [&](auto tag) {
+      constexpr int kWidth = decltype(tag)::width;
+      const int group = log_group_of(params.dim, kWidth, 1);
+      SX_LAUNCH("row update", (row_rules_rows_kernel<T, kWidth>), group_blocks(params.n, group), kUpdateThreads, 0,
+                stream, params, group);
+    });
   });
 }
 
 void launch_row_rules_entries(const RowRulesParams& given, void* stream) {
   RowRulesParams params = given;
-  for (int i = 0; i < 2; ++i) params.inverse[i] = inverse_of(params.entries.source[i].entries_per_row);
+  set_inverses(params.entries);
+  const RowReduceSource* const source = params.entries.source;
+  const int64_t entries = source[0].entries + source[1].entries;
   dispatch_dtype("row update", params.weight.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    constexpr int kWidth = kOptimWidth<T>;
-    const RowReduceSource* source = params.entries.source;
-    const bool all = wide(params, source[0].rows) && wide(params, source[1].rows);
-    const int width = all ? kWidth : 1, group = log_group_of(params.dim, width);
-    const unsigned grid = blocks(source[0].entries + source[1].entries, group);
-    if (kWidth > 1 && width > 1)
-      SX_LAUNCH("row update", (row_rules_entries_kernel<T, kWidth>), grid, kOptimThreads, 0, stream, params, group);
-    else
-      SX_LAUNCH("row update", (row_rules_entries_kernel<T, 1>), grid, kOptimThreads, 0, stream, params, group);
+    with_width<T>(params, aligned(source[0].rows) && aligned(source[1].rows), [&](auto tag) {
+      constexpr int kWidth = decltype(tag)::width;
+      const int group = log_group_of(params.dim, kWidth, kLeastWalkers);
+      const int columns = int(column_blocks(params.dim, kWidth));
+      const bool by_row = params.weight.rule.kind == RowRuleKind::kRowAdagrad;
+      const dim3 grid(group_blocks(entries, group), unsigned(by_row ? 1 : columns));
+      SX_LAUNCH("row update", (row_rules_entries_kernel<T, kWidth>), grid, kUpdateThreads, 0, stream, params, group,
+                by_row ? columns : 1);
+    });
   });
 }
 

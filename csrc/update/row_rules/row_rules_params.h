@@ -1,8 +1,9 @@
 // Row optimizers: an update rule applied to the touched rows of a [C, d] parameter and of its [C] bias.
 //
 // The gradient rows are given (row_ids, rows), or summed on the way: entries (ids, coefficients, source rows) of a loss
-// backward as in row_reduce, sorted by id; a segment of equal ids is one row, whose sum lives in a small buffer and
-// never in memory. Segments are disjoint rows: the same bits for any number of threads. A = accumulation type.
+// backward as in row_reduce, sorted by id; a segment of equal ids is one row, whose sum lives in a small buffer or in
+// registers; sums of pieces of long rows on a GPU are in memory. Segments are disjoint rows: the same bits for any
+// number of threads. A = accumulation type.
 #pragma once
 
 #include <cstdint>
@@ -61,9 +62,6 @@ struct RowRulesParams {
   DType rows_dtype;
   // Gradients summed: sources, dim, num_rows and double_acc are set. Source rows in the weight's dtype or A.
   RowReduceParams entries;
-  // CUDA only, set by the launcher: entry / entries_per_row as the high half of entry * inverse, for each source; 0:
-  // by 1. A 64-bit division is a call, for which registers are spilled.
-  uint64_t inverse[2];
 };
 
 namespace cpu {

@@ -38,6 +38,10 @@ def row_reduce(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sum `coef[s, j] * rows[s]` over all (s, j) with the same id.
 
+    On CUDA the ids are sorted by torch's radix sort, which makes a pass per 8 bits of the key: the keys are int32, 4
+    passes, and int64, 8 passes, only where `num_rows` is 2^31 or more. An id with more than 8 entries is summed in
+    pieces, whose sums are added as a tree: the order depends on the entries alone.
+
     Args:
         ids: int64 [S, k] in [0, num_rows); an entry with a negative id is left out.
         coef: [S, k] float32 (float64 for float64 rows), or None for 1; an entry of exactly 0 is left out.
