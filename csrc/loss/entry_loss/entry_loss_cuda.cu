@@ -22,9 +22,8 @@ void launch(const EntryLossParams& params, void* stream) {
   if constexpr (sizeof(T) == 8) {
     launch_wide<T, 1, kMode>(params, stream);
   } else {
-    constexpr int kWidth = 16 / sizeof(T);
-    const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-    const bool vectors = params.dim % kWidth == 0 && aligned(params.hidden) && aligned(params.weight);
+    constexpr int kWidth = vector_width<T>;
+    const bool vectors = params.dim % kWidth == 0 && vector_aligned(params.hidden) && vector_aligned(params.weight);
     const int64_t d = params.dim;
     if (params.shared || d == 0 || d > (vectors ? 1024 : 256)) {
       if (vectors)

@@ -40,9 +40,16 @@ struct EntryLossRow {
   A *scores, *pulls;  // relative losses with several targets: [P] each, written by lane 0
 };
 
+// Class of target k, -1 where it takes no part; see class_or_unknown for an id out of range.
 SX_DEVICE inline int64_t target_of(const EntryLossParams& p, int64_t b, int64_t k) {
   const int64_t id = p.target[b * p.num_targets + k];
-  return counts_as_target(p, id) ? id : -1;
+  return counts_as_target(p, id) ? class_or_unknown(id, p.num_classes) : -1;
+}
+
+// Class row `id`; h stands in for that of an entry that takes no part and for one out of range.
+template <typename T>
+SX_DEVICE inline const T* row_of(const EntryLossParams& p, int64_t id, const T* hidden) {
+  return uint64_t(id) < uint64_t(p.num_classes) ? static_cast<const T*>(p.weight) + id * p.dim : hidden;
 }
 
 // By the whole warp. count = 0: the row has no target.
@@ -53,7 +60,7 @@ SX_DEVICE inline EntryLossRow<A> read_row(const EntryLossParams& p, int64_t b) {
     const int64_t id = target_of(p, b, k);
     if (id < 0) continue;
     row.count += A(1);
-    row.weight += load_scalar<A>(p.class_weight, id, A(1));
+    row.weight += class_scalar<A>(p.class_weight, id, p.num_classes, A(1));
   }
   row.count = group_sum<kWarpSize>(row.count);
   row.weight = group_sum<kWarpSize>(row.weight);
@@ -69,22 +76,18 @@ SX_DEVICE inline EntryLossRow<A> read_row(const EntryLossParams& p, int64_t b) {
 // a_y
 template <typename A>
 SX_DEVICE inline A share_of(const EntryLossParams& p, const EntryLossRow<A>& row, int64_t id) {
-  return load_scalar<A>(p.class_weight, id, A(1)) / row.count;
+  return class_scalar<A>(p.class_weight, id, p.num_classes, A(1)) / row.count;
 }
 
 template <EntryMode kMode>
 SX_DEVICE inline bool draw_masked(const EntryLossParams& p, int64_t b, int64_t id) {
   if (kMode == EntryMode::kRelative) {
     for (int64_t k = 0; k < p.num_targets; ++k) {
-      if (target_of(p, b, k) == id) return true;
+      const int64_t target = p.target[b * p.num_targets + k];
+      if (target == id && counts_as_target(p, target)) return true;
     }
   }
-  if (p.known_offsets != nullptr) {
-    for (int64_t k = p.known_offsets[b]; k < p.known_offsets[b + 1]; ++k) {
-      if (p.known_ids[k] == id) return true;
-    }
-  }
-  return false;
+  return is_known_positive(p.known_offsets, p.known_ids, p.known_size, b, id);
 }
 
 // ------------------------------------------------------------------------------------------------ entries of a row
@@ -107,11 +110,14 @@ SX_DEVICE inline EntryLossEntry<A> load_entry(const EntryLossParams& p, const En
   const bool target = k < P;
   entry.id = target ? p.target[b * P + k] : p.ids[at];
   if (kGeneral) {
-    if (target ? !counts_as_target(p, entry.id) : draw_masked<kMode>(p, b, entry.id)) entry.id = -1;
-    if (entry.id < 0) return entry;
-    if (kMode == EntryMode::kNoise) entry.share = target ? share_of(p, row, entry.id) : row.weight * f.share;
+    if (target ? !counts_as_target(p, entry.id) : draw_masked<kMode>(p, b, entry.id)) {
+      entry.id = -1;
+      return entry;
+    }
   }
-  entry.bias = load_scalar<A>(p.bias, entry.id, A(0));
+  entry.id = class_or_unknown(entry.id, p.num_classes);
+  if (kMode == EntryMode::kNoise) entry.share = target ? share_of(p, row, entry.id) : row.weight * f.share;
+  entry.bias = class_scalar<A>(p.bias, entry.id, p.num_classes, A(0));
   if (kMode == EntryMode::kRelative || p.reg != 0 || (kGeneral && p.kind == EntryLoss::kNce))
     entry.log_q = target ? static_cast<const A*>(p.target_log_q)[b * P + k] : static_cast<const A*>(p.log_q)[at];
   return entry;
@@ -234,6 +240,12 @@ SX_DEVICE inline void store_row(const EntryLossParams& p, const EntryLossRow<A>&
     loss = row.weight * (row.log_eta - A(1) + (base + pull));
     static_cast<A*>(p.ratio)[b] = base + pull;
   }
+  if (kMode == EntryMode::kRelative) {
+    // Without draws no score of a target counts: one out of range must show all the same.
+    for (int64_t k = 0; k < p.num_targets; ++k) {
+      if (target_of(p, b, k) == p.num_classes) loss = quiet_nan<A>();
+    }
+  }
   static_cast<A*>(p.loss)[b] = loss;
   static_cast<A*>(p.denom)[b] = row.weight;
 }
@@ -256,12 +268,11 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
     if (row.count == 0) return zero_row<float>(p, b);  // the whole warp
   } else {
     if (p.target[b] == p.ignore_index) return zero_row<float>(p, b);  // the whole warp
-    row.weight = load_scalar(p.class_weight, p.target[b], 1.0f);
+    row.weight = class_scalar(p.class_weight, target_of(p, b, 0), p.num_classes, 1.0f);
   }
   const int lane = lane_id(), group = lane / kGroup, place = lane % kGroup;
   const int targets = kGeneral ? int(p.num_targets) : 1;
   const int dim = int(p.dim), entries = targets + int(p.num_samples);
-  const T* weight = static_cast<const T*>(p.weight);
   const T* hidden = static_cast<const T*>(p.hidden) + b * dim;
   const EntryLossFactors<float> f(p);
   const auto column = [&](int chunk) { return (chunk * kGroup + place) * kWidth; };
@@ -288,10 +299,11 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
       const int64_t id = target_of(p, b, k);
       if (id < 0) continue;  // the whole warp
       float target_row[kElements], dot = 0;
-      load_row(weight + id * dim, target_row);
+      load_row(row_of(p, id, hidden), target_row);
 #pragma unroll
       for (int i = 0; i < kElements; ++i) dot += h[i] * target_row[i];
-      keep_target(p, row, id, k, f.scale * (group_sum<kGroup>(dot) + load_scalar(p.bias, id, 0.0f)), total);
+      keep_target(p, row, id, k, f.scale * (group_sum<kGroup>(dot) + class_scalar(p.bias, id, p.num_classes, 0.0f)),
+                  total);
     }
     if (targets > 1) {
       row.level /= total;
@@ -308,7 +320,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int64_t id = shuffle_from(held.id, tile + r * kGroups + group);
-        load_row(id < 0 ? hidden : weight + id * dim, rows[r]);
+        load_row(row_of(p, id, hidden), rows[r]);
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -369,7 +381,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
       if (lane == 0) static_cast<float*>(p.coef_loss)[b * entries + k] = coef;
       if (id < 0) continue;  // the whole warp
       float target_row[kElements];
-      load_row(weight + id * dim, target_row);
+      load_row(row_of(p, id, hidden), target_row);
       if (group == 0) {
 #pragma unroll
         for (int i = 0; i < kElements; ++i) sum[i] += coef * target_row[i];
@@ -392,14 +404,6 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
 }
 
 // ------------------------------------------------------------------------------------------------ any width
-template <int kWidth, typename T, typename A>
-SX_DEVICE inline void load_columns(const T* row, A* to) {
-  if constexpr (sizeof(A) == 8)
-    to[0] = row[0];
-  else
-    load_values<kWidth>(row, to);
-}
-
 // Rows too wide for registers: a lane adds the columns it has read to its own columns of d_loss in memory, right after
 // the product, so that the class row comes from the cache the second time.
 template <typename T, int kWidth, EntryMode kMode>
@@ -413,7 +417,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
     if (row.count == 0) return zero_row<A>(p, b);  // the whole warp
   } else {
     if (p.target[b] == p.ignore_index) return zero_row<A>(p, b);  // the whole warp
-    row.weight = load_scalar<A>(p.class_weight, p.target[b], A(1));
+    row.weight = class_scalar<A>(p.class_weight, target_of(p, b, 0), p.num_classes, A(1));
   }
   const int64_t targets = kGeneral ? p.num_targets : 1;
   const int64_t entries = targets + p.num_samples, rows_read = p.shared ? targets : entries;
@@ -441,7 +445,6 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
       for (int i = 0; i < kWidth; ++i) d_loss[c + i] = (start ? A(0) : d_loss[c + i]) + coef * w[i];
     }
   };
-  const auto row_of = [&](int64_t id) { return static_cast<const T*>(p.weight) + id * p.dim; };
   A loss = 0, pull = 0, base = 0;
   if constexpr (kGeneral) {
     for (int64_t c = first; p.need_grad && c < p.dim; c += step) {
@@ -453,7 +456,9 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
     for (int64_t k = 0; k < targets; ++k) {
       const int64_t id = target_of(p, b, k);
       if (id < 0) continue;  // the whole warp
-      keep_target(p, row, id, k, f.scale * (product_of(row_of(id)) + load_scalar<A>(p.bias, id, A(0))), total);
+      keep_target(p, row, id, k,
+                  f.scale * (product_of(row_of(p, id, hidden)) + class_scalar<A>(p.bias, id, p.num_classes, A(0))),
+                  total);
     }
     if (targets > 1) {
       row.level /= total;
@@ -466,7 +471,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
       if (p.need_grad && lane_id() == 0) coefs[k] = A(0);
       continue;
     }
-    const A dot = product_of(row_of(entry.id));
+    const A dot = product_of(row_of(p, entry.id, hidden));
     A term = 0, coef;
     if constexpr (kRelative)
       coef = relative_draw(p, f, row, b, true, lane_id() == 0, f.scale * (dot + entry.bias), entry.log_q, term, pull);
@@ -478,7 +483,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
       loss += term;
       if (p.need_grad) coefs[k] = coef;
     }
-    if (p.need_grad) add_row(row_of(entry.id), coef, !kGeneral && k == 0);
+    if (p.need_grad) add_row(row_of(p, entry.id, hidden), coef, !kGeneral && k == 0);
   }
   // Shared draws: the products are there, and their part of d_loss goes to a GEMM. All lanes stay to the end.
   for (int64_t stage = rows_read; stage < entries; stage += kWarpSize) {
@@ -504,7 +509,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
       const int64_t id = target_of(p, b, k);
       const A coef = id < 0 ? A(0) : target_coef(p, f, row, id, k, base, pull);
       if (lane_id() == 0) coefs[k] = coef;
-      if (id >= 0) add_row(row_of(id), coef, false);
+      if (id >= 0) add_row(row_of(p, id, hidden), coef, false);
     }
   }
   store_row<kMode>(p, row, b, loss, base, pull);

@@ -1,20 +1,65 @@
 // What fused losses share on the GPU. Formulas in fused_loss_params.h.
 //
+//   gather_rows_kernel class rows of shared draws, in the accumulation type: one warp per row
 //   loss_mean_kernel   the loss over the batch: one block
 //   loss_bwd_kernel    coefficients and d_hidden from what the forward saved: one block per batch row
+//   class_or_unknown   ids of a device come unchecked: one compare before a table is read
 //   check_loss_id      for the losses' own check kernels (SAMPLEX_DEBUG=1)
 #pragma once
 
 #include <cstdio>
 
+#include "common/vec_load.cuh"
 #include "common/warp.cuh"
 #include "loss/fused/fused_loss_math.h"
 
 namespace samplex {
 namespace SX_BACKEND_NS {
 
+constexpr int kGatherWarps = 4;
+constexpr int kGatherThreads = kGatherWarps * kWarpSize;
 constexpr int kBwdThreads = 128;
 constexpr int kMeanThreads = 256;  // of the one block that sums over the batch
+
+// ------------------------------------------------------------------------------------------------ ids out of range
+// An id out of range takes part in its row as class `num_classes`. No table is read for it: each number that would come
+// from one is nan, and so is the row's loss.
+SX_DEVICE inline int64_t class_or_unknown(int64_t id, int64_t num_classes) {
+  return uint64_t(id) < uint64_t(num_classes) ? id : num_classes;
+}
+
+template <typename A>
+SX_DEVICE inline A class_scalar(const ScalarTable& table, int64_t id, int64_t num_classes, A absent) {
+  return id < num_classes ? load_scalar<A>(table, id, absent) : quiet_nan<A>();
+}
+
+// Whether a class is one of the row's known positives. Offsets are clamped: those of a device come unchecked, too.
+SX_DEVICE inline bool is_known_positive(const int64_t* offsets, const int64_t* ids, int64_t size, int64_t b,
+                                        int64_t id) {
+  if (offsets == nullptr) return false;
+  const int64_t begin = offsets[b] < 0 ? 0 : offsets[b], end = offsets[b + 1] < size ? offsets[b + 1] : size;
+  for (int64_t k = begin; k < end; ++k) {
+    if (ids[k] == id) return true;
+  }
+  return false;
+}
+
+// ------------------------------------------------------------------------------------------------ shared draws
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kGatherThreads) gather_rows_kernel(GatherRowsParams p) {
+  using A = acc_t<T>;
+  const int64_t i = int64_t(blockIdx.x) * kGatherWarps + warp_id();
+  if (i >= p.count) return;  // no collectives below
+  const int64_t id = class_or_unknown(p.ids[i], p.num_classes);
+  A* to = static_cast<A*>(p.rows) + i * p.dim;
+  A x[kWidth];
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) x[k] = quiet_nan<A>();
+  for (int64_t c = int64_t(lane_id()) * kWidth; c < p.dim; c += int64_t(kWarpSize) * kWidth) {
+    if (id < p.num_classes) load_columns<kWidth>(static_cast<const T*>(p.weight) + id * p.dim + c, x);
+    store_columns<kWidth>(to + c, x);
+  }
+}
 
 // ------------------------------------------------------------------------------------------------ over the batch
 // One block: sums in an order that depends on the batch size only.

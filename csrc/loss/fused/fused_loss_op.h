@@ -18,13 +18,17 @@ inline Tensor as_acc(const Tensor& t) {
 // Rows of `weight` [n, d] in the accumulation type, in memory that is used again from step to step.
 inline Tensor gather_rows(const Tensor& weight, const Tensor& ids) {
   const int64_t n = ids.size(0), d = weight.size(1);
-  if (!weight.is_cpu()) {
-    const Tensor rows = empty(weight, {n, d}, weight.scalar_type());
-    return as_acc(tensor_of(call_op("aten::index_select", "out", weight, int64_t(0), ids, rows)[0]));
-  }
   const Tensor rows = empty_pooled(weight, {n, d}, acc_type(weight.scalar_type()));
-  cpu::gather_rows(dtype_tag("gather_rows", "weight", weight), weight.const_data_ptr(),
-                   static_cast<const int64_t*>(ids.const_data_ptr()), n, d, rows.mutable_data_ptr());
+  if (n == 0 || d == 0) return rows;
+  GatherRowsParams params{};
+  params.weight = in_any(weight);
+  params.ids = in<int64_t>(ids);
+  params.rows = out_any(rows);
+  params.count = n;
+  params.dim = d;
+  params.num_classes = weight.size(0);
+  params.dtype = dtype_tag("gather_rows", "weight", weight);
+  SX_RUN("gather_rows", weight, launch_gather_rows, params);
   return rows;
 }
 

@@ -48,9 +48,16 @@ struct LossBwdParams {
   DType dtype;
 };
 
+// Rows of shared draws. Not aten::index_select: on a device an id out of range stops the process there.
+struct GatherRowsParams {
+  const void* weight;  // [C, d] in `dtype`
+  const int64_t* ids;  // [n]
+  void* rows;          // A [n, d]; a row of nan for an id out of range, which only a device's ids can be
+  int64_t count, dim, num_classes;
+  DType dtype;
+};
+
 namespace cpu {
-// rows [n, d] in the accumulation type from `weight` [C, d] of this dtype; ids are within the table.
-void gather_rows(DType dtype, const void* weight, const int64_t* ids, int64_t n, int64_t d, void* rows);
 // to[i] += x[i]
 void add_into(bool double_acc, const void* x, int64_t n, void* to);
 // sums[j] = factor * the sum of column j of x [rows, columns], whose rows are `stride` numbers apart.
@@ -58,6 +65,7 @@ void column_sums(bool double_acc, const void* x, int64_t rows, int64_t columns, 
                  void* sums);
 }  // namespace cpu
 
+SX_DECLARE_LAUNCHER(launch_gather_rows, GatherRowsParams)
 SX_DECLARE_LAUNCHER(launch_loss_mean, LossMeanParams)
 SX_DECLARE_LAUNCHER(launch_loss_bwd, LossBwdParams)
 

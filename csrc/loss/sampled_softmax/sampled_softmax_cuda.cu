@@ -16,9 +16,8 @@ void launch_one_pass(const SampledSoftmaxParams& params, void* stream) {
 
 template <typename T>
 void launch(const SampledSoftmaxParams& params, void* stream) {
-  constexpr int kWidth = 16 / sizeof(T);
-  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-  const bool vectors = params.dim % kWidth == 0 && aligned(params.hidden) && aligned(params.weight);
+  constexpr int kWidth = vector_width<T>;
+  const bool vectors = params.dim % kWidth == 0 && vector_aligned(params.hidden) && vector_aligned(params.weight);
   const int64_t d = params.dim;
   // 1024 columns would take 32 a lane, which spills on sm_90.
   const bool one_pass = vectors ? d <= 512 || d == 768 : d <= 256;

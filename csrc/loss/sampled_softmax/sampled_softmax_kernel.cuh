@@ -193,13 +193,13 @@ struct OnePass {
 
   // The only target as the first entry, and all that pulls. Every group computes it, group 0 counts it.
   SX_DEVICE void seed(const RowSetup<float>& row) {
-    const int64_t id = p.target[b];
+    const int64_t id = class_or_unknown(p.target[b], p.num_classes);
     float w[kElements];
-    load_row(static_cast<const T*>(p.weight) + id * dim, w);
+    load_row(row_of(id), w);
     float dot = h[0] * w[0];
 #pragma unroll
     for (int i = 1; i < kElements; ++i) dot += h[i] * w[i];
-    float value = scale * (group_sum<kGroup>(dot) + load_scalar(p.bias, id, 0.0f));
+    float value = scale * (group_sum<kGroup>(dot) + class_scalar(p.bias, id, p.num_classes, 0.0f));
     float sign = 1;
     if (absolute) {
       sign = sign_of(value);
@@ -249,8 +249,13 @@ struct OnePass {
     }
   }
 
+  // h stands in for the row of an entry that takes no part and for one out of range.
+  SX_DEVICE const T* row_of(int64_t id) const {
+    return uint64_t(id) < uint64_t(p.num_classes) ? static_cast<const T*>(p.weight) + id * dim : hidden;
+  }
+
   SX_DEVICE void put(int j, int64_t id, float inside, float outside, float share) {
-    s.rows[j] = id < 0 ? hidden : static_cast<const T*>(p.weight) + id * dim;
+    s.rows[j] = row_of(id);
     s.inside[j] = inside;
     s.outside[j] = outside;
     s.shares[j] = share;
@@ -266,11 +271,12 @@ struct OnePass {
     for (int i = lane; i < staged_targets + padded - n; i += kWarpSize) {
       const bool target = i < staged_targets;
       const int k = begin + i;
-      const int64_t id = target ? p.target[b * targets + k] : -1;
-      const bool part = target && counts_as_target(p, id);
+      const int64_t id = target ? entry_id(p, b, k) : -1;
+      const bool part = id >= 0;
       const float share = part ? entry_share(p, row, k, id) : 0.0f;
-      put(target ? i : n + i - staged_targets, part ? id : -1, part ? scale * load_scalar(p.bias, id, 0.0f) : 0.0f,
-          part ? 0.0f : kNone, share);
+      const float inside = part ? scale * class_scalar(p.bias, id, p.num_classes, 0.0f) : 0.0f;
+      put(target ? i : n + i - staged_targets, id, inside, part ? 0.0f : kNone, share);
+      drawn = drawn || id == p.num_classes;  // such a row is not one without draws, whose loss is 0
     }
     const int64_t first_draw = p.shared ? 0 : b * p.num_samples;
     const int64_t* ids = p.ids + first_draw;
@@ -279,12 +285,12 @@ struct OnePass {
     const int64_t target = p.target[b * targets];
     const bool simple = targets == 1 && p.known_offsets == nullptr;
     for (int k = (begin > targets ? begin : targets) + lane; k < begin + n; k += kWarpSize) {
-      const int64_t id = ids[k - targets];
+      const int64_t given = ids[k - targets], id = class_or_unknown(given, p.num_classes);
       const float q = log_q[k - targets];
-      const bool part = !(simple ? id == target : draw_masked(p, b, id));
+      const bool part = !(simple ? given == target : draw_masked(p, b, given));
       const float outside = is_finite(q) ? -q - log_m : quiet_nan<float>();
-      float inside = 0, share = row.every_share;
-      if (p.bias.data != nullptr) inside = scale * load_scalar(p.bias, id, 0.0f);
+      float share = row.every_share;
+      const float inside = part ? scale * class_scalar(p.bias, id, p.num_classes, 0.0f) : 0.0f;
       if (share != 0 && part) share = entry_share(p, row, k, id);
       put(k - begin, part ? id : -1, inside, part ? outside : kNone, part ? share : 0.0f);
       drawn = drawn || part;
@@ -352,7 +358,7 @@ struct OnePass {
     }
 
     const int entries = int(p.num_targets + p.num_samples);
-    bool drawn = false;
+    bool drawn = seeded && class_or_unknown(p.target[b], p.num_classes) == p.num_classes;
     for (int begin = seeded ? 1 : 0; begin < entries; begin += kStage) {
       const int n = entries - begin < kStage ? entries - begin : kStage;
       // Whole rounds of kRows rows a group, then rounds of one row a group.
@@ -445,7 +451,7 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
     const A share = entry_share(p, row, k, id);
     pulled += share != A(0) ? share * value : A(0);
     shares += share;
-    drawn += k >= P ? A(1) : A(0);
+    drawn += k >= P || id == p.num_classes ? A(1) : A(0);
     // Not online_merge of (logit, 1): a nan logit must reach the sum.
     if (logit > online.max) {
       online.sum *= shifted_exp(online.max, logit);
@@ -463,7 +469,7 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
     const int64_t id = entry_id(p, b, k);
     A dot = 0;
     if (id >= 0) {
-      const T* class_row = weight + id * p.dim;
+      const T* class_row = id < p.num_classes ? weight + id * p.dim : hidden;
       for (int64_t c = lane_id(); c < p.dim; c += kWarpSize) dot += to_acc(hidden[c]) * to_acc(class_row[c]);
     }
     dot = group_sum<kWarpSize>(dot);
@@ -523,7 +529,7 @@ __global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(Sampl
       if (c < p.dim) {
         for (int64_t j = 0; j < n; ++j) {
           if (ids[j] < 0) continue;
-          const A w = to_acc(weight[ids[j] * p.dim + c]);
+          const A w = ids[j] < p.num_classes ? A(to_acc(weight[ids[j] * p.dim + c])) : quiet_nan<A>();
           // Again a zero wins: a row of no weight stays clear of an infinite class row.
           of_loss += weighted(coefs[j], w);
           of_lse += weighted(coefs_lse[j], w);
