@@ -17,6 +17,6 @@ def loss() -> torch.Tensor:
 def test_an_earlier_error_is_reported_once(ptxshim):
     want = loss()
     assert ptxshim.lib().cudaSetDevice(99) != 0
-    with pytest.raises(RuntimeError, match="sampled_softmax: an earlier CUDA call failed, not one of this op: .*device"):
+    with pytest.raises(RuntimeError, match="sampled_softmax: an earlier CUDA call failed, not one of this op: "):
         loss()
     assert torch.equal(loss(), want)

@@ -14,6 +14,7 @@ import torch
 from loss_cases import run_ours
 
 from samplex_cuda import _native, functional
+from samplex_cuda.prediction import softmax_sums
 
 CLASSES, ROW = 40, 2
 BAD = [-1, -7, CLASSES, 1 << 40, -(1 << 62), (1 << 63) - 1]
@@ -202,3 +203,11 @@ def test_tree(value, device):
         assert ((drawn >= 0) & (drawn < 5)).all()
     shared = ops.tree_log_prob_shared(x, torch.tensor([value, 1], device=device), *table)
     assert shared.isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_full_softmax(value, device):
+    h, weight = torch.randn(3, 8, device=device), torch.randn(CLASSES, 8, device=device)
+    target = torch.tensor([[1], [value], [2]], device=device)
+    _, positive, _ = softmax_sums(h, weight, target, chunk_size=16)
+    assert positive.isnan().flatten().tolist() == [False, True, False]

@@ -1,6 +1,7 @@
-// The entry losses on the GPU: one warp, which is one block, per batch row. Formulas in entry_loss_params.h.
+// The entry losses on the GPU: one block per batch row, of one warp or of several for wide rows. Formulas in
+// entry_loss_params.h.
 //
-//   entry_loss_kernel        float, half, bfloat16 storage; d <= 1024 (odd d: <= 256): each class row is read once
+//   entry_loss_kernel        float, half, bfloat16 storage; d <= 4096: each class row is read once
 //   entry_loss_wide_kernel   any other d, double, and shared draws (whose products come from a GEMM)
 //   entry_loss_check_kernel  SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 //
@@ -8,8 +9,8 @@
 // gradient of h in registers; kRows class rows are in flight in a group. A draw's coefficient follows from its own
 // product (and the targets' scores, which a relative loss takes first), so the rows are added to the gradient while
 // they are still in registers. Only the targets of a relative loss are read twice, the second time from the cache.
-// Nothing goes through shared memory and there is no float atomic; sums run in an order that the shapes fix: the same
-// bits every time.
+// Where several warps share a row, their products meet in shared memory, and each warp computes what follows. There is
+// no float atomic; sums run in an order that the shapes fix: the same bits every time.
 #pragma once
 
 #include "common/vec_load.cuh"
@@ -37,7 +38,7 @@ template <typename A>
 struct EntryLossRow {
   A count, weight;    // how many targets, and a
   A level, log_eta;   // relative losses: the target's score (of several: their mean), log eta
-  A *scores, *pulls;  // relative losses with several targets: [P] each, written by lane 0
+  A *scores, *pulls;  // relative losses with several targets: [P] each, written by thread 0
 };
 
 // Class of target k, -1 where it takes no part; see class_or_unknown for an id out of range.
@@ -168,7 +169,7 @@ SX_DEVICE inline A relative_draw(const EntryLossParams& p, const EntryLossFactor
       if (counts) pull += slope;
     } else {
       const A part = group_sum<kWarpSize>(counts ? slope : A(0));
-      if (lane_id() == 0) row.pulls[k] += part;
+      if (threadIdx.x == 0) row.pulls[k] += part;
     }
   }
   return f.scale * coef;
@@ -182,7 +183,7 @@ SX_DEVICE inline void keep_target(const EntryLossParams& p, EntryLossRow<A>& row
     row.level = score;
     return;
   }
-  if (lane_id() == 0) {
+  if (threadIdx.x == 0) {
     row.scores[k] = score;
     row.pulls[k] = A(0);
   }
@@ -218,24 +219,24 @@ SX_DEVICE inline A target_coef(const EntryLossParams& p, const EntryLossFactors<
   return -f.scale * share * (p.num_targets == 1 ? pull : row.pulls[k]);
 }
 
-// An ignored row, by the whole warp.
-template <typename A>
+// An ignored row, by the whole block.
+template <int kBlock, typename A>
 SX_DEVICE inline void zero_row(const EntryLossParams& p, int64_t b) {
-  if (lane_id() == 0) {
+  if (threadIdx.x == 0) {
     static_cast<A*>(p.loss)[b] = static_cast<A*>(p.denom)[b] = A(0);
     if (p.ratio != nullptr) static_cast<A*>(p.ratio)[b] = A(1);
   }
   if (!p.need_grad) return;
   const int64_t entries = p.num_targets + p.num_samples;
-  for (int64_t k = lane_id(); k < entries; k += kWarpSize) static_cast<A*>(p.coef_loss)[b * entries + k] = A(0);
-  for (int64_t c = lane_id(); c < p.dim; c += kWarpSize) static_cast<A*>(p.d_loss)[b * p.dim + c] = A(0);
+  for (int64_t k = threadIdx.x; k < entries; k += kBlock) static_cast<A*>(p.coef_loss)[b * entries + k] = A(0);
+  for (int64_t c = threadIdx.x; c < p.dim; c += kBlock) static_cast<A*>(p.d_loss)[b * p.dim + c] = A(0);
 }
 
-// Loss, denominator and ratio of a row, by lane 0.
+// Loss, denominator and ratio of a row, by thread 0.
 template <EntryMode kMode, typename A>
 SX_DEVICE inline void store_row(const EntryLossParams& p, const EntryLossRow<A>& row, int64_t b, A loss, A base,
                                 A pull) {
-  if (lane_id() != 0) return;
+  if (threadIdx.x != 0) return;
   if (kMode == EntryMode::kRelative && p.kind == EntryLoss::kAugmentReduce) {
     loss = row.weight * (row.log_eta - A(1) + (base + pull));
     static_cast<A*>(p.ratio)[b] = base + pull;
@@ -251,31 +252,36 @@ SX_DEVICE inline void store_row(const EntryLossParams& p, const EntryLossRow<A>&
 }
 
 // ------------------------------------------------------------------------------------------------ one pass
-// Columns are split into chunks of kWidth: lane `place` of a group has chunks place, place + kGroup, … of a row. There
-// are no branches around register arrays: an entry that is not there reads h instead of a class row, a column that is
-// not there reads column 0 against h = 0.
-template <typename T, int kWidth, int kChunks, int kGroup, int kRows, EntryMode kMode>
-__global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel(EntryLossParams p) {
+// Columns are split into chunks of kWidth: thread `seat` of those that share a class row has chunks seat, seat +
+// kSeats, … of it. Those are the kGroup lanes of a group, or, of a wide row, all kWarps warps of the block (kGroup is
+// 32 then). There are no branches around register arrays: an entry that is not there reads h instead of a class row, a
+// column that is not there reads column 0 against h = 0.
+template <typename T, int kWidth, int kChunks, int kGroup, int kRows, EntryMode kMode, int kWarps>
+__global__ void __launch_bounds__(kWarps* kWarpSize, blocks_of(kMode)) entry_loss_kernel(EntryLossParams p) {
+  constexpr int kThreads = kWarps * kWarpSize, kSeats = kGroup * kWarps;
+  [[maybe_unused]] __shared__ float parts[2][kWarps][kRows];  // products of a tile by warp; two of them in turn
   constexpr bool kGeneral = kMode != EntryMode::kPlain, kRelative = kMode == EntryMode::kRelative;
   constexpr int kElements = kWidth * kChunks;
   constexpr int kGroups = kWarpSize / kGroup;
   constexpr int kRound = kGroups * kRows;  // entries of a tile
-  static_assert(kRows <= kGroup && kWarpSize % kRound == 0);
+  static_assert(kRows <= kGroup && kWarpSize % kRound == 0 && (kWarps == 1 || kGroup == kWarpSize));
   const int64_t b = blockIdx.x;
   EntryLossRow<float> row{};
   if constexpr (kGeneral) {
     row = read_row<float>(p, b);
-    if (row.count == 0) return zero_row<float>(p, b);  // the whole warp
+    if (row.count == 0) return zero_row<kThreads, float>(p, b);  // the whole block
   } else {
-    if (p.target[b] == p.ignore_index) return zero_row<float>(p, b);  // the whole warp
+    if (p.target[b] == p.ignore_index) return zero_row<kThreads, float>(p, b);  // the whole block
     row.weight = class_scalar(p.class_weight, target_of(p, b, 0), p.num_classes, 1.0f);
   }
   const int lane = lane_id(), group = lane / kGroup, place = lane % kGroup;
+  const int seat = kWarps == 1 ? place : int(threadIdx.x);
+  const bool writer = kWarps == 1 || warp_id() == 0;  // all warps hold the same numbers but for the columns
   const int targets = kGeneral ? int(p.num_targets) : 1;
   const int dim = int(p.dim), entries = targets + int(p.num_samples);
   const T* hidden = static_cast<const T*>(p.hidden) + b * dim;
   const EntryLossFactors<float> f(p);
-  const auto column = [&](int chunk) { return (chunk * kGroup + place) * kWidth; };
+  const auto column = [&](int chunk) { return (chunk * kSeats + seat) * kWidth; };
   const auto load_row = [&](const T* from, float* to) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -286,6 +292,21 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
         if (!real) to[chunk * kWidth + i] = 0;
       }
     }
+  };
+
+  const auto sync = [] {
+    if constexpr (kWarps == 1)
+      warp_sync();
+    else
+      __syncthreads();
+  };
+  // Product of a row over this warp's columns -> over all of them.
+  [[maybe_unused]] int turn = 0;
+  const auto whole_product = [&](float x, [[maybe_unused]] int which, [[maybe_unused]] bool writes) {
+    if constexpr (kWarps == 1)
+      return x;
+    else
+      return across_warps(parts, turn, x, which, writes);
   };
 
   float h[kElements], sum[kElements];
@@ -302,12 +323,12 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
       load_row(row_of(p, id, hidden), target_row);
 #pragma unroll
       for (int i = 0; i < kElements; ++i) dot += h[i] * target_row[i];
-      keep_target(p, row, id, k, f.scale * (group_sum<kGroup>(dot) + class_scalar(p.bias, id, p.num_classes, 0.0f)),
-                  total);
+      dot = whole_product(group_sum<kGroup>(dot), 0, lane == 0);
+      keep_target(p, row, id, k, f.scale * (dot + class_scalar(p.bias, id, p.num_classes, 0.0f)), total);
     }
     if (targets > 1) {
       row.level /= total;
-      warp_sync();  // what lane 0 wrote
+      sync();  // what thread 0 wrote
     }
   }
   // A lane holds id, bias and log_q of one entry of the stage and hands them round.
@@ -334,6 +355,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
         const float whole = group_sum<kGroup>(dots[r]);
         if (place % kRows == r) dot = whole;
       }
+      dot = whole_product(dot, place % kRows, place < kRows);
       // From here on a lane speaks for one entry of its group; of those that speak for the same one the first counts.
       const int mine = tile + (place % kRows) * kGroups + group, k = stage + mine;
       const float bias = shuffle_from(held.bias, mine), log_q = shuffle_from(held.log_q, mine);
@@ -354,7 +376,8 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
         if (k >= entries) coef = 0;
         if (k < entries && place < kRows) loss += term;
       }
-      if (p.need_grad && k < entries && place < kRows) static_cast<float*>(p.coef_loss)[b * entries + k] = coef;
+      if (p.need_grad && writer && k < entries && place < kRows)
+        static_cast<float*>(p.coef_loss)[b * entries + k] = coef;
       if (p.need_grad) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
@@ -373,12 +396,12 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
   loss = group_sum<kWarpSize>(loss);
   if constexpr (kRelative) {
     pull = group_sum<kWarpSize>(pull);
-    warp_sync();  // what lane 0 wrote
+    sync();  // what thread 0 wrote
     base = target_ratios(p, row, b);
     for (int k = 0; p.need_grad && k < targets; ++k) {
       const int64_t id = target_of(p, b, k);
       const float coef = id < 0 ? 0.0f : target_coef(p, f, row, id, k, base, pull);
-      if (lane == 0) static_cast<float*>(p.coef_loss)[b * entries + k] = coef;
+      if (threadIdx.x == 0) static_cast<float*>(p.coef_loss)[b * entries + k] = coef;
       if (id < 0) continue;  // the whole warp
       float target_row[kElements];
       load_row(row_of(p, id, hidden), target_row);
@@ -389,7 +412,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
     }
   }
   store_row<kMode>(p, row, b, loss, base, pull);
-  if (!p.need_grad) return;  // the whole warp
+  if (!p.need_grad) return;  // the whole block
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
 #pragma unroll
@@ -414,9 +437,9 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
   EntryLossRow<A> row{};
   if constexpr (kGeneral) {
     row = read_row<A>(p, b);
-    if (row.count == 0) return zero_row<A>(p, b);  // the whole warp
+    if (row.count == 0) return zero_row<kWarpSize, A>(p, b);  // the whole block
   } else {
-    if (p.target[b] == p.ignore_index) return zero_row<A>(p, b);  // the whole warp
+    if (p.target[b] == p.ignore_index) return zero_row<kWarpSize, A>(p, b);  // the whole block
     row.weight = class_scalar<A>(p.class_weight, target_of(p, b, 0), p.num_classes, A(1));
   }
   const int64_t targets = kGeneral ? p.num_targets : 1;

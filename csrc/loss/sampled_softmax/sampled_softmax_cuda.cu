@@ -38,7 +38,7 @@ void launch(const SampledSoftmaxParams& params, void* stream) {
     else if (d <= 1024)
       launch_one_pass<T, 1, 8, 32, false, 4>(params, stream);
     else
-      launch_one_pass<T, 1, 8, 32, false, 16>(params, stream);
+      launch_one_pass<T, 1, 16, 32, false, 8>(params, stream);
   } else if (d == 64) {
     launch_one_pass<T, kWidth, 8 / kWidth, 8, true>(params, stream);
   } else if (d == 128) {

@@ -13,9 +13,10 @@ namespace SX_BACKEND_NS {
 constexpr int kWarps = 4;  // block of all kernels but the one-pass one
 constexpr int kThreads = kWarps * kWarpSize;
 
-// Blocks an SM shall hold: eight of one warp, sixteen warps of wider ones.
+// Blocks an SM shall hold: eight of one warp; of wider ones sixteen warps, fewer where single columns take address
+// registers.
 template <typename T, int kWidth, int kChunks, int kGroup, bool kFull, int kRowWarps>
-__global__ void __launch_bounds__(kRowWarps* kWarpSize, kRowWarps == 1 ? 8 : 16 / kRowWarps)
+__global__ void __launch_bounds__(kRowWarps* kWarpSize, kRowWarps == 1 ? 8 : (kWidth == 1 ? 12 : 16) / kRowWarps)
     sampled_softmax_kernel(SampledSoftmaxParams p) {
   using Body = OnePass<T, kWidth, kChunks, kGroup, kFull, kRowWarps>;
   __shared__ typename Body::Shared shared;

@@ -126,20 +126,12 @@ struct OnePass {
     }
   }
 
-  // Product `x` of a row over this warp's columns -> over all of them, in the order of the warps. One barrier: who
-  // writes the same part again, two calls later, has passed the barrier of the next one, to which all come after
-  // reading.
-  SX_DEVICE float across_warps(float x, int row, bool writes) {
-    if constexpr (kWarps > 1) {
-      float (*parts)[kRows] = s.parts[turn];
-      turn ^= 1;
-      if (writes) parts[warp][row] = x;
-      __syncthreads();
-      x = parts[0][row];
-#pragma unroll
-      for (int w = 1; w < kWarps; ++w) x += parts[w][row];
-    }
-    return x;
+  // Product of a row over this warp's columns -> over all of them.
+  SX_DEVICE float whole_product(float x, int row, bool writes) {
+    if constexpr (kWarps == 1)
+      return x;
+    else
+      return across_warps(s.parts, turn, x, row, writes);
   }
 
   // kRows partial products of every lane -> the product of row `place / kHolders`, summed in a fixed order.
@@ -158,7 +150,7 @@ struct OnePass {
     }
 #pragma unroll
     for (int step = kHolders / 2; step > 0; step /= 2) x += shuffle_xor(x, step);
-    return across_warps(x, row, part == 0);
+    return whole_product(x, row, part == 0);
   }
 
   // Scores entries first .. first + kCount - 1 of the stage for this lane's group; kCount is kRows, or 1 for the rest.
@@ -178,7 +170,7 @@ struct OnePass {
     }
     float dot;
     if constexpr (kCount == 1)
-      dot = across_warps(group_sum<kGroup>(products[0]), 0, lane == 0);
+      dot = whole_product(group_sum<kGroup>(products[0]), 0, lane == 0);
     else
       dot = exchange(products);
 
@@ -238,7 +230,7 @@ struct OnePass {
 #pragma unroll
     for (int i = 1; i < kElements; ++i) dot += h[i] * w[i];
     float value =
-        scale * (across_warps(group_sum<kGroup>(dot), 0, lane == 0) + class_scalar(p.bias, id, p.num_classes, 0.0f));
+        scale * (whole_product(group_sum<kGroup>(dot), 0, lane == 0) + class_scalar(p.bias, id, p.num_classes, 0.0f));
     float sign = 1;
     if (absolute) {
       sign = sign_of(value);
