@@ -189,6 +189,8 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
       "cpu_backend", [] { return samplex::backend_name(samplex::cpu_backend()); },
       "What serves CPU tensors: 'cpu', or in a test build 'simt' or 'cuda'.");
   m.def("set_cpu_backend", &samplex::set_cpu_backend, py::arg("name"), "Test builds: choose what serves CPU tensors.");
+  m.def("set_device_ids", &samplex::set_device_ids, py::arg("on"),
+        "Test builds: leave ids of CPU tensors to the kernels of 'simt' and 'cuda', as those of a device are.");
   m.def(
       "thread_mode", [] { return samplex::thread_mode_name(samplex::thread_mode()); },
       "How the CPU kernels run their loops: 'auto', 'openmp' (torch's team) or 'pool' (workers of their own).");

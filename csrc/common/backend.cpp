@@ -33,7 +33,18 @@ std::atomic<int>& current() {
   return backend;
 }
 
+std::atomic<bool> ids_left_to_kernels{false};
+
 }  // namespace
+
+void set_device_ids(bool on) {
+  if (!built_with_test_backends()) {
+    throw std::runtime_error("set_device_ids: needs a build with SAMPLEX_TEST_BACKENDS=ON");
+  }
+  ids_left_to_kernels.store(on, std::memory_order_relaxed);
+}
+
+bool device_ids() { return ids_left_to_kernels.load(std::memory_order_relaxed) && cpu_backend() != Backend::kCpu; }
 
 Backend cpu_backend() { return static_cast<Backend>(current().load(std::memory_order_relaxed)); }
 

@@ -18,6 +18,11 @@ SX_EXPORT void set_cpu_backend(const char* name);  // throws, naming the choices
 SX_EXPORT const char* backend_name(Backend backend);
 SX_EXPORT bool built_with_cuda();
 SX_EXPORT bool built_with_test_backends();
+
+// Test builds: leave the ids of CPU tensors to the kernels of simt and cuda, as those of a CUDA device are. A range
+// check in the kernels could not be tested otherwise: the host refuses a bad id first.
+SX_EXPORT void set_device_ids(bool on);  // throws in a build without test backends
+bool device_ids();
 bool debug_checks();  // SAMPLEX_DEBUG=1: kernels check ids on the device and trap with a message
 
 #ifdef SAMPLEX_TEST_BACKENDS

@@ -168,6 +168,9 @@ inline Backend backend_of(const char* op, const Tensor& t) {
   return Backend::kCuda;
 }
 
+// Whether ids in `t` are checked on the host. Those of a device are left to the kernels: reading them would wait.
+inline bool ids_on_host(const Tensor& t) { return t.is_cpu() && !device_ids(); }
+
 // Call once at the top of an op, before data pointers are taken.
 inline void begin_op() {
 #ifdef SAMPLEX_TEST_BACKENDS
@@ -217,6 +220,11 @@ inline void* out_any(const Tensor& t) {
   void* data = t.mutable_data_ptr();
   note(t, data, t.element_size(), true);
   return data;
+}
+
+// `t`, or a copy of it that 16-byte loads can read: a contiguous view of a larger buffer may begin anywhere.
+inline Tensor aligned(const Tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 ? t : torch::stable::clone(t);
 }
 
 // Before torch is asked: an allocation that fails inside it prints a C++ stack.

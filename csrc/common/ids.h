@@ -13,7 +13,7 @@ namespace samplex::glue {
 template <typename F>
 inline void check_ids(const char* op, const char* arg, const Tensor& t, int64_t num_classes, const char* also,
                       const F& allowed) {
-  if (!t.is_cpu()) return;
+  if (!ids_on_host(t)) return;
   const int64_t* ids = static_cast<const int64_t*>(t.const_data_ptr());
   std::atomic<int64_t> bad{-1};
   parallel_for(t.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
@@ -40,7 +40,7 @@ inline void check_ids(const char* op, const char* arg, const Tensor& t, int64_t 
 // CSR rows: offsets [rows + 1] from 0 to ids.numel(), ascending; ids in [0, num_classes).
 inline void check_csr(const char* op, const char* arg, const Tensor& offsets, const Tensor& ids, int64_t rows,
                       int64_t num_classes) {
-  if (!offsets.is_cpu()) return;
+  if (!ids_on_host(offsets)) return;
   const int64_t* at = static_cast<const int64_t*>(offsets.const_data_ptr());
   bool ok = at[0] == 0 && at[rows] == ids.numel();
   for (int64_t b = 0; b < rows; ++b) ok &= at[b] <= at[b + 1];

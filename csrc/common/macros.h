@@ -51,6 +51,16 @@ inline void check_cuda(const char* op, cudaError_t error) {
   }
 }
 
+// An error that was there before this op launched anything. Reported here, since nobody has reported it yet; the call
+// also clears it, unless the context is lost, so that it is reported once.
+inline void check_earlier_calls(const char* op) {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string(op) + ": an earlier CUDA call failed, not one of this op: " +
+                             cudaGetErrorString(error) + "; set CUDA_LAUNCH_BLOCKING=1 to see which one");
+  }
+}
+
 // Limits every CUDA device of compute capability >= 7.5 shares. Static shared memory comes on top of `smem`,
 // so launchers keep the sum under 48 KiB, the most a kernel gets without asking for more.
 inline void check_launch_limits(const char* op, dim3 grid, dim3 block, size_t smem) {
@@ -65,11 +75,10 @@ inline void check_launch_limits(const char* op, dim3 grid, dim3 block, size_t sm
 
 }  // namespace samplex
 
-// cudaGetLastError before the launch clears an error that is not ours, so that it is not reported under our name.
 #define SX_LAUNCH(op, kernel, grid, block, smem, stream, ...)                                      \
   do {                                                                                             \
     ::samplex::check_launch_limits(op, dim3(grid), dim3(block), smem);                             \
-    (void)cudaGetLastError();                                                                      \
+    ::samplex::check_earlier_calls(op);                                                            \
     (kernel)<<<dim3(grid), dim3(block), (smem), static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__); \
     ::samplex::check_cuda(op, cudaGetLastError());                                                 \
   } while (0)

@@ -6,6 +6,13 @@
 
 namespace samplex {
 
+// Numbers of one 16-byte load; 1 for double, whose kernels are for gradient checks.
+template <typename T>
+constexpr int vector_width = sizeof(T) == 8 ? 1 : 16 / int(sizeof(T));
+
+// Whether rows from here on can be read 16 bytes at a time, where their length is a multiple of that.
+inline bool vector_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
 // out[0 .. Width) = row[0 .. Width). Width is 1, or 16 / sizeof(T) with `row` 16-byte aligned.
 template <int Width, typename T>
 SX_DEVICE inline void load_values(const T* row, float* out) {
@@ -56,6 +63,23 @@ SX_DEVICE inline void load_floats(const float* row, float* out) {
       out[i + 3] = x.w;
     }
   }
+}
+
+// Rows of any storage type to the accumulation type, and back to memory of that type.
+template <int Width, typename T, typename A>
+SX_DEVICE inline void load_columns(const T* row, A* out) {
+  if constexpr (sizeof(A) == 8)
+    out[0] = row[0];
+  else
+    load_values<Width>(row, out);
+}
+
+template <int Width, typename A>
+SX_DEVICE inline void store_columns(A* row, const A* in) {
+  if constexpr (sizeof(A) == 8)
+    row[0] = in[0];
+  else
+    store_floats<Width>(row, in);
 }
 
 }  // namespace samplex

@@ -328,7 +328,8 @@ def softmax_sums(
     """
     wide = _wide(h, weight)
     lse = _no_mass(h)
-    positive = torch.zeros(target.shape, dtype=wide, device=h.device)
+    # nan: what a target out of range keeps, which nobody has checked on a device.
+    positive = torch.full(target.shape, torch.nan, dtype=wide, device=h.device)
     total = torch.zeros_like(lse) if with_total else None
     target = target.contiguous()
     if class_weight is not None:

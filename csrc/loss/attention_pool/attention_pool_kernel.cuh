@@ -23,6 +23,13 @@ namespace samplex::SX_BACKEND_NS {
 constexpr int kPoolWarps = 4;
 constexpr int kPoolThreads = kPoolWarps * kWarpSize;
 
+// Row of the table for a token: -1 for padding, num_rows for an id out of range. That reads no row, but has score and
+// value nan, and so has what its batch row is pooled to.
+SX_DEVICE inline int64_t pool_row(const AttentionPoolParams& p, int64_t id) {
+  if (id == -1 || id == -100) return -1;
+  return uint64_t(id) < uint64_t(p.num_rows) ? id : p.num_rows;
+}
+
 // ------------------------------------------------------------------------------------------------ a block's softmax
 template <typename A>
 struct PoolShared {
@@ -78,7 +85,7 @@ SX_DEVICE inline void pool_finish(const AttentionPoolParams& p, int64_t b, const
   const A inverse = A(1) / r.sum, shift = pool_shift(r.max);
   for (int64_t i = b * p.length + threadIdx.x; i < (b + 1) * p.length; i += kPoolThreads) {
     A* pair = static_cast<A*>(p.coefs) + 2 * i;
-    const bool part = p.ids[i] >= 0;
+    const bool part = pool_row(p, p.ids[i]) >= 0;
     const A q = part ? exp_acc(pair[0] - shift) * inverse : A(0);
     pair[1] = part ? q * ((pair[1] - r.ref) - r.offset) : A(0);
     pair[0] = q;
@@ -143,13 +150,14 @@ __global__ void __launch_bounds__(kPoolThreads) attention_pool_kernel(AttentionP
     // All rows are requested before any is used: the gather is bound by latency.
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int64_t id = first + r < p.length ? ids[first + r] : -1;
+      const int64_t id = first + r < p.length ? pool_row(p, ids[first + r]) : -1;
+      const bool there = id >= 0 && id < p.num_rows;
       part[r] = id >= 0;
-      Pass::load(static_cast<const T*>(p.table) + (part[r] ? id : 0) * p.dim, dim, part[r], rows[r]);
+      a[r] = g[r] = part[r] && !there ? quiet_nan<float>() : 0.0f;
+      Pass::load(static_cast<const T*>(p.table) + (there ? id : 0) * p.dim, dim, there, rows[r]);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      a[r] = g[r] = 0.0f;
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
         a[r] += query[i] * rows[r][i];
@@ -232,11 +240,12 @@ __global__ void __launch_bounds__(kPoolThreads) attention_pool_wide_kernel(Atten
   PoolState<A> state = pool_empty<A>();
   bool present = false;
   for (int64_t i = warp_id(); i < p.length; i += kPoolWarps) {
-    const int64_t id = ids[i];
+    const int64_t id = pool_row(p, ids[i]);
     if (id < 0) continue;  // the same in every lane
-    const T* row = static_cast<const T*>(p.table) + id * p.dim;
-    A a = 0, g = 0;
-    for (int64_t c = lane_id(); c < p.dim; c += kWarpSize) {
+    const bool there = id < p.num_rows;
+    const T* row = static_cast<const T*>(p.table) + (there ? id : 0) * p.dim;
+    A a = there ? A(0) : quiet_nan<A>(), g = a;
+    for (int64_t c = lane_id(); there && c < p.dim; c += kWarpSize) {
       const A x = to_acc(row[c]);
       a += query[c] * x;
       g += value[c] * x;
@@ -267,9 +276,9 @@ __global__ void __launch_bounds__(kPoolThreads) attention_pool_wide_kernel(Atten
   for (int64_t c = threadIdx.x; c < p.dim; c += kPoolThreads) {
     A x = 0, y = 0;
     for (int64_t i = 0; i < p.length; ++i) {
-      const int64_t id = ids[i];
+      const int64_t id = pool_row(p, ids[i]);
       if (id < 0) continue;
-      const A e = to_acc(static_cast<const T*>(p.table)[id * p.dim + c]);
+      const A e = id < p.num_rows ? A(to_acc(static_cast<const T*>(p.table)[id * p.dim + c])) : quiet_nan<A>();
       x += coefs[2 * i] * e;
       y += coefs[2 * i + 1] * e;
     }

@@ -1,14 +1,14 @@
-// Launchers: one warp per batch row; the one-pass kernel is chosen by storage type, alignment and d.
+// Launchers: one block per batch row; the one-pass kernel is chosen by storage type, alignment and d.
 #include "loss/entry_loss/entry_loss_kernel.cuh"
 
 namespace samplex {
 namespace SX_BACKEND_NS {
 namespace {
 
-template <typename T, int kWidth, int kChunks, int kGroup, int kRows, EntryMode kMode>
+template <typename T, int kWidth, int kChunks, int kGroup, int kRows, EntryMode kMode, int kWarps = 1>
 void launch_one_pass(const EntryLossParams& params, void* stream) {
-  SX_LAUNCH("entry_loss", (entry_loss_kernel<T, kWidth, kChunks, kGroup, kRows, kMode>), unsigned(params.batch),
-            kWarpSize, 0, stream, params);
+  SX_LAUNCH("entry_loss", (entry_loss_kernel<T, kWidth, kChunks, kGroup, kRows, kMode, kWarps>), unsigned(params.batch),
+            kWarps * kWarpSize, 0, stream, params);
 }
 
 template <typename T, int kWidth, EntryMode kMode>
@@ -22,17 +22,19 @@ void launch(const EntryLossParams& params, void* stream) {
   if constexpr (sizeof(T) == 8) {
     launch_wide<T, 1, kMode>(params, stream);
   } else {
-    constexpr int kWidth = 16 / sizeof(T);
-    const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-    const bool vectors = params.dim % kWidth == 0 && aligned(params.hidden) && aligned(params.weight);
+    constexpr int kWidth = vector_width<T>;
+    const bool vectors = params.dim % kWidth == 0 && vector_aligned(params.hidden) && vector_aligned(params.weight);
     const int64_t d = params.dim;
-    if (params.shared || d == 0 || d > (vectors ? 1024 : 256)) {
+    if (params.shared || d == 0 || d > 4096) {
       if (vectors)
         launch_wide<T, kWidth, kMode>(params, stream);
       else
         launch_wide<T, 1, kMode>(params, stream);
     } else if (!vectors) {
-      launch_one_pass<T, 1, 8, 32, 4, kMode>(params, stream);
+      if (d <= 256)
+        launch_one_pass<T, 1, 8, 32, 4, kMode>(params, stream);
+      else
+        launch_one_pass<T, 1, 16, 32, 4, kMode, 8>(params, stream);
     } else if (d <= 64) {
       launch_one_pass<T, kWidth, 8 / kWidth, 8, 8, kMode>(params, stream);
     } else if (d <= 128) {
@@ -42,8 +44,10 @@ void launch(const EntryLossParams& params, void* stream) {
     } else if (d <= 512) {
       // Four rows of 16-bit numbers at a time spill on sm_120.
       launch_one_pass<T, kWidth, 16 / kWidth, 32, sizeof(T) == 2 ? 2 : 4, kMode>(params, stream);
-    } else {
+    } else if (d <= 1024) {
       launch_one_pass<T, kWidth, 32 / kWidth, 32, 2, kMode>(params, stream);
+    } else {
+      launch_one_pass<T, kWidth, 8 / kWidth, 32, 4, kMode, 16>(params, stream);
     }
   }
 }

@@ -1,6 +1,7 @@
-// The entry losses on the GPU: one warp, which is one block, per batch row. Formulas in entry_loss_params.h.
+// The entry losses on the GPU: one block per batch row, of one warp or of several for wide rows. Formulas in
+// entry_loss_params.h.
 //
-//   entry_loss_kernel        float, half, bfloat16 storage; d <= 1024 (odd d: <= 256): each class row is read once
+//   entry_loss_kernel        float, half, bfloat16 storage; d <= 4096: each class row is read once
 //   entry_loss_wide_kernel   any other d, double, and shared draws (whose products come from a GEMM)
 //   entry_loss_check_kernel  SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 //
@@ -8,8 +9,8 @@
 // gradient of h in registers; kRows class rows are in flight in a group. A draw's coefficient follows from its own
 // product (and the targets' scores, which a relative loss takes first), so the rows are added to the gradient while
 // they are still in registers. Only the targets of a relative loss are read twice, the second time from the cache.
-// Nothing goes through shared memory and there is no float atomic; sums run in an order that the shapes fix: the same
-// bits every time.
+// Where several warps share a row, their products meet in shared memory, and each warp computes what follows. There is
+// no float atomic; sums run in an order that the shapes fix: the same bits every time.
 #pragma once
 
 #include "common/vec_load.cuh"
@@ -37,12 +38,19 @@ template <typename A>
 struct EntryLossRow {
   A count, weight;    // how many targets, and a
   A level, log_eta;   // relative losses: the target's score (of several: their mean), log eta
-  A *scores, *pulls;  // relative losses with several targets: [P] each, written by lane 0
+  A *scores, *pulls;  // relative losses with several targets: [P] each, written by thread 0
 };
 
+// Class of target k, -1 where it takes no part; see class_or_unknown for an id out of range.
 SX_DEVICE inline int64_t target_of(const EntryLossParams& p, int64_t b, int64_t k) {
   const int64_t id = p.target[b * p.num_targets + k];
-  return counts_as_target(p, id) ? id : -1;
+  return counts_as_target(p, id) ? class_or_unknown(id, p.num_classes) : -1;
+}
+
+// Class row `id`; h stands in for that of an entry that takes no part and for one out of range.
+template <typename T>
+SX_DEVICE inline const T* row_of(const EntryLossParams& p, int64_t id, const T* hidden) {
+  return uint64_t(id) < uint64_t(p.num_classes) ? static_cast<const T*>(p.weight) + id * p.dim : hidden;
 }
 
 // By the whole warp. count = 0: the row has no target.
@@ -53,7 +61,7 @@ SX_DEVICE inline EntryLossRow<A> read_row(const EntryLossParams& p, int64_t b) {
     const int64_t id = target_of(p, b, k);
     if (id < 0) continue;
     row.count += A(1);
-    row.weight += load_scalar<A>(p.class_weight, id, A(1));
+    row.weight += class_scalar<A>(p.class_weight, id, p.num_classes, A(1));
   }
   row.count = group_sum<kWarpSize>(row.count);
   row.weight = group_sum<kWarpSize>(row.weight);
@@ -69,22 +77,18 @@ SX_DEVICE inline EntryLossRow<A> read_row(const EntryLossParams& p, int64_t b) {
 // a_y
 template <typename A>
 SX_DEVICE inline A share_of(const EntryLossParams& p, const EntryLossRow<A>& row, int64_t id) {
-  return load_scalar<A>(p.class_weight, id, A(1)) / row.count;
+  return class_scalar<A>(p.class_weight, id, p.num_classes, A(1)) / row.count;
 }
 
 template <EntryMode kMode>
 SX_DEVICE inline bool draw_masked(const EntryLossParams& p, int64_t b, int64_t id) {
   if (kMode == EntryMode::kRelative) {
     for (int64_t k = 0; k < p.num_targets; ++k) {
-      if (target_of(p, b, k) == id) return true;
+      const int64_t target = p.target[b * p.num_targets + k];
+      if (target == id && counts_as_target(p, target)) return true;
     }
   }
-  if (p.known_offsets != nullptr) {
-    for (int64_t k = p.known_offsets[b]; k < p.known_offsets[b + 1]; ++k) {
-      if (p.known_ids[k] == id) return true;
-    }
-  }
-  return false;
+  return is_known_positive(p.known_offsets, p.known_ids, p.known_size, b, id);
 }
 
 // ------------------------------------------------------------------------------------------------ entries of a row
@@ -107,11 +111,14 @@ SX_DEVICE inline EntryLossEntry<A> load_entry(const EntryLossParams& p, const En
   const bool target = k < P;
   entry.id = target ? p.target[b * P + k] : p.ids[at];
   if (kGeneral) {
-    if (target ? !counts_as_target(p, entry.id) : draw_masked<kMode>(p, b, entry.id)) entry.id = -1;
-    if (entry.id < 0) return entry;
-    if (kMode == EntryMode::kNoise) entry.share = target ? share_of(p, row, entry.id) : row.weight * f.share;
+    if (target ? !counts_as_target(p, entry.id) : draw_masked<kMode>(p, b, entry.id)) {
+      entry.id = -1;
+      return entry;
+    }
   }
-  entry.bias = load_scalar<A>(p.bias, entry.id, A(0));
+  entry.id = class_or_unknown(entry.id, p.num_classes);
+  if (kMode == EntryMode::kNoise) entry.share = target ? share_of(p, row, entry.id) : row.weight * f.share;
+  entry.bias = class_scalar<A>(p.bias, entry.id, p.num_classes, A(0));
   if (kMode == EntryMode::kRelative || p.reg != 0 || (kGeneral && p.kind == EntryLoss::kNce))
     entry.log_q = target ? static_cast<const A*>(p.target_log_q)[b * P + k] : static_cast<const A*>(p.log_q)[at];
   return entry;
@@ -162,7 +169,7 @@ SX_DEVICE inline A relative_draw(const EntryLossParams& p, const EntryLossFactor
       if (counts) pull += slope;
     } else {
       const A part = group_sum<kWarpSize>(counts ? slope : A(0));
-      if (lane_id() == 0) row.pulls[k] += part;
+      if (threadIdx.x == 0) row.pulls[k] += part;
     }
   }
   return f.scale * coef;
@@ -176,7 +183,7 @@ SX_DEVICE inline void keep_target(const EntryLossParams& p, EntryLossRow<A>& row
     row.level = score;
     return;
   }
-  if (lane_id() == 0) {
+  if (threadIdx.x == 0) {
     row.scores[k] = score;
     row.pulls[k] = A(0);
   }
@@ -212,59 +219,69 @@ SX_DEVICE inline A target_coef(const EntryLossParams& p, const EntryLossFactors<
   return -f.scale * share * (p.num_targets == 1 ? pull : row.pulls[k]);
 }
 
-// An ignored row, by the whole warp.
-template <typename A>
+// An ignored row, by the whole block.
+template <int kBlock, typename A>
 SX_DEVICE inline void zero_row(const EntryLossParams& p, int64_t b) {
-  if (lane_id() == 0) {
+  if (threadIdx.x == 0) {
     static_cast<A*>(p.loss)[b] = static_cast<A*>(p.denom)[b] = A(0);
     if (p.ratio != nullptr) static_cast<A*>(p.ratio)[b] = A(1);
   }
   if (!p.need_grad) return;
   const int64_t entries = p.num_targets + p.num_samples;
-  for (int64_t k = lane_id(); k < entries; k += kWarpSize) static_cast<A*>(p.coef_loss)[b * p.coefs.stride + k] = A(0);
-  for (int64_t c = lane_id(); c < p.dim; c += kWarpSize) static_cast<A*>(p.d_loss)[b * p.dim + c] = A(0);
+  for (int64_t k = threadIdx.x; k < entries; k += kBlock) static_cast<A*>(p.coef_loss)[b * p.coefs.stride + k] = A(0);
+  for (int64_t c = threadIdx.x; c < p.dim; c += kBlock) static_cast<A*>(p.d_loss)[b * p.dim + c] = A(0);
 }
 
-// Loss, denominator and ratio of a row, by lane 0.
+// Loss, denominator and ratio of a row, by thread 0.
 template <EntryMode kMode, typename A>
 SX_DEVICE inline void store_row(const EntryLossParams& p, const EntryLossRow<A>& row, int64_t b, A loss, A base,
                                 A pull) {
-  if (lane_id() != 0) return;
+  if (threadIdx.x != 0) return;
   if (kMode == EntryMode::kRelative && p.kind == EntryLoss::kAugmentReduce) {
     loss = row.weight * (row.log_eta - A(1) + (base + pull));
     static_cast<A*>(p.ratio)[b] = base + pull;
+  }
+  if (kMode == EntryMode::kRelative) {
+    // Without draws no score of a target counts: one out of range must show all the same.
+    for (int64_t k = 0; k < p.num_targets; ++k) {
+      if (target_of(p, b, k) == p.num_classes) loss = quiet_nan<A>();
+    }
   }
   static_cast<A*>(p.loss)[b] = loss;
   static_cast<A*>(p.denom)[b] = row.weight;
 }
 
 // ------------------------------------------------------------------------------------------------ one pass
-// Columns are split into chunks of kWidth: lane `place` of a group has chunks place, place + kGroup, … of a row. There
-// are no branches around register arrays: an entry that is not there reads h instead of a class row, a column that is
-// not there reads column 0 against h = 0.
-template <typename T, int kWidth, int kChunks, int kGroup, int kRows, EntryMode kMode>
-__global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel(EntryLossParams p) {
+// Columns are split into chunks of kWidth: thread `seat` of those that share a class row has chunks seat, seat +
+// kSeats, … of it. Those are the kGroup lanes of a group, or, of a wide row, all kWarps warps of the block (kGroup is
+// 32 then). There are no branches around register arrays: an entry that is not there reads h instead of a class row, a
+// column that is not there reads column 0 against h = 0.
+template <typename T, int kWidth, int kChunks, int kGroup, int kRows, EntryMode kMode, int kWarps>
+__global__ void __launch_bounds__(kWarps* kWarpSize, blocks_of(kMode)) entry_loss_kernel(EntryLossParams p) {
+  constexpr int kThreads = kWarps * kWarpSize, kSeats = kGroup * kWarps;
+  [[maybe_unused]] __shared__ float parts[2][kWarps][kRows];  // products of a tile by warp; two of them in turn
   constexpr bool kGeneral = kMode != EntryMode::kPlain, kRelative = kMode == EntryMode::kRelative;
   constexpr int kElements = kWidth * kChunks;
   constexpr int kGroups = kWarpSize / kGroup;
   constexpr int kRound = kGroups * kRows;  // entries of a tile
-  static_assert(kRows <= kGroup && kWarpSize % kRound == 0);
+  static_assert(kRows <= kGroup && kWarpSize % kRound == 0 && (kWarps == 1 || kGroup == kWarpSize));
   const int64_t b = blockIdx.x;
   EntryLossRow<float> row{};
   if constexpr (kGeneral) {
     row = read_row<float>(p, b);
-    if (row.count == 0) return zero_row<float>(p, b);  // the whole warp
+    if (row.count == 0) return zero_row<kThreads, float>(p, b);  // the whole block
   } else {
-    if (p.target[b] == p.ignore_index) return zero_row<float>(p, b);  // the whole warp
-    row.weight = load_scalar(p.class_weight, p.target[b], 1.0f);
+    if (p.target[b] == p.ignore_index) return zero_row<kThreads, float>(p, b);  // the whole block
+    row.weight = class_scalar(p.class_weight, target_of(p, b, 0), p.num_classes, 1.0f);
   }
   const int lane = lane_id(), group = lane / kGroup, place = lane % kGroup;
+  const int seat = kWarps == 1 ? place : int(threadIdx.x);
+  const bool writer = kWarps == 1 || warp_id() == 0;  // all warps hold the same numbers but for the columns
   const int targets = kGeneral ? int(p.num_targets) : 1;
   const int dim = int(p.dim), entries = targets + int(p.num_samples);
-  const T* weight = static_cast<const T*>(p.weight);
   const T* hidden = static_cast<const T*>(p.hidden) + b * dim;
   const EntryLossFactors<float> f(p);
-  const auto column = [&](int chunk) { return (chunk * kGroup + place) * kWidth; };
+  const auto column = [&](int chunk) { return (chunk * kSeats + seat) * kWidth; };
   const auto load_row = [&](const T* from, float* to) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -275,6 +292,21 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
         if (!real) to[chunk * kWidth + i] = 0;
       }
     }
+  };
+
+  const auto sync = [] {
+    if constexpr (kWarps == 1)
+      warp_sync();
+    else
+      __syncthreads();
+  };
+  // Product of a row over this warp's columns -> over all of them.
+  [[maybe_unused]] int turn = 0;
+  const auto whole_product = [&](float x, [[maybe_unused]] int which, [[maybe_unused]] bool writes) {
+    if constexpr (kWarps == 1)
+      return x;
+    else
+      return across_warps(parts, turn, x, which, writes);
   };
 
   float h[kElements], sum[kElements];
@@ -288,14 +320,15 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
       const int64_t id = target_of(p, b, k);
       if (id < 0) continue;  // the whole warp
       float target_row[kElements], dot = 0;
-      load_row(weight + id * dim, target_row);
+      load_row(row_of(p, id, hidden), target_row);
 #pragma unroll
       for (int i = 0; i < kElements; ++i) dot += h[i] * target_row[i];
-      keep_target(p, row, id, k, f.scale * (group_sum<kGroup>(dot) + load_scalar(p.bias, id, 0.0f)), total);
+      dot = whole_product(group_sum<kGroup>(dot), 0, lane == 0);
+      keep_target(p, row, id, k, f.scale * (dot + class_scalar(p.bias, id, p.num_classes, 0.0f)), total);
     }
     if (targets > 1) {
       row.level /= total;
-      warp_sync();  // what lane 0 wrote
+      sync();  // what thread 0 wrote
     }
   }
   // A lane holds id, bias and log_q of one entry of the stage and hands them round.
@@ -308,7 +341,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int64_t id = shuffle_from(held.id, tile + r * kGroups + group);
-        load_row(id < 0 ? hidden : weight + id * dim, rows[r]);
+        load_row(row_of(p, id, hidden), rows[r]);
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -322,6 +355,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
         const float whole = group_sum<kGroup>(dots[r]);
         if (place % kRows == r) dot = whole;
       }
+      dot = whole_product(dot, place % kRows, place < kRows);
       // From here on a lane speaks for one entry of its group; of those that speak for the same one the first counts.
       const int mine = tile + (place % kRows) * kGroups + group, k = stage + mine;
       const float bias = shuffle_from(held.bias, mine), log_q = shuffle_from(held.log_q, mine);
@@ -342,7 +376,8 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
         if (k >= entries) coef = 0;
         if (k < entries && place < kRows) loss += term;
       }
-      if (p.need_grad && k < entries && place < kRows) static_cast<float*>(p.coef_loss)[b * entries + k] = coef;
+      if (p.need_grad && writer && k < entries && place < kRows)
+        static_cast<float*>(p.coef_loss)[b * entries + k] = coef;
       if (p.need_grad) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
@@ -361,15 +396,15 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
   loss = group_sum<kWarpSize>(loss);
   if constexpr (kRelative) {
     pull = group_sum<kWarpSize>(pull);
-    warp_sync();  // what lane 0 wrote
+    sync();  // what thread 0 wrote
     base = target_ratios(p, row, b);
     for (int k = 0; p.need_grad && k < targets; ++k) {
       const int64_t id = target_of(p, b, k);
       const float coef = id < 0 ? 0.0f : target_coef(p, f, row, id, k, base, pull);
-      if (lane == 0) static_cast<float*>(p.coef_loss)[b * entries + k] = coef;
+      if (threadIdx.x == 0) static_cast<float*>(p.coef_loss)[b * entries + k] = coef;
       if (id < 0) continue;  // the whole warp
       float target_row[kElements];
-      load_row(weight + id * dim, target_row);
+      load_row(row_of(p, id, hidden), target_row);
       if (group == 0) {
 #pragma unroll
         for (int i = 0; i < kElements; ++i) sum[i] += coef * target_row[i];
@@ -377,7 +412,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
     }
   }
   store_row<kMode>(p, row, b, loss, base, pull);
-  if (!p.need_grad) return;  // the whole warp
+  if (!p.need_grad) return;  // the whole block
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
 #pragma unroll
@@ -392,14 +427,6 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_kernel
 }
 
 // ------------------------------------------------------------------------------------------------ any width
-template <int kWidth, typename T, typename A>
-SX_DEVICE inline void load_columns(const T* row, A* to) {
-  if constexpr (sizeof(A) == 8)
-    to[0] = row[0];
-  else
-    load_values<kWidth>(row, to);
-}
-
 // Rows too wide for registers: a lane adds the columns it has read to its own columns of d_loss in memory, right after
 // the product, so that the class row comes from the cache the second time.
 template <typename T, int kWidth, EntryMode kMode>
@@ -411,10 +438,10 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
   EntryLossRow<A> row{};
   if constexpr (kGeneral) {
     row = read_row<A>(p, b);
-    if (row.count == 0) return zero_row<A>(p, b);  // the whole warp
+    if (row.count == 0) return zero_row<kWarpSize, A>(p, b);  // the whole block
   } else {
-    if (p.target[b] == p.ignore_index) return zero_row<A>(p, b);  // the whole warp
-    row.weight = load_scalar<A>(p.class_weight, p.target[b], A(1));
+    if (p.target[b] == p.ignore_index) return zero_row<kWarpSize, A>(p, b);  // the whole block
+    row.weight = class_scalar<A>(p.class_weight, target_of(p, b, 0), p.num_classes, A(1));
   }
   const int64_t targets = kGeneral ? p.num_targets : 1;
   const int64_t entries = targets + p.num_samples, rows_read = p.shared ? targets : entries;
@@ -442,7 +469,6 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
       for (int i = 0; i < kWidth; ++i) d_loss[c + i] = (start ? A(0) : d_loss[c + i]) + coef * w[i];
     }
   };
-  const auto row_of = [&](int64_t id) { return static_cast<const T*>(p.weight) + id * p.dim; };
   A loss = 0, pull = 0, base = 0;
   if constexpr (kGeneral) {
     for (int64_t c = first; p.need_grad && c < p.dim; c += step) {
@@ -454,7 +480,9 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
     for (int64_t k = 0; k < targets; ++k) {
       const int64_t id = target_of(p, b, k);
       if (id < 0) continue;  // the whole warp
-      keep_target(p, row, id, k, f.scale * (product_of(row_of(id)) + load_scalar<A>(p.bias, id, A(0))), total);
+      keep_target(p, row, id, k,
+                  f.scale * (product_of(row_of(p, id, hidden)) + class_scalar<A>(p.bias, id, p.num_classes, A(0))),
+                  total);
     }
     if (targets > 1) {
       row.level /= total;
@@ -467,7 +495,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
       if (p.need_grad && lane_id() == 0) coefs[k] = A(0);
       continue;
     }
-    const A dot = product_of(row_of(entry.id));
+    const A dot = product_of(row_of(p, entry.id, hidden));
     A term = 0, coef;
     if constexpr (kRelative)
       coef = relative_draw(p, f, row, b, true, lane_id() == 0, f.scale * (dot + entry.bias), entry.log_q, term, pull);
@@ -479,7 +507,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
       loss += term;
       if (p.need_grad) coefs[k] = coef;
     }
-    if (p.need_grad) add_row(row_of(entry.id), coef, !kGeneral && k == 0);
+    if (p.need_grad) add_row(row_of(p, entry.id, hidden), coef, !kGeneral && k == 0);
   }
   // Shared draws: the products are there, and their part of d_loss goes to a GEMM. All lanes stay to the end.
   for (int64_t stage = rows_read; stage < entries; stage += kWarpSize) {
@@ -505,7 +533,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
       const int64_t id = target_of(p, b, k);
       const A coef = id < 0 ? A(0) : target_coef(p, f, row, id, k, base, pull);
       if (lane_id() == 0) coefs[k] = coef;
-      if (id >= 0) add_row(row_of(id), coef, false);
+      if (id >= 0) add_row(row_of(p, id, hidden), coef, false);
     }
   }
   store_row<kMode>(p, row, b, loss, base, pull);

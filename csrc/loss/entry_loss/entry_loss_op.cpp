@@ -116,6 +116,7 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   params.log_eta = log_eta ? in_any(*log_eta) : nullptr;
   params.known_offsets = in<int64_t>(known_offsets);
   params.known_ids = in<int64_t>(known_ids);
+  params.known_size = known_ids ? known_ids->numel() : 0;
   params.loss = reduction == Reduction::kNone ? out_any(loss) : part_of(saved, at.row_loss, B, true);
   params.denom = part_of(saved, at.denom, B, true);
   params.ratio = part_of(saved, at.ratio, B, true);

@@ -38,7 +38,7 @@ struct EntryLossParams {
   const void* log_eta;           // A [B]; augment_reduce
   void* dots;                    // A [B, m]: h_b . w_ids, given when shared, else nullptr; overwritten
   const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
-  const int64_t* known_ids;      // [known_offsets[B]]
+  const int64_t* known_ids;      // [known_size]
   ScalarTable bias;              // [C] or absent
   ScalarTable class_weight;      // [C] or absent
   void* loss;                    // A [B]
@@ -48,7 +48,7 @@ struct EntryLossParams {
   void* d_loss;                  // A [B, d]       likewise; when shared, the targets' part only
   void* scratch;                 // A [B, 2, P]: of the GPU kernels, for the losses that need the targets' scores first
   CoefLayout coefs;
-  int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index;
+  int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index, known_size;
   double scale, reg, log_num_samples;  // log m, 0 for m = 0
   EntryLoss kind;
   DType dtype;

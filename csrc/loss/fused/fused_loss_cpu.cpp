@@ -104,11 +104,11 @@ void sum_columns(const A* x, int64_t rows, int64_t begin, int64_t end, int64_t s
 
 }  // namespace
 
-void gather_rows(DType dtype, const void* weight, const int64_t* ids, int64_t n, int64_t d, void* rows) {
-  parallel_for(n, 1 + (1 << 14) / (d + 1), [&](int64_t begin, int64_t end) {
-    dispatch_dtype("gather_rows", dtype, [&](auto tag) {
+void launch_gather_rows(const GatherRowsParams& p) {
+  parallel_for(p.n, 1 + (1 << 14) / (p.dim + 1), [&](int64_t begin, int64_t end) {
+    dispatch_dtype("gather_rows", p.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      gather(static_cast<const T*>(weight), ids, begin, end, d, static_cast<acc_t<T>*>(rows));
+      gather(static_cast<const T*>(p.weight), p.ids, begin, end, p.dim, static_cast<acc_t<T>*>(p.rows));
     });
   });
 }

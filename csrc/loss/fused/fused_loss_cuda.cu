@@ -12,7 +12,7 @@ void launch_loss_mean(const LossMeanParams& params, void* stream) {
 }
 
 void launch_gather_rows(const GatherRowsParams& params, void* stream) {
-  const int64_t rows = params.copies * params.width, per_block = kGatherThreads / kWarpSize;
+  const int64_t rows = params.copies * params.width, per_block = kGatherWarps;
   const unsigned blocks = unsigned((rows + per_block - 1) / per_block);
   if (blocks == 0 || params.dim == 0) return;
   const int64_t bytes = params.dim * int64_t(size_of(params.dtype));

@@ -4,6 +4,8 @@
 //   loss_bwd_kernel    coefficients and d_hidden from what the forward saved: one block per batch row
 //   gather_rows_kernel class rows of shared draws: one warp a row
 //   split_kernel       coefficients in two parts of 16 bits: one block per batch row
+//   across_warps       product of a class row that the warps of a block share
+//   class_or_unknown   ids of a device come unchecked: one compare before a table is read
 //   check_loss_id      for the losses' own check kernels (SAMPLEX_DEBUG=1)
 #pragma once
 
@@ -11,14 +13,56 @@
 #include <cstring>
 #include <type_traits>
 
+#include "common/vec_load.cuh"
 #include "common/warp.cuh"
 #include "loss/fused/fused_loss_math.h"
 
 namespace samplex {
 namespace SX_BACKEND_NS {
 
+constexpr int kGatherWarps = 4;
+constexpr int kGatherThreads = kGatherWarps * kWarpSize;
 constexpr int kBwdThreads = 128;
 constexpr int kMeanThreads = 256;  // of the one block that sums over the batch
+
+// ------------------------------------------------------------------------------------------------ ids out of range
+// An id out of range takes part in its row as class `num_classes`. No table is read for it: each number that would come
+// from one is nan, and so is the row's loss.
+SX_DEVICE inline int64_t class_or_unknown(int64_t id, int64_t num_classes) {
+  return uint64_t(id) < uint64_t(num_classes) ? id : num_classes;
+}
+
+template <typename A>
+SX_DEVICE inline A class_scalar(const ScalarTable& table, int64_t id, int64_t num_classes, A absent) {
+  return id < num_classes ? load_scalar<A>(table, id, absent) : quiet_nan<A>();
+}
+
+// Whether a class is one of the row's known positives. Offsets are clamped: those of a device come unchecked, too.
+SX_DEVICE inline bool is_known_positive(const int64_t* offsets, const int64_t* ids, int64_t size, int64_t b,
+                                        int64_t id) {
+  if (offsets == nullptr) return false;
+  const int64_t begin = offsets[b] < 0 ? 0 : offsets[b], end = offsets[b + 1] < size ? offsets[b + 1] : size;
+  for (int64_t k = begin; k < end; ++k) {
+    if (ids[k] == id) return true;
+  }
+  return false;
+}
+
+// ------------------------------------------------------------------------------------------------ wide rows
+// Where the warps of a block share a class row: product `x` of row `row` over one warp's columns -> over all of them,
+// in the order of the warps, the same bits in each. `writes`: one lane a warp and row. One barrier, for all threads:
+// who writes the same half of `parts` again, two calls later, has passed the barrier of the call between, to which
+// everybody comes after reading.
+template <int kWarps, int kRows>
+SX_DEVICE inline float across_warps(float (&parts)[2][kWarps][kRows], int& turn, float x, int row, bool writes) {
+  if (writes) parts[turn][warp_id()][row] = x;
+  __syncthreads();
+  x = parts[turn][0][row];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) x += parts[turn][w][row];
+  turn ^= 1;
+  return x;
+}
 
 // ------------------------------------------------------------------------------------------------ over the batch
 // One block: sums in an order that depends on the batch size only.
@@ -39,12 +83,10 @@ __global__ void __launch_bounds__(kMeanThreads) loss_mean_kernel(LossMeanParams 
 }
 
 // ------------------------------------------------------------------------------------------------ shared draws
-constexpr int kGatherThreads = 128;
-
 // Rows are copied as words of type Word, `words` a row.
 template <typename Word>
 __global__ void __launch_bounds__(kGatherThreads) gather_rows_kernel(GatherRowsParams p, int64_t words) {
-  const int64_t i = int64_t(blockIdx.x) * (kGatherThreads / kWarpSize) + threadIdx.x / kWarpSize;
+  const int64_t i = int64_t(blockIdx.x) * kGatherWarps + warp_id();
   if (i >= p.copies * p.width) return;  // the whole warp
   const int64_t at = i % p.width, id = at < p.n ? p.ids[at] : 0;
   const bool inside = at < p.n && id >= 0 && id < p.num_classes;

@@ -42,18 +42,15 @@ struct SharedRows {
     const int64_t n = ids.size(ids.dim() - 1), d = weight.size(1);
     if (!shared || n == 0) return;
     width = n;
-    if (backend_of(op, weight) == Backend::kCpu) {
-      rows = empty_pooled(weight, {n, d}, acc_type(weight.scalar_type()));
-      cpu::gather_rows(dtype_tag(op, "weight", weight), weight.const_data_ptr(),
-                       static_cast<const int64_t*>(ids.const_data_ptr()), n, d, rows->mutable_data_ptr());
-      return;
-    }
     split = splits(op, weight);
     if (split && need_grad) {
       width = split_width(n);
       copies = 2;
     }
-    rows = empty(weight, {copies * width, d}, weight.scalar_type());
+    const bool on_cpu = backend_of(op, weight) == Backend::kCpu;
+    rows = on_cpu ? empty_pooled(weight, {n, d}, acc_type(weight.scalar_type()))
+                  : empty(weight, {copies * width, d}, weight.scalar_type());
+    if (d == 0) return;
     GatherRowsParams params{};
     params.weight = in_any(weight);
     params.ids = in<int64_t>(ids);
@@ -64,7 +61,7 @@ struct SharedRows {
     params.num_classes = weight.size(0);
     params.dim = d;
     params.dtype = dtype_tag(op, "weight", weight);
-    SX_RUN_DEVICE(op, weight, launch_gather_rows, params);
+    SX_RUN(op, weight, launch_gather_rows, params);
   }
 
   static bool splits(const char* op, const Tensor& like) {

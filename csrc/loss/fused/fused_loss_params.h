@@ -35,12 +35,13 @@ struct LossMeanParams {
   bool mean, double_acc;  // a mean, or a sum; A is double
 };
 
-// GPU only: rows[i] = weight[ids[i % width]] for i < copies * width, zeros where i % width >= n. An id outside of the
-// table gives a row of nan.
+// Rows of shared draws: rows[i] = weight[ids[i % width]] for i < copies * width, zeros where i % width >= n. Not
+// aten::index_select: on a device an id out of range stops the process there. Here it gives a row of nan; ids of a CPU
+// are checked before.
 struct GatherRowsParams {
   const void* weight;  // [C, d] in `dtype`
   const int64_t* ids;  // [n]
-  void* rows;          // [copies * width, d] in `dtype`
+  void* rows;          // [copies * width, d] in `dtype`; on a CPU [n, d] in the accumulation type
   int64_t n, width, copies, num_classes, dim;
   DType dtype;
 };
@@ -83,16 +84,14 @@ struct LossBwdParams {
 };
 
 namespace cpu {
-// rows [n, d] in the accumulation type from `weight` [C, d] of this dtype; ids are within the table.
-void gather_rows(DType dtype, const void* weight, const int64_t* ids, int64_t n, int64_t d, void* rows);
 // sums[j] = factor * the sum of column j of x [rows, columns], whose rows are `stride` numbers apart.
 void column_sums(bool double_acc, const void* x, int64_t rows, int64_t columns, int64_t stride, double factor,
                  void* sums);
 }  // namespace cpu
 
+SX_DECLARE_LAUNCHER(launch_gather_rows, GatherRowsParams)
 SX_DECLARE_LAUNCHER(launch_loss_mean, LossMeanParams)
 SX_DECLARE_LAUNCHER(launch_loss_bwd, LossBwdParams)
-SX_DECLARE_CUDA_LAUNCHER(launch_gather_rows, GatherRowsParams)
 SX_DECLARE_CUDA_LAUNCHER(launch_split, SplitParams)
 
 }  // namespace samplex

@@ -6,29 +6,39 @@ namespace samplex {
 namespace SX_BACKEND_NS {
 namespace {
 
-template <typename T, int kWidth, int kChunks, int kGroup, bool kFull>
+template <typename T, int kWidth, int kChunks, int kGroup, bool kFull, int kRowWarps = 1>
 void launch_one_pass(const SampledSoftmaxParams& params, void* stream) {
-  using Body = OnePass<T, kWidth, kChunks, kGroup, kFull>;
-  constexpr size_t kBuffer = 2 * sizeof(float) * Body::kGroups * Body::kSpan;
-  SX_LAUNCH("sampled_softmax", (sampled_softmax_kernel<T, kWidth, kChunks, kGroup, kFull>), unsigned(params.batch),
-            kWarpSize, params.need_grad ? kBuffer : 0, stream, params);
+  using Body = OnePass<T, kWidth, kChunks, kGroup, kFull, kRowWarps>;
+  SX_LAUNCH("sampled_softmax", (sampled_softmax_kernel<T, kWidth, kChunks, kGroup, kFull, kRowWarps>),
+            unsigned(params.batch), Body::kThreads, params.need_grad ? sizeof(float) * Body::kBuffer : 0, stream,
+            params);
+}
+
+template <typename T, int kWidth>
+void launch_wide(const SampledSoftmaxParams& params, void* stream) {
+  SX_LAUNCH("sampled_softmax", (sampled_softmax_wide_kernel<T, kWidth>), unsigned(params.batch), kThreads, 0, stream,
+            params);
 }
 
 template <typename T>
 void launch(const SampledSoftmaxParams& params, void* stream) {
-  constexpr int kWidth = 16 / sizeof(T);
-  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-  const bool vectors = params.dim % kWidth == 0 && aligned(params.hidden) && aligned(params.weight);
+  constexpr int kWidth = vector_width<T>;
+  const bool vectors = params.dim % kWidth == 0 && vector_aligned(params.hidden) && vector_aligned(params.weight);
   const int64_t d = params.dim;
-  // 1024 columns would take 32 a lane, which spills on sm_90.
-  const bool one_pass = vectors ? d <= 512 || d == 768 : d <= 256;
-  if (params.shared || !one_pass) {
-    SX_LAUNCH("sampled_softmax", (sampled_softmax_wide_kernel<T>), unsigned(params.batch), kThreads, 0, stream, params);
+  if (params.shared || d > 4096) {
+    if (vectors)
+      launch_wide<T, kWidth>(params, stream);
+    else
+      launch_wide<T, 1>(params, stream);
   } else if (!vectors) {
     if (d <= 64)
       launch_one_pass<T, 1, 8, 8, false>(params, stream);
-    else
+    else if (d <= 256)
       launch_one_pass<T, 1, 8, 32, false>(params, stream);
+    else if (d <= 1024)
+      launch_one_pass<T, 1, 8, 32, false, 4>(params, stream);
+    else
+      launch_one_pass<T, 1, 16, 32, false, 8>(params, stream);
   } else if (d == 64) {
     launch_one_pass<T, kWidth, 8 / kWidth, 8, true>(params, stream);
   } else if (d == 128) {
@@ -41,8 +51,14 @@ void launch(const SampledSoftmaxParams& params, void* stream) {
     launch_one_pass<T, kWidth, 16 / kWidth, 8, false>(params, stream);
   } else if (d < 512) {
     launch_one_pass<T, kWidth, 16 / kWidth, 32, false>(params, stream);
-  } else {
+  } else if (d == 768) {
     launch_one_pass<T, kWidth, 24 / kWidth, 32, true>(params, stream);
+  } else if (d <= 1024) {  // 32 columns a lane would spill on sm_90: several warps share a row
+    launch_one_pass<T, kWidth, 8 / kWidth, 32, false, 4>(params, stream);
+  } else if (d <= 2048) {
+    launch_one_pass<T, kWidth, 8 / kWidth, 32, false, 8>(params, stream);
+  } else {
+    launch_one_pass<T, kWidth, 8 / kWidth, 32, false, 16>(params, stream);
   }
 }
 
@@ -62,8 +78,7 @@ void launch_sampled_softmax(const SampledSoftmaxParams& params, void* stream) {
     case DType::kBFloat16:
       return launch<BFloat16>(params, stream);
     case DType::kFloat64:
-      SX_LAUNCH("sampled_softmax", (sampled_softmax_wide_kernel<double>), unsigned(params.batch), kThreads, 0, stream,
-                params);
+      launch_wide<double, 1>(params, stream);
   }
 }
 

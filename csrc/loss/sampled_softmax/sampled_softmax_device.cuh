@@ -18,23 +18,18 @@ SX_DEVICE inline bool draw_masked(const SampledSoftmaxParams& p, int64_t b, int6
     const int64_t target = p.target[b * p.num_targets + k];
     if (target == id && counts_as_target(p, target)) return true;
   }
-  if (p.known_offsets != nullptr) {
-    for (int64_t k = p.known_offsets[b]; k < p.known_offsets[b + 1]; ++k) {
-      if (p.known_ids[k] == id) return true;
-    }
-  }
-  return false;
+  return is_known_positive(p.known_offsets, p.known_ids, p.known_size, b, id);
 }
 
-// Class of entry k (target, then draws), or -1 where it takes no part.
+// Class of entry k (target, then draws), -1 where it takes no part; see class_or_unknown for an id out of range.
 SX_DEVICE inline int64_t entry_id(const SampledSoftmaxParams& p, int64_t b, int64_t k) {
   if (k < p.num_targets) {
     const int64_t id = p.target[b * p.num_targets + k];
-    return counts_as_target(p, id) ? id : -1;
+    return counts_as_target(p, id) ? class_or_unknown(id, p.num_classes) : -1;
   }
   const int64_t draw = k - p.num_targets;
   const int64_t id = p.ids[(p.shared ? 0 : b * p.num_samples) + draw];
-  return draw_masked(p, b, id) ? -1 : id;
+  return draw_masked(p, b, id) ? -1 : class_or_unknown(id, p.num_classes);
 }
 
 // What is added to scale * h.w before and after the absolute value.
@@ -47,7 +42,7 @@ struct EntryOffsets {
 template <typename A>
 SX_DEVICE inline EntryOffsets<A> entry_offsets(const SampledSoftmaxParams& p, int64_t b, int64_t k, int64_t id,
                                                A log_m) {
-  const A inside = A(p.scale) * load_scalar<A>(p.bias, id, A(0));
+  const A inside = A(p.scale) * class_scalar<A>(p.bias, id, p.num_classes, A(0));
   if (k < p.num_targets) return {inside, A(0)};
   const A log_q = static_cast<const A*>(p.log_q)[(p.shared ? 0 : b * p.num_samples) + k - p.num_targets];
   return {inside, is_finite(log_q) ? -log_q - log_m : quiet_nan<A>()};
@@ -77,7 +72,8 @@ struct RowSetup {
 template <typename A>
 SX_DEVICE inline A entry_share(const SampledSoftmaxParams& p, const RowSetup<A>& row, int64_t k, int64_t id) {
   A share = row.every_share + (k < p.num_targets ? row.target_share : A(0));
-  if (share != A(0) && p.class_weight.data != nullptr) share *= load_scalar<A>(p.class_weight, id, A(1));
+  if (share != A(0) && p.class_weight.data != nullptr)
+    share *= class_scalar<A>(p.class_weight, id, p.num_classes, A(1));
   return share;
 }
 
@@ -89,7 +85,7 @@ SX_DEVICE inline RowSetup<A> setup_row(const SampledSoftmaxParams& p, int64_t b,
     const int64_t id = p.target[b * p.num_targets + k];
     if (!counts_as_target(p, id)) continue;
     ++row.num_targets;
-    row.weight_sum += load_scalar<A>(p.class_weight, id, A(1));
+    row.weight_sum += class_scalar<A>(p.class_weight, class_or_unknown(id, p.num_classes), p.num_classes, A(1));
   }
   if (row.num_targets == 0) return row;
   row.target_share = A(1 - p.label_smoothing) / A(row.num_targets);

@@ -91,6 +91,7 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   params.log_q = in_any(log_q);
   params.known_offsets = in<int64_t>(known_offsets);
   params.known_ids = in<int64_t>(known_ids);
+  params.known_size = known_ids ? known_ids->numel() : 0;
   params.loss = reduction == Reduction::kNone ? out_any(loss) : part_of(saved, at.row_loss, B, true);
   params.lse = out_any(lse);
   params.denom = part_of(saved, at.denom, B, true);

@@ -31,7 +31,7 @@ struct SampledSoftmaxParams {
                           // overwritten; may be the draws' columns of coef_loss
   int64_t dots_stride;
   const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
-  const int64_t* known_ids;      // [known_offsets[B]]
+  const int64_t* known_ids;      // [known_size]
   ScalarTable bias;              // [C] or absent
   ScalarTable class_weight;      // [C] or absent
   void* loss;                    // A [B]
@@ -43,7 +43,7 @@ struct SampledSoftmaxParams {
   void* d_lse;                   // A [B, d]
   void* signs;                   // A [B, P + m]: scratch of the GPU kernels, only when absolute and need_grad
   CoefLayout coefs;
-  int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index;
+  int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index, known_size;
   double scale, label_smoothing, log_num_samples;  // log m, 0 for m = 0
   DType dtype;
   bool shared, absolute, need_grad, debug;

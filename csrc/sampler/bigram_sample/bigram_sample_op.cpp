@@ -50,7 +50,7 @@ BigramSampleParams checked(const char* op, const Tensor& ref, const Tensor& cont
   glue::check_value(u.batch <= kPhiloxMaxRows, op, ": context must have at most 2^32 rows, got ", u.batch);
   check_exclude(op, u, exclude, exclude_offsets, ref);
   p.context = glue::in<int64_t>(context);
-  if (context.is_cpu()) {
+  if (glue::ids_on_host(context)) {
     for (int64_t b = 0; b < u.batch; ++b) {
       glue::check_index(p.context[b] >= -1 && p.context[b] < contexts, op, ": context must be -1 or in [0, ", contexts,
                         "), got ", p.context[b], " in row ", b);
@@ -68,7 +68,7 @@ BigramSampleParams checked(const char* op, const Tensor& ref, const Tensor& cont
 }
 
 void run(const char* op, BigramSampleParams& p, const Tensor& ref) {
-  if (p.unigram.exclude != nullptr && ref.is_cpu()) check_exclude_values(op, p.unigram);
+  if (p.unigram.exclude != nullptr && glue::ids_on_host(ref)) check_exclude_values(op, p.unigram);
   if (p.unigram.batch == 0 || p.unigram.num_samples == 0) return;
   const Tensor rows = glue::empty(ref, {p.unigram.batch, int64_t(sizeof(BigramRow) / 8)}, ScalarType::Long);
   p.rows = reinterpret_cast<BigramRow*>(glue::out<int64_t>(rows));
@@ -106,7 +106,7 @@ Tensor bigram_log_prob(Tensor ids, Tensor context, Tensor table, Tensor prefix, 
   glue::check_value(ids.size(0) == p.unigram.batch, op, ": ids must be [B, n] with B = ", p.unigram.batch, ", got ",
                     glue::describe(ids));
   p.unigram.given = glue::in<int64_t>(ids);
-  if (ids.is_cpu()) {
+  if (glue::ids_on_host(ids)) {
     for (int64_t i = 0; i < p.unigram.batch * p.unigram.num_samples; ++i) {
       glue::check_index(p.unigram.given[i] >= 0 && p.unigram.given[i] < p.unigram.num_classes, op,
                         ": ids must be in [0, ", p.unigram.num_classes, "), got ", p.unigram.given[i], " in row ",

@@ -194,7 +194,9 @@ SX_DEVICE inline void kernel_tree_exclude(const KernelTreeSampleParams& p, const
   for (int64_t i = warp_id(); i < out.count * levels; i += kKernelTreeWarps) {
     const int64_t entry = i / levels;
     const int level = int(i - entry * levels);
-    const int64_t node = kernel_tree_ancestor(tree, out.ids[entry], level);
+    // Clamped: on CUDA nobody has looked at the classes before, and only the ends of the row are cut off.
+    const int64_t id = out.ids[entry], last = tree.num_classes - 1;
+    const int64_t node = kernel_tree_ancestor(tree, id < 0 ? 0 : id > last ? last : id, level);
     double* here = out.left + entry * width + 2 * level;
     if (level == tree.depth) {
       kernel_tree_score_leaf(tree, out, h, node, leaf);
@@ -286,6 +288,8 @@ __global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
         target = p.given != nullptr ? p.given[at] : kernel_tree_component(tree, out, row, kernel_tree_key(p), b, k);
         unknown = p.given != nullptr && uint64_t(target) >= uint64_t(tree.num_classes);
         if (unknown) target = 0;
+        // Excluded classes that do not ascend can push a draw behind the last class.
+        if (target >= tree.num_classes) target = tree.num_classes - 1;
         group = everyone;
       }
       if (tid < kKernelTreeDraws) {
@@ -393,6 +397,7 @@ __global__ void __launch_bounds__(kKernelTreeSumThreads, 4) kernel_tree_leaves_k
     int64_t leaf, begin, end;
     if (p.ids != nullptr) {
       leaf = p.ids[i] / p.leaf_size;
+      if (p.ids[i] < 0 || leaf >= leaves) continue;  // no class: on CUDA nobody has looked at the ids before
       if (i > 0 && p.ids[i - 1] / p.leaf_size == leaf) continue;  // the block of the leaf's first class does it
       begin = i;
       end = i + 1;
@@ -425,6 +430,7 @@ __global__ void __launch_bounds__(kKernelTreeSumThreads)
     int64_t node = (int64_t(1) << level) + i;
     if (p.leaves != nullptr) {
       const int shift = p.depth - level;
+      if (uint64_t(p.leaves[i]) >= uint64_t(1) << p.depth) continue;  // the same for leaves
       node = ((int64_t(1) << p.depth) + p.leaves[i]) >> shift;
       if (i > 0 && ((int64_t(1) << p.depth) + p.leaves[i - 1]) >> shift == node) continue;
     }

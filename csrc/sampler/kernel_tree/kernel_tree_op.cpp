@@ -80,7 +80,7 @@ void take_exclude(const char* op, KernelTreeSampleParams& p, const Tensor& h, co
   if (p.exclude_size == 0) return;
   p.exclude = in<int64_t>(*exclude);
   p.exclude_offsets = offsets ? in<int64_t>(*offsets) : nullptr;
-  if (!h.is_cpu()) return;
+  if (!ids_on_host(h)) return;
   if (offsets) {
     bool ok = p.exclude_offsets[0] == 0 && p.exclude_offsets[p.batch] == p.exclude_size;
     for (int64_t b = 0; b < p.batch; ++b) ok &= p.exclude_offsets[b] <= p.exclude_offsets[b + 1];
@@ -108,8 +108,9 @@ Tensor product_transposed(const Tensor& a, const Tensor& b) {
 }
 
 // Values of the top levels, scratch, outputs, launch. `p` holds key or given already.
-void run(const char* op, KernelTreeSampleParams& p, const Tensor& h, const Tensor& phi, const Tensor& rows, Tensor sums,
-         const Tensor* ids, const Tensor& log_q, const Tensor* clipped) {
+void run(const char* op, KernelTreeSampleParams& p, const Tensor& any_h, const Tensor& any_phi, const Tensor& rows,
+         Tensor sums, const Tensor* ids, const Tensor& log_q, const Tensor* clipped) {
+  const Tensor h = aligned(any_h), phi = aligned(any_phi);
   p.top_levels = p.tree.depth < kKernelTreeTopLevels ? p.tree.depth : kKernelTreeTopLevels;
   const Tensor top = product_transposed(phi, torch::stable::narrow(sums, 0, 0, int64_t(2) << p.top_levels));
   p.h = in<float>(h);
@@ -202,7 +203,8 @@ void kernel_tree_build(Tensor sums, Tensor phi, int64_t first, int64_t leaf_size
   p.first = first;
   p.leaf_size = leaf_size;
   if (p.count == 0) return;
-  p.phi = in<float>(phi);
+  const Tensor features = aligned(phi);
+  p.phi = in<float>(features);
   p.sums = out<float>(sums);
   SX_RUN(op, sums, launch_kernel_tree_leaves, p);
 }
@@ -221,7 +223,7 @@ void kernel_tree_update(Tensor sums, Tensor phi, Tensor old, Tensor ids, int64_t
   p.leaf_size = leaf_size;
   if (p.count == 0) return;
   p.ids = in<int64_t>(ids);
-  if (ids.is_cpu()) {
+  if (ids_on_host(ids)) {
     const int64_t leaves = int64_t(1) << p.depth;
     for (int64_t i = 0; i < p.count; ++i) {
       check_index(p.ids[i] >= 0 && p.ids[i] / leaf_size < leaves && (i == 0 || p.ids[i - 1] < p.ids[i]), op,
@@ -229,8 +231,9 @@ void kernel_tree_update(Tensor sums, Tensor phi, Tensor old, Tensor ids, int64_t
                   p.ids[i], " at position ", i);
     }
   }
-  p.phi = in<float>(phi);
-  p.old = in<float>(old);
+  const Tensor features = aligned(phi), old_features = aligned(old);
+  p.phi = in<float>(features);
+  p.old = in<float>(old_features);
   p.sums = out<float>(sums);
   SX_RUN(op, sums, launch_kernel_tree_leaves, p);
 }
@@ -248,7 +251,7 @@ void kernel_tree_parents(Tensor sums, MaybeTensor leaves) {
     const int64_t most = p.count;
     p.count = leaves->size(0);
     p.leaves = in<int64_t>(*leaves);
-    if (leaves->is_cpu()) {
+    if (ids_on_host(*leaves)) {
       for (int64_t i = 0; i < p.count; ++i) {
         check_index(p.leaves[i] >= 0 && p.leaves[i] < most && (i == 0 || p.leaves[i - 1] <= p.leaves[i]), op,
                     ": leaves must ascend in [0, ", most, "), got ", p.leaves[i], " at position ", i);

@@ -68,7 +68,7 @@ void take_pointers(StaticSampleParams& p, const Tensor* table, const Tensor* pre
 }
 
 void run(StaticSampleParams& p, const Tensor& ref, const char* op, bool trusted = false) {
-  if (p.exclude != nullptr && ref.is_cpu() && !trusted) check_exclude_values(op, p);
+  if (p.exclude != nullptr && glue::ids_on_host(ref) && !trusted) check_exclude_values(op, p);
   if (p.batch == 0 || p.num_samples == 0) return;
   MaybeTensor rows;
   if (p.exclude != nullptr) {
@@ -127,7 +127,7 @@ Tensor log_prob(StaticLaw law, const Tensor& ids, int64_t num_classes, const Ten
   StaticSampleParams p =
       checked_params(law, true, ids, ids.size(0), ids.size(1), num_classes, table, prefix, exclude, exclude_offsets);
   p.given = glue::in<int64_t>(ids);
-  if (ids.is_cpu()) {
+  if (glue::ids_on_host(ids)) {
     for (int64_t i = 0; i < p.batch * p.num_samples; ++i) {
       glue::check_index(p.given[i] >= 0 && p.given[i] < num_classes, op, ": ids must be in [0, ", num_classes,
                         "), got ", p.given[i], " in row ", i / p.num_samples);

@@ -33,7 +33,7 @@ Tensor subset_sample(Tensor key, int64_t batch, int64_t num_samples, int64_t num
   if (exclude.has_value()) {
     glue::check_tensor(kOp, "exclude", *exclude, {batch}, "[B]", ScalarType::Long, key);
     p.exclude = glue::in<int64_t>(*exclude);
-    if (key.is_cpu()) {
+    if (glue::ids_on_host(key)) {
       for (int64_t b = 0; b < batch; ++b) {
         glue::check_index(p.exclude[b] >= -1 && p.exclude[b] < num_classes, kOp, ": exclude must be -1 or in [0, ",
                           num_classes, "), got ", p.exclude[b], " in row ", b);

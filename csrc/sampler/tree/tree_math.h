@@ -74,8 +74,9 @@ SX_HOST_DEVICE inline int64_t leaf_of(const TreeTable& tree, int64_t id) {
   return uint64_t(leaf) < uint64_t(1) << tree.depth ? leaf : -1;
 }
 
-// The class of a leaf in [0, 2^depth), or -1: padding, which only a row with a nan comes to, or a damaged table.
+// The class of a leaf, or -1: padding, which only a row with a nan comes to, a damaged table, or a leaf out of range.
 SX_HOST_DEVICE inline int64_t class_at(const TreeTable& tree, int64_t leaf) {
+  if (uint64_t(leaf) >= uint64_t(1) << tree.depth) return -1;
   const int64_t id = tree.leaf_class[leaf];
   return uint64_t(id) < uint64_t(tree.num_classes) ? id : -1;
 }

@@ -32,7 +32,7 @@ MaybeTensor take_exclude(const char* op, TreeSampleParams& p, const Tensor& x, c
   if (p.exclude_size == 0) return std::nullopt;
   p.exclude = in<int64_t>(*exclude);
   p.exclude_offsets = offsets ? in<int64_t>(*offsets) : nullptr;
-  if (x.is_cpu()) {
+  if (ids_on_host(x)) {
     const int64_t leaves = int64_t(1) << p.tree.depth;
     if (offsets) {
       bool ok = p.exclude_offsets[0] == 0 && p.exclude_offsets[p.batch] == p.exclude_size;

@@ -115,7 +115,7 @@ RowGradients reduce(const RowSource& a, const RowSource& b, const std::optional<
     params.source[1].bias = in_any(*bias_b);
   }
   for (const Tensor* ids : {&a.ids, &b.ids}) {
-    if (!check_ids || !ids->is_cpu()) continue;
+    if (!check_ids || !ids_on_host(*ids)) continue;
     const int64_t* at = static_cast<const int64_t*>(ids->const_data_ptr());
     for (int64_t i = 0; i < ids->numel(); ++i) {
       check_index(at[i] < num_rows, "row_reduce: ids must be below num_rows = ", num_rows, ", got ", at[i]);

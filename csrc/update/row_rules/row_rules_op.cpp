@@ -90,7 +90,7 @@ void run_given(const char* op, const Tensor& weight, const RowTable& table, cons
   params.rows_dtype = dtype_tag(op, "rows", x.rows);
   params.count = x.count ? in<int64_t>(*x.count) : nullptr;
   params.n = n;
-  if (x.row_ids && weight.is_cpu()) {
+  if (x.row_ids && ids_on_host(weight)) {
     const int64_t present = x.count ? std::min(n, params.count[0]) : n;
     for (int64_t i = 0; i < present; ++i) {
       check_index(params.row_ids[i] >= 0 && params.row_ids[i] < params.num_rows, op,
