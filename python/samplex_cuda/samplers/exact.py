@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplex_cuda import chunking
 from samplex_cuda._checks import check_dense, check_int, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import uniform_sample
@@ -26,13 +27,8 @@ __all__ = ["ExactSampler", "Quartic", "Softmax"]
 # Classes whose mass is kept as one number. Also the shape of the products, so that how many blocks are done at a time
 # hardly shows in their bits.
 BLOCK = 256
-# Logits held at a time where no chunk_size is given: 1 MB in float32, which stays in the cache for the passes after the
-# product.
-_CHUNK_ELEMENTS = 1 << 18
 # Rows of h at a time; beyond it a product gains nothing from more rows.
 _BATCH_ROWS = 1024
-# Elements of gathered class rows at a time.
-_GATHER_ELEMENTS = 1 << 22
 _UNIFORM_BITS = 52
 
 
@@ -236,7 +232,7 @@ class ExactSampler(Sampler):
         """(first class, logits [n, B, k]) for n blocks of k = 256 classes at a time; the last block is shorter."""
         weight, bias = self._table()
         whole = self.num_classes // BLOCK
-        chunk = self.chunk_size or _CHUNK_ELEMENTS // max(1, h.shape[0])
+        chunk = self.chunk_size or chunking.chunk_bytes(h.device, "draw") // 4 // max(1, h.shape[0])
         step = max(1, chunk // BLOCK)
         ranges = [(first, min(first + step, whole), BLOCK) for first in range(0, whole, step)]
         if whole * BLOCK < self.num_classes:
@@ -319,7 +315,7 @@ class ExactSampler(Sampler):
         """log q [B, n] float32 of ids. Where nothing is left, the first excluded id has probability one."""
         weight, bias = self._table()
         out = torch.empty(ids.shape, dtype=torch.float64, device=h.device)
-        step = max(1, _GATHER_ELEMENTS // max(1, self.dim * h.shape[0]))
+        step = max(1, chunking.chunk_bytes(h.device, "rows") // 4 // max(1, self.dim * h.shape[0]))
         for begin in range(0, ids.shape[1], step):
             some = ids[:, begin : begin + step]
             s = torch.bmm(weight[some].double(), h.double().unsqueeze(2)).squeeze(2)
@@ -357,7 +353,7 @@ class ExactSampler(Sampler):
         return lse
 
     def _pairs_at_a_time(self) -> int:
-        return max(1, _GATHER_ELEMENTS // (BLOCK * max(1, self.dim)))
+        return max(1, chunking.chunk_bytes(self._table()[0].device, "rows") // 4 // (BLOCK * max(1, self.dim)))
 
     # -------------------------------------------------------------------------------------------- checks
     def _check_table(self, weight: Tensor, bias: Tensor | None) -> None:
