@@ -9,7 +9,7 @@ from head_cases import B, C, D, batch, dense_logits, make
 from torch import nn
 
 import samplex_cuda as sx
-from samplex_cuda import prediction
+from samplex_cuda import chunking, prediction
 
 
 # ------------------------------------------------------------------------------------------------ eval: exact NLL
@@ -38,7 +38,7 @@ def test_exact_nll_is_the_same_for_every_chunk_size(chunk_size):
 
 
 def test_row_blocks_join(monkeypatch):
-    monkeypatch.setattr(prediction, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(chunking, "_BLOCK_ROWS", 4)
     head = make().eval()
     h, y = batch(rows=11)
     torch.testing.assert_close(head(h, y), F.cross_entropy(head.linear()(h), y))

@@ -12,7 +12,7 @@ from head_cases import B, C, D, batch, make
 from torch import nn
 
 import samplex_cuda as sx
-from samplex_cuda import prediction
+from samplex_cuda import chunking
 
 COUNTS = 1.0 / torch.arange(1.0, C + 1.0)
 
@@ -96,7 +96,7 @@ def test_sampled_softmax_has_nothing_to_correct():
 
 @pytest.mark.parametrize("chunk_size", [1, 30, None])
 def test_negative_sampling_looks_at_the_features_in_blocks_of_rows(monkeypatch, chunk_size):
-    monkeypatch.setattr(prediction, "_PRIOR_ELEMENTS", 4 * C)
+    monkeypatch.setattr(chunking, "_PRIOR_ELEMENTS", 4 * C)
     sampler = Tilted(3)
     head = negative_head(sampler=sampler, reg=0.1)
     h, y = torch.randn(2, 5, D), torch.randint(C, (2, 5))

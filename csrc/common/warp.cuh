@@ -75,4 +75,7 @@ SX_DEVICE inline T block_max(T x, T* scratch) {
   return total;
 }
 
+// Whether the predicate holds in any thread of the block. One barrier.
+SX_DEVICE inline bool block_any(bool predicate) { return __syncthreads_or(predicate) != 0; }
+
 }  // namespace samplex

@@ -12,89 +12,22 @@ holds at most 2^25 elements (one row, where C is larger).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
 
 from samplex_cuda._checks import check_int, describe
-from samplex_cuda.ops.predict import MOST_K, predict_buffer, predict_dots, predict_lse, predict_topk
+from samplex_cuda.chunking import KeptLogits, Prior, cut, logit_chunks, row_blocks, wide_dtype
+from samplex_cuda.ops.predict import MOST_K, predict_dots, predict_lse, predict_topk
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
 __all__ = ["Prior", "exact_log_prob", "exact_lse", "exact_nll", "exact_scores", "exact_topk", "rerank"]
 
-Prior: TypeAlias = Callable[[slice], Tensor]
-
-# An up-cast chunk of weight rows takes at most this many times the memory of a chunk of logits.
-_CAST_CHUNKS = 2
-# A chunk has at least this many classes, however many rows there are.
-_LEAST_CLASSES = 256
-# Beyond this many rows a GEMM gains nothing from more of them.
-_BLOCK_ROWS = 1024
-# A block of rows of a prior holds at most this many elements: it is [rows, C] at once.
-_PRIOR_ELEMENTS = 1 << 25
-
-
-def chunk_bytes(device: torch.device) -> int:
-    """Bytes of a chunk of logits; every chunk size of this package that the caller does not give comes from here.
-
-    On the CPU a chunk stays in the cache between the product and the pass over it. On a GPU it is large enough that
-    the launches of a chunk take no time beside its product.
-    """
-    return 2 << 20 if device.type == "cpu" else 128 << 20
-
-
-def kept_bytes(device: torch.device) -> int:
-    """Bytes of logits that the forward pass of a loss may keep, so that its backward pass need not compute them again.
-
-    On the CPU a fraction of what a table of 100,000 classes takes: it saves a fourth product where classes are few and
-    changes nothing about the memory where they are many.
-    """
-    return 16 << 20 if device.type == "cpu" else 128 << 20
-
-
-def _classes_per_chunk(h: Tensor, num_classes: int, dim: int, cast: bool) -> int:
-    """Classes per chunk of the logits of `h`; `cast`: the class rows are up-cast, a chunk of them at a time."""
-    elements = chunk_bytes(h.device) // h.element_size()
-    size = max(_LEAST_CLASSES, elements // max(h.shape[0], 1))
-    if cast:
-        size = min(size, max(_LEAST_CLASSES, _CAST_CHUNKS * elements // max(dim, 1)))
-    if size >= num_classes:
-        return num_classes
-    # Equal chunks of whole cache lines. Rows of logits a power of two apart would fall into the same few sets of the
-    # cache, and the product with the transposed logits would take an eighth longer.
-    line, far = 64 // h.element_size(), 1024 // h.element_size()
-    size -= size % line
-    size -= line if size % far == 0 else 0
-    size = -(-num_classes // -(-num_classes // size) // line) * line
-    return size + line if size % far == 0 else size
-
-
-class KeptLogits:
-    """Products that a forward pass keeps for its backward pass, as many chunks as fit `kept_bytes`.
-
-    A chunk is taken once: the backward pass overwrites it with its gradient. A second backward pass through the same
-    graph computes the products again.
-    """
-
-    __slots__ = ("_chunks", "_left")
-
-    def __init__(self, device: torch.device) -> None:
-        self._left = kept_bytes(device)
-        self._chunks: dict[tuple[int, int], Tensor] = {}
-
-    def make(self, row: int, first: int, like: Tensor, count: int) -> Tensor | None:
-        """Memory for the products of the rows `like` with `count` classes; None if they do not fit."""
-        nbytes = like.shape[0] * count * like.element_size()
-        if nbytes > self._left:
-            return None
-        self._left -= nbytes
-        self._chunks[row, first] = dots = predict_buffer(like, like.shape[0], count)
-        return dots
-
-    def take(self, row: int, first: int) -> Tensor | None:
-        """The products of a chunk, the caller's to overwrite; None if they are not here."""
-        return self._chunks.pop((row, first), None)
+# The op of the CPU inserts entries one by one: where logits rise from class to class, each of them costs k steps.
+_MOST_K_CPU = 256
 
 
 def _check(op: str, h: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None) -> None:
@@ -110,104 +43,6 @@ def _check(op: str, h: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: 
         raise ValueError(f"{op}: weight must have at least one class, got {describe(weight)}")
     if chunk_size is not None:
         check_int(op, "chunk_size", chunk_size)
-
-
-def _wide(h: Tensor, weight: Tensor) -> torch.dtype:
-    """What logits are computed in: at least fp32."""
-    return torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
-
-
-def row_blocks(h: Tensor, weight: Tensor, prior: Prior | None = None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Blocks of rows of `h`, up-cast to the dtype the logits are computed in, and their prior."""
-    wide = _wide(h, weight)
-    size = _BLOCK_ROWS if prior is None else max(1, min(_BLOCK_ROWS, _PRIOR_ELEMENTS // weight.shape[0]))
-    for begin in range(0, h.shape[0], size):
-        rows = slice(begin, min(begin + size, h.shape[0]))
-        yield rows, cut(h, rows).to(wide), None if prior is None else prior(rows)
-
-
-def cut(x: Tensor, rows: slice) -> Tensor:
-    """`x[rows]`, without the cost of a view where that is all of it: batches of one block are the rule."""
-    return x if rows.start == 0 and rows.stop == x.shape[0] else x[rows]
-
-
-class Chunk(NamedTuple):
-    """Products of a block of rows with the classes [first, first + n), and how they become logits."""
-
-    first: int
-    dots: Tensor  # [rows, n], the caller's to overwrite
-    bias: Tensor | None  # [n]
-    scale: float
-    absolute: bool
-    rows: Tensor  # [n, d], the class rows in the dtype of dots
-
-    def logits(self) -> Tensor:
-        """The logits in place of the products."""
-        if self.bias is not None:
-            self.dots.add_(self.bias)
-        if self.scale != 1.0:
-            self.dots.mul_(self.scale)
-        return self.dots.abs_() if self.absolute else self.dots
-
-
-def logit_chunks(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    absolute: bool,
-    prior: Tensor | None = None,
-    chunk_size: int | None = None,
-    *,
-    row: int = 0,
-    keep: KeptLogits | None = None,
-    kept: KeptLogits | None = None,
-    multiple: int = 1,
-) -> Iterator[Chunk]:
-    """The chunks of one block of rows, in ascending order of classes. A chunk lives until the next, unless kept.
-
-    Args:
-        h: [rows, d] in the dtype the logits are computed in.
-        weight: [C, d].
-        bias: [C].
-        scale: inverse temperature.
-        absolute: the logit is the absolute value.
-        prior: [rows, C], added to the logits.
-        chunk_size: classes per chunk; chosen from the shapes when not given.
-        row: first row of the block, the name of its chunks in `keep` and `kept`.
-        keep: where to leave products, as far as they fit. Not with `prior`, and the caller must not overwrite them.
-        kept: products of a pass before over the same blocks and chunks.
-        multiple: every chunk but the last has a multiple of this many classes.
-    """
-    num_classes, dim = weight.shape
-    cast = weight.dtype != h.dtype
-    if chunk_size is None:
-        chunk_size = _classes_per_chunk(h, num_classes, dim, cast)
-    chunk_size = min(max(multiple, chunk_size // multiple * multiple), num_classes)
-    rows = torch.empty(chunk_size, dim, dtype=h.dtype, device=h.device) if cast else None
-    if bias is not None:
-        bias = bias.to(h.dtype).contiguous()
-    buffer: Tensor | None = None  # one for all chunks that are not kept
-    for begin in range(0, num_classes, chunk_size):
-        count = min(chunk_size, num_classes - begin)
-        classes = slice(begin, begin + count)
-        part = cut(weight, classes)
-        if rows is not None:
-            part = rows[:count].copy_(part)
-        dots = None if kept is None else kept.take(row, begin)
-        if dots is None:
-            dots = None if keep is None else keep.make(row, begin, h, count)
-            if dots is None:
-                if buffer is None:
-                    buffer = predict_buffer(h, h.shape[0], chunk_size).view(-1)
-                dots = buffer[: h.shape[0] * count].view(h.shape[0], count)
-            # Not `@`: under autocast that would answer in half precision, and in new memory.
-            torch.mm(h, part.t(), out=dots)
-        chunk = Chunk(begin, dots, None if bias is None else cut(bias, classes), scale, absolute, part)
-        if prior is not None:
-            chunk.logits().add_(prior[:, begin : begin + count])
-            chunk = Chunk(begin, dots, None, 1.0, False, part)
-        yield chunk
 
 
 def _no_mass(h: Tensor) -> Tensor:
@@ -256,7 +91,7 @@ def exact_lse(
         True
     """
     _check("exact_lse", h, weight, bias, chunk_size)
-    wide = _wide(h, weight)
+    wide = wide_dtype(h, weight)
     out = torch.empty(h.shape[0], dtype=wide, device=h.device)
     with torch.autocast(h.device.type, enabled=False):
         for rows, block, added in row_blocks(h, weight, prior):
@@ -326,7 +161,7 @@ def softmax_sums(
         lse [B] fp64; target logits [B, P] in fp32 or fp64, from the same product as lse, so that an NLL is not below
         zero by rounding; and the sum of class_weight * logit over all classes [B] fp64, or None.
     """
-    wide = _wide(h, weight)
+    wide = wide_dtype(h, weight)
     lse = _no_mass(h)
     # nan: what a target out of range keeps, which nobody has checked on a device.
     positive = torch.full(target.shape, torch.nan, dtype=wide, device=h.device)
@@ -396,19 +231,30 @@ def exact_nll(
     return (terms.sum(1) / valid.sum(1).clamp(min=1)).to(positive.dtype)
 
 
+class _Options(TypedDict, total=False):
+    """Keyword arguments of `exact_scores`."""
+
+    scale: float
+    absolute: bool
+    prior: Prior | None
+    chunk_size: int | None
+
+
 def _all_classes(
+    op: str,
     h: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    scale: float,
-    absolute: bool,
-    prior: Prior | None,
-    chunk_size: int | None,
     *,
     normalised: bool,
+    scale: float = 1.0,
+    absolute: bool = False,
+    prior: Prior | None = None,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """Logits [B, C], or their log_softmax."""
-    wide = _wide(h, weight)
+    _check(op, h, weight, bias, chunk_size)
+    wide = wide_dtype(h, weight)
     out = torch.empty(h.shape[0], weight.shape[0], dtype=wide, device=h.device)
     with torch.autocast(h.device.type, enabled=False):
         for rows, block, added in row_blocks(h, weight, prior):
@@ -424,26 +270,16 @@ def _all_classes(
 
 
 @torch.no_grad()
-def exact_scores(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    absolute: bool = False,
-    prior: Prior | None = None,
-    chunk_size: int | None = None,
-) -> Tensor:
+def exact_scores(h: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Unpack[_Options]) -> Tensor:
     """Logits of all classes, not normalised.
 
     Args:
         h: [B, d].
         weight: [C, d].
         bias: [C].
-        scale: inverse temperature.
-        absolute: the logit is the absolute value.
-        prior: added to the logits; see the module.
-        chunk_size: classes per chunk; chosen from the shapes when not given.
+        options: `scale`, the inverse temperature (1.0); `absolute`, whether the logit is the absolute value (False);
+            `prior`, added to the logits, see the module; `chunk_size`, classes per chunk, chosen from the shapes when
+            not given.
 
     Returns:
         [B, C] fp32, or fp64 where `h` or `weight` is.
@@ -455,22 +291,12 @@ def exact_scores(
         >>> torch.allclose(exact_scores(h, weight, chunk_size=32), h @ weight.T, atol=1e-5)
         True
     """
-    _check("exact_scores", h, weight, bias, chunk_size)
-    return _all_classes(h, weight, bias, scale, absolute, prior, chunk_size, normalised=False)
+    return _all_classes("exact_scores", h, weight, bias, normalised=False, **options)
 
 
 @torch.no_grad()
-def exact_log_prob(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    absolute: bool = False,
-    prior: Prior | None = None,
-    chunk_size: int | None = None,
-) -> Tensor:
-    """Log-probabilities of all classes under the full softmax.
+def exact_log_prob(h: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Unpack[_Options]) -> Tensor:
+    """Log-probabilities of all classes under the full softmax: `exact_scores` less the normaliser of each row.
 
     The result is [B, C] by definition; beyond it only one chunk is held.
 
@@ -478,10 +304,7 @@ def exact_log_prob(
         h: [B, d].
         weight: [C, d].
         bias: [C].
-        scale: inverse temperature.
-        absolute: the logit is the absolute value.
-        prior: added to the logits; see the module.
-        chunk_size: classes per chunk; chosen from the shapes when not given.
+        options: as in `exact_scores`.
 
     Returns:
         [B, C] fp32, or fp64 where `h` or `weight` is.
@@ -493,8 +316,7 @@ def exact_log_prob(
         >>> log_p.shape, torch.allclose(log_p.exp().sum(1), torch.ones(3))
         (torch.Size([3, 100]), True)
     """
-    _check("exact_log_prob", h, weight, bias, chunk_size)
-    return _all_classes(h, weight, bias, scale, absolute, prior, chunk_size, normalised=True)
+    return _all_classes("exact_log_prob", h, weight, bias, normalised=True, **options)
 
 
 def _stable_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -550,12 +372,13 @@ def exact_topk(
     """
     _check("exact_topk", h, weight, bias, chunk_size)
     check_int("exact_topk", "k", k, 1, weight.shape[0])
-    wide = _wide(h, weight)
+    wide = wide_dtype(h, weight)
     out_logits = torch.empty(h.shape[0], k, dtype=wide, device=h.device)
     out_ids = torch.empty(h.shape[0], k, dtype=torch.int64, device=h.device)
+    most = _MOST_K_CPU if h.device.type == "cpu" else MOST_K
     with torch.autocast(h.device.type, enabled=False):
         for rows, block, added in row_blocks(h, weight, prior):
-            if k <= MOST_K:
+            if k <= most:
                 for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
                     predict_topk(c.dots, c.bias, c.first, c.scale, c.absolute, out_logits[rows], out_ids[rows])
                 continue
@@ -615,7 +438,7 @@ def rerank(
     if bool(((ids < -1) | (ids >= weight.shape[0])).any()):
         got = int(ids[(ids < -1) | (ids >= weight.shape[0])][0])
         raise IndexError(f"rerank: ids must be -1 or in [0, {weight.shape[0]}), got {got}")
-    wide = _wide(h, weight)
+    wide = wide_dtype(h, weight)
     # By id first: a stable order by logit then keeps ties ascending. Those that are none stand in front.
     some, order = ids.sort(dim=1)
     with torch.autocast(h.device.type, enabled=False):

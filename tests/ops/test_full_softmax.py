@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import samplex_cuda as sx
-from samplex_cuda import prediction
+from samplex_cuda import chunking, prediction
 from samplex_cuda.functional import full_softmax
 from samplex_cuda.testing import assert_close
 
@@ -89,7 +89,7 @@ def test_narrow_types_sum_in_float32(backend, dtype):
 
 
 def test_blocks_of_rows_join(monkeypatch):
-    monkeypatch.setattr(prediction, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(chunking, "_BLOCK_ROWS", 4)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.bfloat16, 2e-2)):
         h, weight, y, bias = make(batch=11, dtype=dtype)
         mine = full_softmax(h, weight, y, bias)
@@ -170,7 +170,7 @@ OPTIONS = {
 @pytest.mark.parametrize("rows", [1024, 4])
 def test_kept_logits_change_nothing(monkeypatch, dtype, options, rows):
     """All kept, some kept and none: the same bits, and as many products as are left."""
-    monkeypatch.setattr(prediction, "_BLOCK_ROWS", rows)
+    monkeypatch.setattr(chunking, "_BLOCK_ROWS", rows)
     arguments = OPTIONS[options]
     if arguments.get("class_weight") is not None:
         arguments = {
@@ -189,7 +189,7 @@ def test_kept_logits_change_nothing(monkeypatch, dtype, options, rows):
         ("some", item * min(rows, 11) * 20, chunks - 1),
         ("none", 0, chunks),
     ):
-        monkeypatch.setattr(prediction, "kept_bytes", lambda device, budget=budget: budget)
+        monkeypatch.setattr(chunking, "kept_bytes", lambda device, budget=budget: budget)
         with _Products() as forward:
             loss = full_softmax(h, weight, y, bias, chunk_size=20, **arguments)
         with _Products() as backward:
@@ -242,17 +242,17 @@ def test_many_classes_have_no_table_of_logits():
     cpu = torch.device("cpu")
     with _Sizes() as forward:
         loss = full_softmax(h, weight, y, bias)
-    assert 0 < forward.buffers <= prediction.kept_bytes(cpu) + prediction.chunk_bytes(cpu)
+    assert 0 < forward.buffers <= chunking.kept_bytes(cpu) + chunking.chunk_bytes(cpu)
     with _Sizes() as backward:
         gradients(loss, h, weight, bias)
     # The gradient of weight, and one buffer for the chunks that were not kept.
-    assert weight.nbytes < backward.buffers <= weight.nbytes + prediction.chunk_bytes(cpu)
-    assert max(forward.largest, backward.largest) <= max(weight.nbytes, prediction.chunk_bytes(cpu))
+    assert weight.nbytes < backward.buffers <= weight.nbytes + chunking.chunk_bytes(cpu)
+    assert max(forward.largest, backward.largest) <= max(weight.nbytes, chunking.chunk_bytes(cpu))
 
 
 def test_chunk_sizes_come_from_one_place(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert [prediction.chunk_bytes(device) for device in (cpu, cuda)] == [2 << 20, 128 << 20]
+    assert [chunking.chunk_bytes(device) for device in (cpu, cuda)] == [2 << 20, 256 << 20]
     cases = (
         # Three equal chunks of whole cache lines, of at most 300 classes.
         (4 * 6 * 300, 700, torch.float32, [(6, 240), (6, 240), (6, 220)]),
@@ -263,7 +263,7 @@ def test_chunk_sizes_come_from_one_place(monkeypatch):
         (4 * 6 * 700, 700, torch.float32, [(6, 700)]),
     )
     for nbytes, classes, dtype, shapes in cases:
-        monkeypatch.setattr(prediction, "chunk_bytes", lambda device, nbytes=nbytes: nbytes)
+        monkeypatch.setattr(chunking, "chunk_bytes", lambda device, of="logits", nbytes=nbytes: nbytes)
         h, weight, y, _ = make(classes=classes, dtype=dtype)
         with _Products() as products:
             full_softmax(h, weight, y)

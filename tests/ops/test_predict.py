@@ -113,9 +113,43 @@ def test_optional_arguments(backend, options):
     check_grad(backend.device, make(**options), smooth=False)
 
 
-def test_long_rows(backend):
-    # Several segments a row on the CPU, several steps a block on the GPU.
-    check_lse(backend.device, make(batch=2, count=900 if backend.emulated else 10000))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [5003, 33000])
+def test_long_rows(backend, count, dtype):
+    # Several segments a row on the CPU, several warps and several blocks a row on the GPU.
+    check_lse(backend.device, make(batch=2, count=count, dtype=dtype))
+    check_grad(backend.device, make(batch=2, count=count, dtype=dtype))
+
+
+def run_lse(device, dots):
+    lse = torch.full(dots.shape[:1], -INF, dtype=torch.float64, device=device)
+    total, target = torch.zeros_like(lse), torch.zeros(len(lse), 0, dtype=torch.int64, device=device)
+    ops.predict_lse(dots.to(device), None, target, None, 0, 1.0, False, lse, dots.new_empty(len(lse), 0), total)
+    return lse.cpu(), total.cpu()
+
+
+def test_lse_does_not_depend_on_the_blocks_of_a_row(backend):
+    # 1,024 rows give a row one block, one row gives it two: the same bits.
+    if backend.name == "cuda" and backend.emulated:
+        pytest.skip("16 million logits take minutes there")
+    row = torch.randn(1, 16400)
+    for one, many in zip(run_lse(backend.device, row), run_lse(backend.device, row.repeat(1024, 1)), strict=True):
+        assert torch.equal(one.expand(1024), many)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_of_any_alignment(backend, dtype):
+    # An odd number of columns: rows start at every offset; and the buffer itself is not aligned.
+    rows = torch.randn(1, 4099, dtype=dtype).repeat(5, 1)
+    shifted = torch.empty(rows.numel() + 1, dtype=dtype, device=backend.device)[1:].view_as(rows).copy_(rows)
+    assert shifted.data_ptr() % 16 != 0
+    for result in run_lse(backend.device, shifted):
+        assert (result == result[0]).all()
+    check_topk(backend.device, rows, chunks=(4099,), k=20)
+    values, ids = to(backend.device, torch.empty(5, 20, dtype=dtype), torch.empty(5, 20, dtype=torch.int64))
+    bias = torch.randn(4100, dtype=dtype, device=backend.device)[1:]
+    ops.predict_topk(shifted, bias, 0, 1.0, False, values, ids)
+    assert torch.equal(values, (shifted + bias).sort(dim=1, descending=True)[0][:, :20])
 
 
 @pytest.mark.parametrize("count", [1, 17, 40, 133])
@@ -163,7 +197,7 @@ def test_a_nan_stays_in_its_row_and_an_ignored_row_has_none(backend):
 
 
 # ------------------------------------------------------------------------------------------------ top-k
-@pytest.mark.parametrize("k", [1, 7, 64, 256])
+@pytest.mark.parametrize("k", [1, 7, 64, 256, 390])
 @pytest.mark.parametrize("chunks", [(1000,), (3, 50, 7), (256,)])
 def test_topk_with_ties(backend, k, chunks):
     # Whole numbers: many ties, within chunks and over their borders.
@@ -175,6 +209,35 @@ def test_topk_of_rising_and_falling_rows(backend):
     # Every column of a rising row enters: more than a block of the GPU has room for before it must sort.
     up = torch.arange(1800.0)
     check_topk(backend.device, torch.stack([up, -up, up % 7]), chunks=(1799,), k=10)
+
+
+@pytest.mark.parametrize("k", [1, 10, 300])
+def test_topk_of_several_blocks(backend, k):
+    # 20,000 columns are two blocks or three, 3,000 are one; ties within blocks and over their borders.
+    dots = torch.randint(-300, 300, (2, 23000)).float()
+    dots[1] += torch.rand(23000)
+    check_topk(backend.device, dots, torch.randint(-3, 4, (23000,)).float(), (20000, 3000), k)
+    check_topk(backend.device, dots.double(), None, (3000, 20000), k, scale=-0.5, absolute=True)
+
+
+def test_topk_of_1024(backend):
+    # Two blocks a row. The first row rises: every column is among the largest so far, and the pool of a block is cut
+    # again and again. The second is one tie.
+    dots = torch.stack([torch.arange(36000.0), torch.zeros(36000), torch.randn(36000)])
+    check_topk(backend.device, dots, chunks=(35000, 1000), k=ops.MOST_K)
+    check_topk(backend.device, dots[:, :700], chunks=(300,), k=ops.MOST_K)
+
+
+def test_topk_of_several_blocks_with_special_values(backend):
+    dots = torch.full((5, 20000), -INF)
+    dots[1] = NAN
+    dots[2, 19990:] = NAN
+    dots[2, :8000] = 1.0
+    dots[3] = torch.where(torch.arange(20000) % 2 == 0, 0.0, -0.0)
+    dots[4, [0, 19999]] = torch.tensor([INF, NAN])
+    for k in (1, 15):
+        check_topk(backend.device, dots, chunks=(20000,), k=k)
+        check_topk(backend.device, dots, chunks=(9000, 11000), k=k)
 
 
 def test_topk_special_values(backend):
@@ -194,12 +257,13 @@ def test_fewer_classes_than_k(backend):
     check_topk(backend.device, torch.randn(2, 5), chunks=(2,), k=9)
 
 
-def test_more_than_the_op_holds_goes_another_way():
-    h, weight = torch.randn(4, 3), torch.randn(700, 3)
-    logits, ids = prediction.exact_topk(h, weight, ops.MOST_K + 1, chunk_size=333)
+@pytest.mark.parametrize("k", [256, 257, ops.MOST_K + 1])
+def test_more_than_the_op_holds_goes_another_way(k):
+    h, weight = torch.randn(4, 3), torch.randn(1700, 3)
+    logits, ids = prediction.exact_topk(h, weight, k, chunk_size=333)
     wanted = (h @ weight.t()).sort(dim=1, descending=True, stable=True)
-    assert torch.equal(ids, wanted[1][:, : ops.MOST_K + 1])
-    torch.testing.assert_close(logits, wanted[0][:, : ops.MOST_K + 1])
+    assert torch.equal(ids, wanted[1][:, :k])
+    torch.testing.assert_close(logits, wanted[0][:, :k])
 
 
 # ------------------------------------------------------------------------------------------------ candidates
@@ -282,8 +346,8 @@ def test_the_same_bits_in_two_runs_and_for_every_thread_count():
             "predict_topk: first must be in [0, 2^52], got -1",
         ),
         (
-            lambda d, i: TOPK(d, None, 0, 1.0, False, torch.zeros(2, 257), i),
-            "predict_topk: values must be [B, k] with k in [1, 256], got [2, 257]",
+            lambda d, i: TOPK(d, None, 0, 1.0, False, torch.zeros(2, 1025), i),
+            "predict_topk: values must be [B, k] with k in [1, 1024], got [2, 1025]",
         ),
         (
             lambda d, i: TOPK(d, None, 0, 1.0, False, d.clone(), i.int()),

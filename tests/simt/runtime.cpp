@@ -259,6 +259,17 @@ void barrier(const Where& where) {
   f.machine->suspend(f, false);
 }
 
+// Three barriers in place of one: all have read the last answer, then it is cleared, then all have spoken.
+bool barrier_any(bool predicate, const Where& where) {
+  static __thread bool any;
+  barrier(where);
+  any = false;
+  barrier(where);
+  if (predicate) any = true;
+  barrier(where);
+  return any;
+}
+
 uint64_t collective(const char* what, Collective kind, unsigned mask, uint64_t value, int source, const Where& where) {
   Fiber& f = *running;
   Machine& m = *f.machine;

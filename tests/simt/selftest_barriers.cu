@@ -63,6 +63,16 @@ void early_return(const SelftestParams& p) {
   SX_LAUNCH("selftest_early_return", early_return_kernel, 2, kThreads, 0, nullptr, p);
 }
 
+// Three questions one after another: whether there is a thread `arg`, one that no thread says yes to, the first again.
+__global__ void any_thread_kernel(SelftestParams p) {
+  const bool mine = int64_t(threadIdx.x) == p.arg;
+  const bool first = block_any(mine), second = block_any(false), third = block_any(mine);
+  p.out[threadIdx.x] = float(int(first) + 2 * int(second) + 4 * int(third));
+}
+void any_thread(const SelftestParams& p) {
+  SX_LAUNCH("selftest_any_thread", any_thread_kernel, 1, kThreads, 0, nullptr, p);
+}
+
 // Warp 0 waits at one barrier, the others at another.
 __global__ void two_barriers_kernel(SelftestParams p) {
   if (warp_id() == 0) {
@@ -185,6 +195,7 @@ const Selftest kBarrierSelftests[] = {
     {"block_sum", block_sum_test},
     {"neighbour", neighbour<true>},
     {"neighbour_without_syncwarp", neighbour<false>},
+    {"any_thread", any_thread},
     {"early_return", early_return},
     {"two_barriers", two_barriers},
     {"partial_shuffle", partial_shuffle},

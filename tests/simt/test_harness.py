@@ -120,6 +120,13 @@ def test_missing_syncwarp_is_caught(run):
     assert "the schedules fair and reversed leave different bits" in error
 
 
+@pytest.mark.parametrize("who", [0, 37, THREADS - 1, THREADS])
+def test_an_answer_of_any_thread_reaches_all_and_is_forgotten(run, who):
+    out = filled(THREADS)
+    assert run("any_thread", numbers(1), out, arg=who) is None
+    assert (out == (5 if who < THREADS else 0)).all()
+
+
 def test_integer_atomics(run):
     out = np.zeros(8 + THREADS, np.float32)
     assert run("atomics", numbers(1), out) is None

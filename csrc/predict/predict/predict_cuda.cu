@@ -1,26 +1,41 @@
 #include "predict/predict/predict_kernel.cuh"
 
 namespace samplex::SX_BACKEND_NS {
+namespace {
+
+unsigned blocks_of(const PredictChunk& chunk, const PredictCut& cut) { return unsigned(chunk.batch * cut.parts); }
+
+template <typename A>
+void launch_lse(const PredictLseParams& p, void* stream) {
+  SX_LAUNCH("predict_lse", predict_lse_kernel<A>, blocks_of(p.chunk, p.cut), kPredictThreads, 0, stream, p);
+  if (p.cut.parts == 1) return;
+  const unsigned blocks = unsigned((p.chunk.batch + kPredictWarps - 1) / kPredictWarps);
+  SX_LAUNCH("predict_lse", predict_lse_merge_kernel<A>, blocks, kPredictThreads, 0, stream, p);
+}
+
+template <typename A>
+void launch_topk(const PredictTopkParams& p, void* stream) {
+  SX_LAUNCH("predict_topk", predict_topk_kernel<A>, blocks_of(p.chunk, p.cut), kPredictThreads, 0, stream, p);
+  if (p.cut.parts == 1) return;
+  SX_LAUNCH("predict_topk", predict_topk_merge_kernel<A>, unsigned(p.chunk.batch), kPredictThreads, 0, stream, p);
+}
+
+}  // namespace
 
 void launch_predict_lse(const PredictLseParams& p, void* stream) {
-  if (p.chunk.is_double)
-    SX_LAUNCH("predict_lse", predict_lse_kernel<double>, unsigned(p.chunk.batch), kPredictThreads, 0, stream, p);
-  else
-    SX_LAUNCH("predict_lse", predict_lse_kernel<float>, unsigned(p.chunk.batch), kPredictThreads, 0, stream, p);
+  p.chunk.is_double ? launch_lse<double>(p, stream) : launch_lse<float>(p, stream);
 }
 
 void launch_predict_grad(const PredictGradParams& p, void* stream) {
+  const unsigned blocks = blocks_of(p.chunk, p.cut);
   if (p.chunk.is_double)
-    SX_LAUNCH("predict_grad", predict_grad_kernel<double>, unsigned(p.chunk.batch), kPredictThreads, 0, stream, p);
+    SX_LAUNCH("predict_grad", predict_grad_kernel<double>, blocks, kPredictThreads, 0, stream, p);
   else
-    SX_LAUNCH("predict_grad", predict_grad_kernel<float>, unsigned(p.chunk.batch), kPredictThreads, 0, stream, p);
+    SX_LAUNCH("predict_grad", predict_grad_kernel<float>, blocks, kPredictThreads, 0, stream, p);
 }
 
 void launch_predict_topk(const PredictTopkParams& p, void* stream) {
-  if (p.chunk.is_double)
-    SX_LAUNCH("predict_topk", predict_topk_kernel<double>, unsigned(p.chunk.batch), kPredictThreads, 0, stream, p);
-  else
-    SX_LAUNCH("predict_topk", predict_topk_kernel<float>, unsigned(p.chunk.batch), kPredictThreads, 0, stream, p);
+  p.chunk.is_double ? launch_topk<double>(p, stream) : launch_topk<float>(p, stream);
 }
 
 void launch_predict_dots(const PredictDotsParams& p, void* stream) {

@@ -19,16 +19,12 @@ struct PredictMap {
   SX_HOST_DEVICE A signed_logit(A dot, int64_t column) const {
     return scale * (bias == nullptr ? dot : dot + bias[column]);
   }
-  SX_HOST_DEVICE A logit(A dot, int64_t column) const {
-    const A s = signed_logit(dot, column);
-    return absolute && s < A(0) ? -s : s;
-  }
-  // d logit / d dot.
-  SX_HOST_DEVICE A slope(A dot, int64_t column) const {
-    if (!absolute) return scale;
-    const A s = signed_logit(dot, column);
-    return s > A(0) ? scale : s < A(0) ? -scale : A(0);
-  }
+  // What `absolute` makes of s.
+  SX_HOST_DEVICE A size_of(A s) const { return absolute && s < A(0) ? -s : s; }
+  SX_HOST_DEVICE A logit(A dot, int64_t column) const { return size_of(signed_logit(dot, column)); }
+  // d logit / d dot where s is the logit with its sign.
+  SX_HOST_DEVICE A slope_at(A s) const { return !absolute || s > A(0) ? scale : s < A(0) ? -scale : A(0); }
+  SX_HOST_DEVICE A slope(A dot, int64_t column) const { return slope_at(signed_logit(dot, column)); }
 };
 
 // Whether `a` is larger than `b` in the order of torch.topk, where a nan is the largest. Equal values are neither.

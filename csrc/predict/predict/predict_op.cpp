@@ -1,5 +1,7 @@
 // Schemas and checks of the passes over a chunk of logits. They work in place: the caller's loop over chunks keeps the
 // buffers. See predict_params.h.
+#include <algorithm>
+
 #include "common/glue.h"
 #include "common/numeric.h"
 #include "predict/predict/predict_params.h"
@@ -61,6 +63,13 @@ void predict_lse(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor class
   p.lse = out<double>(lse);
   p.positive = out_any(positive);
   p.total = total ? out<double>(*total) : nullptr;
+  Tensor sums;
+  if (backend_of(op, dots) != Backend::kCpu) {
+    p.cut = predict_cut(p.chunk.batch, p.chunk.count, kPredictLseUnit, kPredictLseUnit);
+    const int64_t pieces = (p.chunk.count + kPredictLseWarp - 1) / kPredictLseWarp;
+    sums = empty(dots, {p.chunk.batch, pieces, 3}, dots.scalar_type());
+    p.sums = out_any(sums);
+  }
   SX_RUN(op, dots, launch_predict_lse, p);
 }
 
@@ -85,6 +94,7 @@ void predict_grad(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor clas
   p.coef = in_any(coef);
   p.target_coef = in_any(target_coef);
   p.smooth = smooth ? in_any(*smooth) : nullptr;
+  p.cut = predict_cut(p.chunk.batch, p.chunk.count, kPredictUnit, kPredictUnit);
   SX_RUN(op, dots, launch_predict_grad, p);
 }
 
@@ -103,6 +113,15 @@ void predict_topk(Tensor dots, MaybeTensor bias, int64_t first, double scale, bo
   fill(p.chunk, in_any(dots), bias);
   p.values = out_any(values);
   p.ids = out<int64_t>(ids);
+  // Each part of a row has k entries to give: it is worth many more columns than that.
+  p.cut = predict_cut(p.chunk.batch, p.chunk.count, kPredictUnit, std::max(kPredictTopkLeast, 32 * p.k));
+  Tensor part_values, part_ids;
+  if (backend_of(op, dots) != Backend::kCpu && p.cut.parts > 1) {
+    part_values = empty(dots, {p.chunk.batch, p.cut.parts, p.k}, dots.scalar_type());
+    part_ids = empty(dots, {p.chunk.batch, p.cut.parts, p.k}, ScalarType::Long);
+    p.part_values = out_any(part_values);
+    p.part_ids = out<int64_t>(part_ids);
+  }
   SX_RUN(op, dots, launch_predict_topk, p);
 }
 

@@ -4,9 +4,8 @@
 //
 //   logit        s = scale * (dot + bias), |s| with `absolute`
 //   predict_lse  lse = log(exp(lse) + sum exp s); target logits that lie in the chunk; sums of class_weight * s
-//   predict_grad dot := d loss / d dot, where loss_b = coef_b lse_b - sum over targets of target_coef s - smooth_b sum
-//   of
-//                class_weight * s
+//   predict_grad dot := d loss / d dot, where
+//                loss_b = coef_b lse_b - sum over targets of target_coef s - smooth_b sum of class_weight * s
 //   predict_topk the k largest of what is held and the chunk: descending, equal ones by id, a nan counts as the largest
 //
 //   predict_dots h . w of given classes of each row, for candidates
@@ -20,7 +19,29 @@
 namespace samplex {
 
 // Entries that predict_topk keeps of a row.
-constexpr int64_t kPredictMostK = 256;
+constexpr int64_t kPredictMostK = 1024;
+
+// How a row is cut on a GPU: `parts` blocks, each with `size` columns but the last.
+struct PredictCut {
+  int64_t parts, size;
+};
+
+// Columns of a part: a multiple of the first; not fewer than the second where one row could use more blocks.
+constexpr int64_t kPredictLseWarp = 2048;  // columns whose sum is one number of PredictLseParams::sums
+constexpr int64_t kPredictLseUnit = 8 * kPredictLseWarp, kPredictUnit = 4096;
+constexpr int64_t kPredictTopkLeast = 8192;
+// Blocks that fill a GPU. What is computed does not depend on it, to the bit.
+constexpr int64_t kPredictBlocks = 1024;
+
+inline PredictCut predict_cut(int64_t batch, int64_t count, int64_t unit, int64_t least) {
+  constexpr int64_t kMostColumns = int64_t(1) << 30;  // a place in a part is 32 bits
+  const auto ratio = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  int64_t parts = ratio(kPredictBlocks, batch);
+  if (parts > ratio(count, least)) parts = ratio(count, least);
+  if (parts < ratio(count, kMostColumns)) parts = ratio(count, kMostColumns);
+  const int64_t size = ratio(ratio(count, parts), unit) * unit;
+  return {ratio(count, size), size};
+}
 
 struct PredictChunk {
   void* dots;        // A [B, count]
@@ -43,6 +64,9 @@ struct PredictLseParams {
   void* positive;            // A [B, P]: written where the target lies in the chunk
   double* total;             // [B] in and out: sum of class_weight * s; nullptr: not asked for
   int64_t num_targets;
+  // GPU only.
+  PredictCut cut;
+  void* sums;  // A [B, ceil(count / kPredictLseWarp), 3] scratch: largest logit, sum of exponentials, total
 };
 
 struct PredictGradParams {
@@ -54,6 +78,7 @@ struct PredictGradParams {
   const void* target_coef;   // A [B, P]
   const void* smooth;        // A [B], or nullptr for 0
   int64_t num_targets;
+  PredictCut cut;  // GPU only
 };
 
 struct PredictTopkParams {
@@ -61,6 +86,10 @@ struct PredictTopkParams {
   void* values;  // A [B, k] in and out; the first min(k, first) are held
   int64_t* ids;  // [B, k] in and out
   int64_t k;
+  // GPU only.
+  PredictCut cut;
+  void* part_values;  // A [B, parts, k] scratch, where there are several parts: the k largest of each, as in `values`
+  int64_t* part_ids;  // [B, parts, k] scratch; -1 for none
 };
 
 struct PredictDotsParams {

@@ -31,7 +31,7 @@ def full_softmax(
     The value and the gradients of `F.cross_entropy(scale * F.linear(h, weight, bias), target)`. It costs O(C) per
     row, with dense gradients: the exact baseline of the sampled losses, and what they estimate. Logits up to the
     budget of
-    `prediction.kept_bytes` (16 MB on the CPU) are kept for the backward pass, which computes all others again.
+    `chunking.kept_bytes` (16 MB on the CPU) are kept for the backward pass, which computes all others again.
 
     Args:
         h: [*, d] hidden vectors. Under autocast they are cast to the dtype of `weight`, which keeps its own.

@@ -1,8 +1,8 @@
 """The full softmax loss in chunks of classes: `samplex::full_softmax` and `full_softmax_bwd`, forward and backward.
 
-The loop over chunks is that of `samplex_cuda.prediction`; a chunk is a GEMM and one fused pass of
+The loop over chunks is that of `samplex_cuda.chunking`; a chunk is a GEMM and one fused pass of
 `samplex_cuda.ops.predict`. In eager mode the forward pass keeps the logits of as many chunks as fit
-`prediction.kept_bytes` and the backward pass computes the others a second time: one GEMM more instead of a [B, C].
+`chunking.kept_bytes` and the backward pass computes the others a second time: one GEMM more instead of a [B, C].
 The ops, which a compiled graph holds, keep none.
 """
 
@@ -15,19 +15,11 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._checks import check_int, check_number, check_tensor, describe
+from samplex_cuda.chunking import KeptLogits, cut, logit_chunks, row_blocks
 from samplex_cuda.ops.fused_loss import acc_dtype
 from samplex_cuda.ops.predict import predict_buffer, predict_grad
 from samplex_cuda.ops.transforms import refuse_forward_mode, refuse_functional
-from samplex_cuda.prediction import (
-    KeptLogits,
-    cut,
-    flat_targets,
-    logit_chunks,
-    mean_weight,
-    row_blocks,
-    softmax_sums,
-    valid_targets,
-)
+from samplex_cuda.prediction import flat_targets, mean_weight, softmax_sums, valid_targets
 
 __all__ = ["full_softmax"]
 

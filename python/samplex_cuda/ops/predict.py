@@ -16,7 +16,7 @@ from samplex_cuda._library import register_fake
 
 __all__ = ["MOST_K", "predict_buffer", "predict_dots", "predict_grad", "predict_lse", "predict_topk"]
 
-MOST_K = 256  # of predict_topk
+MOST_K = 1024  # of predict_topk
 
 # The overloads themselves: looking them up costs as much as a call, and there is one of each per chunk.
 _predict_buffer = torch.ops.samplex.predict_buffer.default
@@ -117,7 +117,7 @@ def predict_topk(
         first: class of the first column; min(k, first) entries are held already.
         scale: inverse temperature.
         absolute: the logit is the absolute value.
-        values: [B, k] like dots, updated: descending, equal ones by id; a nan counts as the largest. k <= 256.
+        values: [B, k] like dots, updated: descending, equal ones by id; a nan counts as the largest. k <= 1024.
         ids: int64 [B, k], updated.
 
     Example:

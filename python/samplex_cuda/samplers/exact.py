@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._checks import check_dense, check_int, describe
+from samplex_cuda.chunking import Chunk, logit_chunks, row_blocks
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.exact_sample import (
     ABSOLUTE,
@@ -28,7 +29,6 @@ from samplex_cuda.ops.exact_sample import (
     exact_mass,
 )
 from samplex_cuda.ops.static_sample import sort_exclude
-from samplex_cuda.prediction import Chunk, logit_chunks, row_blocks
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import MAX_SAMPLES, Exclude, Sampler, check_int64
 from samplex_cuda.samplers.stored import finite_error, shape_error

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplex_cuda import rff
+from samplex_cuda import chunking, rff
 from samplex_cuda._checks import call, check_data, check_dense, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import kernel_tree as ops
@@ -30,7 +30,6 @@ __all__ = ["KernelSampler"]
 
 # What tables of a state dict may hold: more than this, and features of any row leave float32.
 _LARGEST = {"omega": 1e8, "rows": 1e18}
-_CHUNK_BYTES = 8 << 20  # of features at a time: they stay in the cache until they are summed
 _CLIPPED = 0.1  # share of negative estimates from which on a warning is due
 _WATCHED = 8  # one call of so many on a CUDA device sends its share to the host
 _MOST_SUM = 1e30  # of features over all classes: a product with the features of a query must stay in float32
@@ -221,7 +220,7 @@ class KernelSampler(Sampler):
     def _log_prob_all(self, h: Tensor | None) -> Tensor:
         query, phi = self._query(h)
         out = query.new_empty(query.shape[0], self.num_classes)
-        chunk = max(1, (1 << 20) // max(1, query.shape[0]))
+        chunk = max(1, chunking.chunk_bytes(query.device, "features") // 8 // max(1, query.shape[0]))
         for begin in range(0, self.num_classes, chunk):
             end = min(begin + chunk, self.num_classes)
             ids = torch.arange(begin, end, device=query.device).expand(query.shape[0], -1).contiguous()
@@ -358,7 +357,7 @@ class KernelSampler(Sampler):
         if self._peak is None:
             self._peak = torch.linalg.vector_norm(self.sums[leaves:], math.inf, 1)
         lost = []
-        for part in touched.split(max(1, _CHUNK_BYTES // (self.sums.shape[1] * 4))):
+        for part in touched.split(self._rows_at_a_time()):
             now = torch.linalg.vector_norm(self.sums[leaves + part], math.inf, 1)
             peak = torch.maximum(self._peak[part], now)
             self._peak[part] = peak
@@ -414,9 +413,13 @@ class KernelSampler(Sampler):
         with self._held():
             self._fill(weight, bias, progress)
 
+    def _rows_at_a_time(self) -> int:
+        """Rows of features that are held at once."""
+        return max(1, chunking.chunk_bytes(self.sums.device, "features") // (self.sums.shape[1] * 4))
+
     def _chunks(self, count: int) -> Iterator[slice]:
         """Rows whose features are made at once: whole leaves."""
-        leaf = max(1, _CHUNK_BYTES // (self.sums.shape[1] * 4) // self.leaf_size) * self.leaf_size
+        leaf = max(1, self._rows_at_a_time() // self.leaf_size) * self.leaf_size
         return (slice(begin, min(begin + leaf, count)) for begin in range(0, count, leaf))
 
     def _own(self, weight: Tensor, bias: Tensor | None, which: slice | Tensor) -> Tensor:

@@ -91,6 +91,7 @@ enum class Collective : int { kSync, kShuffle, kBallot };
 // lanes whose value is not zero.
 uint64_t collective(const char* what, Collective kind, unsigned mask, uint64_t value, int source, const Where& where);
 void barrier(const Where& where);
+bool barrier_any(bool predicate, const Where& where);  // whether the predicate holds in any thread of the block
 [[noreturn]] void trap(const Where& where);
 int device_printf(const char* format, ...) __attribute__((format(printf, 1, 2)));
 int lane();
@@ -162,6 +163,9 @@ constexpr int warpSize = 32;
 inline void __syncthreads(const sx_simt::Where& where = sx_simt::Where::current()) { sx_simt::barrier(where); }
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, const sx_simt::Where& where = sx_simt::Where::current()) {
   (void)sx_simt::collective("__syncwarp", sx_simt::Collective::kSync, mask, 0, 0, where);
+}
+inline int __syncthreads_or(int predicate, const sx_simt::Where& where = sx_simt::Where::current()) {
+  return sx_simt::barrier_any(predicate != 0, where);
 }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
