@@ -14,6 +14,7 @@ import torch
 import samplex_cuda as sx
 from samplex_cuda.ops import kernel_tree as ops
 from samplex_cuda.samplers import Quadratic, Quartic, RandomFourier, Softmax
+from samplex_cuda.samplers.kernel_follow import CHUNK_BYTES
 
 C, D = 700, 6
 KINDS = ["quadratic", "rff", "positive"]
@@ -171,7 +172,7 @@ def interrupted(monkeypatch, sampler, op: str, at: int, work) -> None:
 @pytest.mark.parametrize(("op", "at"), [("kernel_tree_build", 1), ("kernel_tree_build", 2), ("kernel_tree_parents", 1)])
 def test_an_interrupted_rebuild_changes_nothing(monkeypatch, kind, op, at):
     sampler, fresh = make(kind), make(kind)
-    monkeypatch.setattr("samplex_cuda.samplers.kernel_base._CHUNK_BYTES", 1)  # one leaf at a time
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 1)  # one leaf at a time
     interrupted(monkeypatch, sampler, op, at, lambda: sampler.rebuild(table(5)))
     assert torch.equal(sampler.log_prob_all(queries()), fresh.log_prob_all(queries()))
     sampler.rebuild(table(5))
@@ -184,7 +185,7 @@ def test_an_interrupted_rebuild_changes_nothing(monkeypatch, kind, op, at):
 def test_an_interrupted_update_leaves_a_valid_sampler(monkeypatch, kind, op, at):
     """Some rows are new, some are not; the sums are those of the rows in any case."""
     sampler, new = make(kind), table(5)
-    monkeypatch.setattr("samplex_cuda.samplers.kernel_base._CHUNK_BYTES", 1)
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 1)
     ids = torch.arange(0, C, 9)
     interrupted(monkeypatch, sampler, op, at, lambda: sampler.update(ids, new[ids]))
     check_law(sampler, queries())
