@@ -24,6 +24,12 @@ namespace samplex::SX_BACKEND_NS {
 
 constexpr int kPoolWarps = 4;
 constexpr int kPoolThreads = kPoolWarps * kWarpSize;
+// From sm_100 on ptxas needs a few registers more for the same code: one resident block fewer, or it spills.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kPoolFewer = 1;
+#else
+constexpr int kPoolFewer = 0;
+#endif
 
 // ------------------------------------------------------------------------------------------------ a block's softmax
 template <typename A>
@@ -97,7 +103,7 @@ struct PoolPass {
   // flight. A 16-bit row takes half the bytes, but as many registers once it is used.
   static constexpr int kRows = sizeof(T) == 4 ? (kElements > 8 ? 2 : 4) : kElements > 8 ? 3 : kWidth > 1 ? 6 : 7;
   static constexpr int kGroups = kWarpSize / kRows;  // groups of rows whose ids one load brings
-  static constexpr int kResident = kElements > 16 || (kWidth == 1 && sizeof(T) == 2) ? 3 : 4;
+  static constexpr int kResident = (kElements > 16 || (kWidth == 1 && sizeof(T) == 2) ? 3 : 4) - kPoolFewer;
 
   SX_DEVICE static int column(int chunk) { return (chunk * kWarpSize + lane_id()) * kWidth; }
 };
