@@ -35,6 +35,39 @@ SX_DEVICE inline void load_values(const T* row, float* out) {
   }
 }
 
+// `Width` numbers as they lie in memory: a 16-bit one takes half a register until it is used. Width as above.
+template <typename T, int Width>
+struct PackedValues {
+  static_assert(Width == 1 || Width * sizeof(T) == 16);
+  uint4 word;
+
+  SX_DEVICE void clear() { word = make_uint4(0u, 0u, 0u, 0u); }
+
+  SX_DEVICE void load(const T* row) { word = *reinterpret_cast<const uint4*>(row); }
+
+  SX_DEVICE void unpack(float* out) const {
+    const uint32_t words[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        out[i] = bit_copy<float>(words[i]);
+      } else {
+        out[2 * i] = to_acc(bit_copy<T>(uint16_t(words[i])));
+        out[2 * i + 1] = to_acc(bit_copy<T>(uint16_t(words[i] >> 16)));
+      }
+    }
+  }
+};
+
+template <typename T>
+struct PackedValues<T, 1> {
+  T word;
+
+  SX_DEVICE void clear() { word = T{}; }
+  SX_DEVICE void load(const T* row) { word = *row; }
+  SX_DEVICE void unpack(float* out) const { out[0] = to_acc(word); }
+};
+
 // row[0 .. Width) = in[0 .. Width), float in shared or global memory. Width is 1 or a multiple of 4 with 16-byte
 // alignment.
 template <int Width>

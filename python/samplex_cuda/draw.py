@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samplex_cuda import _device
+
 COPIES = 0.5  # expected further copies of a draw from which it pays to look for them
 
 
@@ -40,7 +42,7 @@ class Draw(NamedTuple):
             >>> [sampler.sample(None, 64, shared=True).repeats() for sampler in (short, long)]
             [True, False]
         """
-        if torch.compiler.is_compiling() or self.ids.device.type != "cpu" or self.ids.dim() != 1:
+        if torch.compiler.is_compiling() or _device.host_waits(self.ids) or self.ids.dim() != 1:
             return False
         return self.ids.shape[0] > 1 and float(self.log_q.exp().mean()) * self.ids.shape[0] > COPIES
 

@@ -589,3 +589,24 @@ def test_errors_of_the_backward():
         BWD(grad, IDS, P, P, coefs, sums, -1, False, True)
     with pytest.raises(RuntimeError, match=re.escape("attention_pool_bwd: ids must be in [0, 5)")):
         BWD(grad, IDS + 9, P, P, coefs, sums, 5, True, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [1, 32, 33, 300, 8300])
+def test_gradients_of_vectors_are_summed_in_parts(backend, batch, dtype):
+    """The GPU sums 32 rows and more at a time, then the parts; a row with a zero gradient has no part, nan or not."""
+    dim = 3
+    grad, sums = torch.randn(batch, dtype=dtype), torch.randn(batch, 2, dim, dtype=dtype)
+    grad[batch // 2] = 0.0
+    want = torch.einsum("b,bvd->vd", grad.double(), sums.double())
+    sums[batch // 2] = torch.nan
+    ids, coefs, vector = (
+        torch.zeros(batch, 1, dtype=torch.int64),
+        torch.zeros(batch, 1, 2, dtype=dtype),
+        torch.zeros(dim),
+    )
+    given = [t.to(backend.device) for t in (grad, ids, vector.to(dtype), vector.to(dtype), coefs, sums)]
+    first, second = (torch.ops.samplex.attention_pool_bwd(*given, 1, False, True)[3:] for _ in range(2))
+    for got, again, expected in zip(first, second, (want[1], want[0]), strict=True):
+        assert torch.equal(got, again)
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-6, atol=1e-6 * batch**0.5)

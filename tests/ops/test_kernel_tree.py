@@ -512,6 +512,44 @@ def test_update_is_a_build(backend, classes, leaf_size):
     assert torch.equal(sums[rest], before[rest])
 
 
+@pytest.mark.parametrize(("classes", "leaf_size"), SHAPES)
+def test_update_skips_and_writes_rows(backend, classes, leaf_size):
+    """-1 and entries that are not taken change nothing; rows and the largest sums of the leaves come along."""
+    phi, new, rows, fresh = (torch.randn(classes, width) for width in (32, 32, 8, 8))
+    want_sums = reference.node_sums(phi, leaf_size).float()
+    leaves = want_sums.shape[0] // 2
+    found = torch.randperm(classes)[: max(1, classes // 2)].sort().values
+    ids = torch.cat([torch.full((5,), -1), found])
+    at = ids.clamp_min(0)
+    taken = torch.rand(ids.shape[0]) < 0.6
+    taken[:3] = True  # an id of -1 is none, taken or not
+    peaks = torch.full((2, leaves + 1), 0.5)
+    sums, rows_now, peaks_now = (t.clone().to(backend.device) for t in (want_sums, rows, peaks))
+    ops.kernel_tree_update(
+        *(t.to(backend.device) for t in (sums, new[at], phi[at], ids)),
+        leaf_size,
+        taken=taken.to(backend.device),
+        rows=rows_now,
+        fresh=fresh[at].to(backend.device),
+        peaks=peaks_now,
+    )
+    ops.kernel_tree_parents(sums, (ids // leaf_size).to(backend.device))
+    used = ids[taken & (ids >= 0)]
+    phi[used], rows[used] = new[used], fresh[used]
+    torch.testing.assert_close(sums.cpu().double(), reference.node_sums(phi, leaf_size), rtol=1e-5, atol=1e-5)
+    assert torch.equal(rows_now.cpu(), rows)
+    touched = (found // leaf_size).unique()
+    peaks[0, touched] = sums.cpu()[leaves + touched].abs().amax(1)
+    peaks[1] = torch.maximum(peaks[0], peaks[1])
+    assert torch.equal(peaks_now.cpu(), peaks)
+    before = sums.clone()
+    nothing = torch.full((3,), -1, device=backend.device)
+    some = torch.randn(3, 32, device=backend.device)
+    ops.kernel_tree_update(sums, some, some + 1, nothing, leaf_size)
+    ops.kernel_tree_parents(sums, nothing)
+    assert torch.equal(sums, before)
+
+
 def test_threads_share_an_update_by_leaves():
     """Rows so long that a thread takes two at a time: the classes of a leaf then lie in the parts of several threads."""
     phi, new = torch.randn(40, 32768), torch.randn(40, 32768)
@@ -597,10 +635,18 @@ def test_opcheck(backend):
     few = torch.tensor([1, 4], device=device)
     delta = torch.randn(2, 16, device=device)
     torch.library.opcheck(calls.kernel_tree_update.default, (sums, delta, delta + 1, few, 2), test_utils=checks)
+    taken, peaks = torch.tensor([True, False], device=device), torch.ones(2, sums.shape[0] // 2 + 1, device=device)
+    more = (taken, rows, rows[:2].clone(), peaks)
+    torch.library.opcheck(calls.kernel_tree_update.default, (sums, delta, delta + 1, few, 2, *more), test_utils=checks)
     torch.library.opcheck(calls.kernel_tree_parents.default, (sums, few), test_utils=checks)
 
 
 # ------------------------------------------------------------------------------------------------ errors
+def update_with(ids=None, **options):
+    ids = torch.tensor([1, 2]) if ids is None else ids
+    ops.kernel_tree_update(torch.zeros(8, 16), torch.zeros(2, 16), torch.zeros(2, 16), ids, 2, **options)
+
+
 def sample_with(**changes):
     case = make(10, 2)
     arguments = {
@@ -648,7 +694,15 @@ ERRORS = {
     "twice": (lambda: ops.kernel_tree_update(torch.zeros(8, 16), torch.zeros(2, 16), torch.zeros(2, 16), torch.tensor([1, 1]), 2), "kernel_tree_update: ids must ascend without repeats"),
     "outside": (lambda: ops.kernel_tree_update(torch.zeros(8, 16), torch.zeros(2, 16), torch.zeros(2, 16), torch.tensor([1, 8]), 2), "lie in 4 leaves of 2 classes, got 8 at position 1"),
     "old": (lambda: ops.kernel_tree_update(torch.zeros(8, 16), torch.zeros(2, 16), torch.zeros(1, 16), torch.tensor([1, 2]), 2), "old must be [n, stride] = [2, 16]"),
-    "leaves": (lambda: ops.kernel_tree_parents(torch.zeros(8, 16), torch.tensor([4])), "kernel_tree_parents: leaves must ascend in [0, 4), got 4 at position 0"),
+    "leaves": (lambda: ops.kernel_tree_parents(torch.zeros(8, 16), torch.tensor([4])), "kernel_tree_parents: leaves must ascend in [0, 4), -1 for none first, got 4 at position 0"),
+    "none last": (lambda: update_with(ids=torch.tensor([1, -1])), "ids must ascend without repeats, -1 for none first"),
+    "taken": (lambda: update_with(taken=torch.ones(3, dtype=torch.bool)), "taken must be [n] = [2] bool"),
+    "rows alone": (lambda: update_with(rows=torch.zeros(8, 8)), "rows and fresh must be given together"),
+    "fresh": (lambda: update_with(rows=torch.zeros(8, 8), fresh=torch.zeros(1, 8)), "fresh must be [n, dim] = [2, 8]"),
+    "few rows": (lambda: update_with(rows=torch.zeros(2, 8), fresh=torch.zeros(2, 8)), "ids must be below the number of rows, 2, got 2"),
+    "row width": (lambda: update_with(rows=torch.zeros(8, 6), fresh=torch.zeros(2, 6)), "rows must have columns in a multiple of 8"),
+    "row place": (lambda: update_with(rows=torch.zeros(65)[1:].view(8, 8), fresh=torch.zeros(2, 8)), "rows must be aligned to 16 bytes"),
+    "peaks": (lambda: update_with(peaks=torch.zeros(2, 4)), "peaks must be [2, leaves + 1] = [2, 5]"),
 }  # fmt: skip
 
 

@@ -8,10 +8,10 @@ constexpr const char* kOp = "attention_pool";
 
 unsigned blocks(int64_t items) { return unsigned((items + kPoolThreads - 1) / kPoolThreads); }
 
-template <typename T, int kWidth, int kChunks, bool kFull>
+template <typename T, int kWidth, int kChunks>
 void one_pass(const AttentionPoolParams& p, void* stream) {
-  constexpr size_t kBuffer = sizeof(float) * kPoolWarps * 2 * PoolPass<T, kWidth, kChunks, kFull>::kSpan;
-  SX_LAUNCH(kOp, (attention_pool_kernel<T, kWidth, kChunks, kFull>), unsigned(p.batch), kPoolThreads,
+  constexpr size_t kBuffer = sizeof(float) * kPoolWarps * 2 * PoolPass<T, kWidth, kChunks>::kSpan;
+  SX_LAUNCH(kOp, (attention_pool_kernel<T, kWidth, kChunks>), unsigned(p.batch), kPoolThreads,
             p.sums == nullptr ? 0 : kBuffer, stream, p);
 }
 
@@ -20,18 +20,16 @@ void launch(const AttentionPoolParams& p, void* stream) {
   constexpr int kWidth = 16 / sizeof(T);
   const int64_t d = p.dim;
   const bool vectors = d % kWidth == 0 && reinterpret_cast<uintptr_t>(p.table) % 16 == 0;
-  if (vectors ? d > 768 : d > 256) {
+  if (d == 0 || (vectors ? d > 768 : d > 256)) {  // rows without columns: the other kernel reads none
     SX_LAUNCH(kOp, attention_pool_wide_kernel<T>, unsigned(p.batch), kPoolThreads, 0, stream, p);
   } else if (!vectors) {
-    one_pass<T, 1, 8, false>(p, stream);
+    one_pass<T, 1, 8>(p, stream);
   } else if (d <= 8 * kWarpSize) {
-    one_pass<T, kWidth, 8 / kWidth, false>(p, stream);
-  } else if (d == 512) {
-    one_pass<T, kWidth, 16 / kWidth, true>(p, stream);
-  } else if (d < 512) {
-    one_pass<T, kWidth, 16 / kWidth, false>(p, stream);
+    one_pass<T, kWidth, 8 / kWidth>(p, stream);
+  } else if (d <= 16 * kWarpSize) {
+    one_pass<T, kWidth, 16 / kWidth>(p, stream);
   } else {
-    one_pass<T, kWidth, 24 / kWidth, false>(p, stream);
+    one_pass<T, kWidth, 24 / kWidth>(p, stream);
   }
 }
 
@@ -68,11 +66,23 @@ void launch_attention_pool_rows(const AttentionPoolRowsParams& params, void* str
     SX_LAUNCH(kOp, attention_pool_rows_kernel<float>, unsigned(params.capacity), kPoolThreads, 0, stream, params);
 }
 
+namespace {
+
+template <typename A>
+void vectors(const AttentionPoolVectorsParams& p, void* stream) {
+  const int64_t parts = attention_pool_parts(p.batch);
+  const dim3 grid(blocks(2 * p.dim), unsigned(parts));
+  SX_LAUNCH(kOp, attention_pool_vectors_kernel<A>, grid, kPoolThreads, 0, stream, p);
+  if (parts > 1) SX_LAUNCH(kOp, attention_pool_parts_kernel<A>, blocks(2 * p.dim), kPoolThreads, 0, stream, p, parts);
+}
+
+}  // namespace
+
 void launch_attention_pool_vectors(const AttentionPoolVectorsParams& params, void* stream) {
   if (params.double_acc)
-    SX_LAUNCH(kOp, attention_pool_vectors_kernel<double>, blocks(2 * params.dim), kPoolThreads, 0, stream, params);
+    vectors<double>(params, stream);
   else
-    SX_LAUNCH(kOp, attention_pool_vectors_kernel<float>, blocks(2 * params.dim), kPoolThreads, 0, stream, params);
+    vectors<float>(params, stream);
 }
 
 }  // namespace samplex::SX_BACKEND_NS

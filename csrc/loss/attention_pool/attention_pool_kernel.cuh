@@ -1,15 +1,17 @@
 // Attention pooling on the GPU. Formulas in attention_pool_params.h.
 //
-//   attention_pool_kernel         float, half, bfloat16 storage; d <= 768 (odd d: <= 256): one pass, a block a batch
-//   row attention_pool_wide_kernel    any other d, and double: a second read of the rows where p and v need a gradient
+//   attention_pool_kernel         float, half, bfloat16 storage; 0 < d <= 768 (odd d: <= 256): one pass, a block has a
+//                                 batch row
+//   attention_pool_wide_kernel    any other d, and double: a second read of the rows where p and v need a gradient
 //   attention_pool_scale_kernel   coefficients times the upstream gradient
 //   attention_pool_rows_kernel    gradient rows from two coefficients each: a block a row
-//   attention_pool_vectors_kernel gradients of p and v: a thread a column
+//   attention_pool_vectors_kernel gradients of p and v over a part of the batch: a thread a column
+//   attention_pool_parts_kernel   their sum over the parts
 //   attention_pool_check_kernel   SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 //
-// One pass: a warp takes kRows tokens at a time, its lanes the columns of their rows, with p, v and the two running
-// sums in registers. Every warp keeps an online softmax with a reference of its own; the block moves them to the common
-// one and adds them in the order of the warps. No float atomics: the same bits every time.
+// One pass: a warp takes kRows tokens at a time, its lanes the columns of their rows, with the two running sums in
+// registers and p and v in shared memory. Every warp keeps an online softmax with a reference of its own; the block
+// moves them to the common one and adds them in the order of the warps. No float atomics: the same bits every time.
 #pragma once
 
 #include <cstdio>
@@ -22,6 +24,12 @@ namespace samplex::SX_BACKEND_NS {
 
 constexpr int kPoolWarps = 4;
 constexpr int kPoolThreads = kPoolWarps * kWarpSize;
+// From sm_100 on ptxas needs a few registers more for the same code: one resident block fewer, or it spills.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kPoolFewer = 1;
+#else
+constexpr int kPoolFewer = 0;
+#endif
 
 // Row of the table for a token: -1 for padding, num_rows for an id out of range. That reads no row, but has score and
 // value nan, and so has what its batch row is pooled to.
@@ -94,111 +102,131 @@ SX_DEVICE inline void pool_finish(const AttentionPoolParams& p, int64_t b, const
 
 // ------------------------------------------------------------------------------------------------ one pass
 // Columns are split into chunks of kWidth: a lane has chunks lane, lane + 32, … of a row.
-template <typename T, int kWidth, int kChunks, bool kFull>
+template <typename T, int kWidth, int kChunks>
 struct PoolPass {
   static constexpr int kElements = kWidth * kChunks;
   static constexpr int kSpan = kElements * kWarpSize;  // >= d
-  static constexpr int kRows = kElements > 8 ? 2 : 4;  // rows in flight in a warp
+  // Rows in flight in a warp, and blocks of a multiprocessor that the registers must allow: what keeps most bytes in
+  // flight. A 16-bit row takes half the bytes, but as many registers once it is used.
+  static constexpr int kRows = sizeof(T) == 4 ? (kElements > 8 ? 2 : 4) : kElements > 8 ? 3 : kWidth > 1 ? 6 : 7;
+  static constexpr int kGroups = kWarpSize / kRows;  // groups of rows whose ids one load brings
+  static constexpr int kResident = (kElements > 16 || (kWidth == 1 && sizeof(T) == 2) ? 3 : 4) - kPoolFewer;
 
   SX_DEVICE static int column(int chunk) { return (chunk * kWarpSize + lane_id()) * kWidth; }
-
-  SX_DEVICE static void load(const T* row, int dim, bool part, float* out) {
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (part && (kFull || column(chunk) < dim)) {
-        load_values<kWidth>(row + column(chunk), out + chunk * kWidth);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) out[chunk * kWidth + i] = 0.0f;
-      }
-    }
-  }
-
-  SX_DEVICE static void load_vector(const void* from, int dim, float* out) {
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const int c = column(chunk) + i;
-        out[chunk * kWidth + i] = c < dim ? static_cast<const float*>(from)[c] : 0.0f;
-      }
-    }
-  }
 };
 
-template <typename T, int kWidth, int kChunks, bool kFull>
-__global__ void __launch_bounds__(kPoolThreads) attention_pool_kernel(AttentionPoolParams p) {
-  using Pass = PoolPass<T, kWidth, kChunks, kFull>;
+template <typename T, int kWidth, int kChunks>
+__global__ void __launch_bounds__(kPoolThreads, (PoolPass<T, kWidth, kChunks>::kResident))
+    attention_pool_kernel(AttentionPoolParams p) {
+  using Pass = PoolPass<T, kWidth, kChunks>;
   constexpr int kElements = Pass::kElements, kRows = Pass::kRows, kSpan = Pass::kSpan;
   __shared__ PoolShared<float> shared;
-  SX_DYN_SMEM(float, buffer);  // [warps, 2, span], with sums
+  __shared__ __align__(16) float vectors[2][kSpan];  // p and v: in registers they would take the place of rows
+  SX_DYN_SMEM(float, buffer);                        // [warps, 2, span], with sums
   const int64_t b = blockIdx.x;
   const int dim = int(p.dim), lane = lane_id();
   const int64_t* ids = p.ids + b * p.length;
   const bool with_sums = p.sums != nullptr;
-  float query[kElements], value[kElements], sum_q[kElements], sum_c[kElements];
-  Pass::load_vector(p.query, dim, query);
-  Pass::load_vector(p.value, dim, value);
+  for (int c = int(threadIdx.x); c < kSpan; c += kPoolThreads) {
+    vectors[0][c] = c < dim ? static_cast<const float*>(p.query)[c] : 0.0f;
+    vectors[1][c] = c < dim ? static_cast<const float*>(p.value)[c] : 0.0f;
+  }
+  float sum_q[kElements], sum_c[kElements];
 #pragma unroll
   for (int i = 0; i < kElements; ++i) sum_q[i] = sum_c[i] = 0.0f;
   PoolState<float> state = pool_empty<float>();
   bool present = false;
+  __syncthreads();
 
-  for (int64_t first = warp_id() * kRows; first < p.length; first += kPoolWarps * kRows) {
-    float rows[kRows][kElements], a[kRows], g[kRows];
-    bool part[kRows];
-    // All rows are requested before any is used: the gather is bound by latency.
+  // A warp takes every kPoolWarps-th group of kRows tokens.
+  constexpr int64_t kStep = kPoolWarps * kRows;
+  const int64_t length = p.num_rows > 0 ? p.length : 0;  // without rows every token is padding
+  for (int64_t base = warp_id() * kRows; base < length; base += Pass::kGroups * kStep) {
+    const int64_t token = base + lane / kRows * kStep + lane % kRows;
+    const int64_t own = lane < Pass::kGroups * kRows && token < p.length ? ids[token] : -1;
+    for (int group = 0; group < Pass::kGroups && base + group * kStep < length; ++group) {
+      const int64_t first = base + group * kStep;
+      PackedValues<T, kWidth> rows[kRows][kChunks];
+      float a[kRows], g[kRows];
+      bool part[kRows], there[kRows];
+      // All rows are requested before any is used: the gather is bound by latency. No branch around a load, or they
+      // are issued one by one: where there is nothing to read, the first numbers of the table are read and dropped.
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t id = first + r < p.length ? pool_row(p, ids[first + r]) : -1;
-      const bool there = id >= 0 && id < p.num_rows;
-      part[r] = id >= 0;
-      a[r] = g[r] = part[r] && !there ? quiet_nan<float>() : 0.0f;
-      Pass::load(static_cast<const T*>(p.table) + (there ? id : 0) * p.dim, dim, there, rows[r]);
-    }
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t id = pool_row(p, shuffle_from(own, group * kRows + r));
+        part[r] = id >= 0;
+        there[r] = part[r] && id < p.num_rows;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        a[r] += query[i] * rows[r][i];
-        g[r] += value[i] * rows[r][i];
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          const bool real = there[r] && Pass::column(chunk) < dim;
+          rows[r][chunk].load(static_cast<const T*>(p.table) + (real ? id * p.dim + Pass::column(chunk) : 0));
+        }
+        a[r] = g[r] = part[r] && !there[r] ? quiet_nan<float>() : 0.0f;
       }
-    }
-    float top = negative_infinity<float>(), top_value = 0.0f;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      a[r] = group_sum<kWarpSize>(a[r]);
-      g[r] = group_sum<kWarpSize>(g[r]);
-      if (p.coefs != nullptr && lane == r && first + r < p.length) {
-        float* pair = static_cast<float*>(p.coefs) + 2 * (b * p.length + first + r);
-        pair[0] = a[r];
-        pair[1] = g[r];
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          if (!(there[r] && Pass::column(chunk) < dim)) rows[r][chunk].clear();
+        }
       }
-      if (part[r] && a[r] > top) {
-        top = a[r];
-        top_value = g[r];
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        float query[kWidth], value[kWidth];
+        load_floats<kWidth>(vectors[0] + Pass::column(chunk), query);
+        load_floats<kWidth>(vectors[1] + Pass::column(chunk), value);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          float x[kWidth];
+          rows[r][chunk].unpack(x);
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) {
+            a[r] += query[i] * x[i];
+            g[r] += value[i] * x[i];
+          }
+        }
       }
-      present = present || part[r];
-    }
-    if (top > state.max) {  // the same in every lane
-      const PoolStep<float> step = pool_step(state.max, state.ref, top, top_value);
-      step.apply(state.sum, state.weighted);
+      float top = negative_infinity<float>(), top_value = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) step.apply(sum_q[i], sum_c[i]);
-      state.max = top;
-      state.ref = top_value;
-    }
-    const float shift = pool_shift(state.max);
+      for (int r = 0; r < kRows; ++r) {
+        a[r] = group_sum<kWarpSize>(a[r]);
+        g[r] = group_sum<kWarpSize>(g[r]);
+        if (p.coefs != nullptr && lane == r && first + r < p.length) {
+          float* pair = static_cast<float*>(p.coefs) + 2 * (b * p.length + first + r);
+          pair[0] = a[r];
+          pair[1] = g[r];
+        }
+        if (part[r] && a[r] > top) {
+          top = a[r];
+          top_value = g[r];
+        }
+        present = present || part[r];
+      }
+      if (top > state.max) {  // the same in every lane
+        const PoolStep<float> step = pool_step(state.max, state.ref, top, top_value);
+        step.apply(state.sum, state.weighted);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float e = part[r] ? exp_acc(a[r] - shift) : 0.0f;
-      const float f = part[r] ? e * (g[r] - state.ref) : 0.0f;
-      state.sum += e;
-      state.weighted += f;
+        for (int i = 0; i < kElements; ++i) step.apply(sum_q[i], sum_c[i]);
+        state.max = top;
+        state.ref = top_value;
+      }
+      const float shift = pool_shift(state.max);
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        sum_q[i] += e * rows[r][i];
-        sum_c[i] += f * rows[r][i];
+      for (int r = 0; r < kRows; ++r) {
+        const float e = part[r] ? exp_acc(a[r] - shift) : 0.0f;
+        const float f = part[r] ? e * (g[r] - state.ref) : 0.0f;
+        state.sum += e;
+        state.weighted += f;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          float x[kWidth];
+          rows[r][chunk].unpack(x);
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) {
+            sum_q[chunk * kWidth + i] += e * x[i];
+            sum_c[chunk * kWidth + i] += f * x[i];
+          }
+        }
       }
     }
   }
@@ -308,18 +336,43 @@ __global__ void __launch_bounds__(kPoolThreads) attention_pool_rows_kernel(Atten
 }
 
 template <typename A>
-__global__ void __launch_bounds__(kPoolThreads) attention_pool_vectors_kernel(AttentionPoolVectorsParams p) {
-  const int64_t c = int64_t(blockIdx.x) * kPoolThreads + threadIdx.x, width = 2 * p.dim;
-  if (c >= width) return;
-  double total = 0;
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const double grad = double(static_cast<const A*>(p.grad)[b]);
-    if (grad != 0) total += grad * double(static_cast<const A*>(p.sums)[b * width + c]);
-  }
+SX_DEVICE inline void pool_put_vectors(const AttentionPoolVectorsParams& p, int64_t c, double total) {
   if (c < p.dim)
     static_cast<A*>(p.d_value)[c] = A(total);
   else
     static_cast<A*>(p.d_query)[c - p.dim] = A(total);
+}
+
+// Part blockIdx.y of the rows, a thread a column. Zero gradients win over nan; no branch, so that loads go ahead.
+template <typename A>
+__global__ void __launch_bounds__(kPoolThreads) attention_pool_vectors_kernel(AttentionPoolVectorsParams p) {
+  const int64_t c = int64_t(blockIdx.x) * kPoolThreads + threadIdx.x, width = 2 * p.dim;
+  if (c >= width) return;
+  const int64_t parts = gridDim.y, part = blockIdx.y, step = (p.batch + parts - 1) / parts;
+  const int64_t end = (part + 1) * step < p.batch ? (part + 1) * step : p.batch;
+  double total = 0;
+#pragma unroll 8
+  for (int64_t b = part * step; b < end; ++b) {
+    const double grad = double(static_cast<const A*>(p.grad)[b]);
+    const double product = grad * double(static_cast<const A*>(p.sums)[b * width + c]);
+    total += grad != 0 ? product : 0.0;
+  }
+  if (p.partial != nullptr)
+    p.partial[part * width + c] = total;
+  else
+    pool_put_vectors<A>(p, c, total);
+}
+
+// The sum of `parts` parts, a thread a column.
+template <typename A>
+__global__ void __launch_bounds__(kPoolThreads)
+    attention_pool_parts_kernel(AttentionPoolVectorsParams p, int64_t parts) {
+  const int64_t c = int64_t(blockIdx.x) * kPoolThreads + threadIdx.x, width = 2 * p.dim;
+  if (c >= width) return;
+  double total = 0;
+#pragma unroll 8
+  for (int64_t part = 0; part < parts; ++part) total += p.partial[part * width + c];
+  pool_put_vectors<A>(p, c, total);
 }
 
 // ------------------------------------------------------------------------------------------------ debug check

@@ -87,6 +87,12 @@ Backward attention_pool_bwd(const Tensor& grad, const Tensor& ids, const Tensor&
     vectors.batch = B;
     vectors.dim = d;
     vectors.double_acc = is_double;
+    std::optional<Tensor> partial;
+    const int64_t parts = attention_pool_parts(B);
+    if (parts > 1 && backend_of(op, query) != Backend::kCpu) {
+      partial = empty(query, {parts, 2, d}, ScalarType::Double);
+      vectors.partial = out<double>(*partial);
+    }
     SX_RUN(op, query, launch_attention_pool_vectors, vectors);
   }
 

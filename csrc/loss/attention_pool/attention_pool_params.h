@@ -55,10 +55,20 @@ struct AttentionPoolRowsParams {
   bool stream;  // CPU only: write past the cache; rows is 64-byte aligned and d % 16 == 0
 };
 
-// d_value = sum_b grad[b] sums[b, 0], d_query = sum_b grad[b] sums[b, 1], in double and in the order of the rows
+// The GPU sums the rows of a batch in parts of at least this many, and then the parts; at most kPoolParts of them.
+constexpr int64_t kPoolPartRows = 32, kPoolParts = 256;
+
+constexpr int64_t attention_pool_parts(int64_t batch) {
+  const int64_t parts = (batch + kPoolPartRows - 1) / kPoolPartRows;
+  return parts < 1 ? 1 : parts < kPoolParts ? parts : kPoolParts;
+}
+
+// d_value = sum_b grad[b] sums[b, 0], d_query = sum_b grad[b] sums[b, 1], in double: on the CPU in the order of the
+// rows, on the GPU in that of the rows of each part, then of the parts
 struct AttentionPoolVectorsParams {
   const void* grad;  // A [B]
   const void* sums;  // A [B, 2, d]
+  double* partial;   // [parts, 2, d] scratch of the GPU where there are several
   void* d_query;     // A [d]
   void* d_value;     // A [d]
   int64_t batch, dim;

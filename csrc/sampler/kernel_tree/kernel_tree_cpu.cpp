@@ -153,14 +153,27 @@ void launch_kernel_tree_leaves(const KernelTreeLeavesParams& p) {
     });
     return;
   }
-  // A range takes the leaves that begin in it.
+  // A range takes the leaves that begin in it. Entries of -1, which are no class, come first.
+  const int64_t none = std::lower_bound(p.ids, p.ids + p.count, int64_t(0)) - p.ids;
   const auto leaf_of = [&](int64_t i) { return p.ids[i] / p.leaf_size; };
-  parallel_for_shared(p.count, chunk, [&](int64_t begin, int64_t end) {
-    int64_t i = begin;
-    while (i > 0 && i < end && leaf_of(i) == leaf_of(i - 1)) ++i;
+  parallel_for_shared(p.count - none, chunk, [&](int64_t begin, int64_t end) {
+    int64_t i = none + begin;
+    end += none;
+    while (i > none && i < end && leaf_of(i) == leaf_of(i - 1)) ++i;
     if (i == end) return;
     for (; i < p.count && (i < end || leaf_of(i) == leaf_of(i - 1)); ++i) {
-      body.change(p.sums + (leaves + leaf_of(i)) * p.stride, p.phi + i * p.stride, p.old + i * p.stride, p.stride);
+      const int64_t leaf = leaf_of(i);
+      float* sum = p.sums + (leaves + leaf) * p.stride;
+      if (p.taken == nullptr || p.taken[i]) {
+        body.change(sum, p.phi + i * p.stride, p.old + i * p.stride, p.stride);
+        if (p.fresh != nullptr) std::copy_n(p.fresh + i * p.dim, p.dim, p.rows + p.ids[i] * p.dim);
+      }
+      if (p.peaks != nullptr && (i + 1 == p.count || leaf_of(i + 1) != leaf)) {
+        float most = 0.0f, *peak = p.peaks + leaves + 1 + leaf;
+        for (int64_t c = 0; c < p.stride; ++c) most = max_nan(most, sum[c] < 0.0f ? -sum[c] : sum[c]);
+        p.peaks[leaf] = most;
+        *peak = max_nan(*peak, most);
+      }
     }
   });
 }
@@ -171,8 +184,10 @@ void launch_kernel_tree_parents(const KernelTreeParentsParams& p) {
   std::vector<int64_t> nodes;
   int64_t count = p.count;
   if (p.leaves != nullptr) {
+    const int64_t* from = std::lower_bound(p.leaves, p.leaves + count, int64_t(0));  // -1 is no leaf
+    count -= from - p.leaves;
     nodes.resize(size_t(count));
-    for (int64_t i = 0; i < count; ++i) nodes[size_t(i)] = (int64_t(1) << p.depth) + p.leaves[i];
+    for (int64_t i = 0; i < count; ++i) nodes[size_t(i)] = (int64_t(1) << p.depth) + from[i];
   }
   for (int level = p.depth - 1; level >= 0; --level) {
     const int64_t first = int64_t(1) << level;

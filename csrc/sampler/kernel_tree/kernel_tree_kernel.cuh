@@ -391,14 +391,16 @@ __global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
 
 // ------------------------------------------------------------------------------------------------ sums
 __global__ void __launch_bounds__(kKernelTreeSumThreads, 4) kernel_tree_leaves_kernel(KernelTreeLeavesParams p) {
+  __shared__ float scratch[kKernelTreeSumThreads / kWarpSize];
   const int64_t leaves = int64_t(1) << p.depth;
   const int64_t count = p.ids != nullptr ? p.count : (p.count + p.leaf_size - 1) / p.leaf_size;
   for (int64_t i = blockIdx.x; i < count; i += gridDim.x) {
     int64_t leaf, begin, end;
     if (p.ids != nullptr) {
-      leaf = p.ids[i] / p.leaf_size;
-      if (p.ids[i] < 0 || leaf >= leaves) continue;  // no class: on CUDA nobody has looked at the ids before
-      if (i > 0 && p.ids[i - 1] / p.leaf_size == leaf) continue;  // the block of the leaf's first class does it
+      const int64_t id = p.ids[i], before = i > 0 ? p.ids[i - 1] : -1;
+      if (id < 0 || id / p.leaf_size >= leaves) continue;  // none, or no class: on CUDA nobody has looked at the ids
+      leaf = id / p.leaf_size;
+      if (before >= 0 && before / p.leaf_size == leaf) continue;  // the block of the leaf's first class does it
       begin = i;
       end = i + 1;
       while (end < p.count && p.ids[end] / p.leaf_size == leaf) ++end;
@@ -408,10 +410,12 @@ __global__ void __launch_bounds__(kKernelTreeSumThreads, 4) kernel_tree_leaves_k
       end = begin + p.leaf_size < p.count ? begin + p.leaf_size : p.count;
     }
     float* to = p.sums + (leaves + leaf) * p.stride;
+    float most = 0.0f;
     for (int64_t c = 4 * threadIdx.x; c < p.stride; c += 4 * kKernelTreeSumThreads) {
       float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
       if (p.ids != nullptr) load_floats<4>(to + c, sum);
       for (int64_t j = begin; j < end; ++j) {
+        if (p.taken != nullptr && !p.taken[j]) continue;
         float x[4], old[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         load_floats<4>(p.phi + j * p.stride + c, x);
         if (p.ids != nullptr) load_floats<4>(p.old + j * p.stride + c, old);
@@ -419,6 +423,24 @@ __global__ void __launch_bounds__(kKernelTreeSumThreads, 4) kernel_tree_leaves_k
         for (int k = 0; k < 4; ++k) sum[k] += x[k] - old[k];
       }
       store_floats<4>(to + c, sum);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) most = max_nan(most, sum[k] < 0.0f ? -sum[k] : sum[k]);
+    }
+    for (int64_t j = begin; p.fresh != nullptr && j < end; ++j) {
+      if (p.taken != nullptr && !p.taken[j]) continue;
+      for (int64_t c = 4 * threadIdx.x; c < p.dim; c += 4 * kKernelTreeSumThreads) {
+        float x[4];
+        load_floats<4>(p.fresh + j * p.dim + c, x);
+        store_floats<4>(p.rows + p.ids[j] * p.dim + c, x);
+      }
+    }
+    if (p.peaks != nullptr) {  // the same in every thread
+      most = block_max<kKernelTreeSumThreads / kWarpSize>(most, scratch);
+      if (threadIdx.x == 0) {
+        float* peak = p.peaks + leaves + 1 + leaf;
+        p.peaks[leaf] = most;
+        *peak = max_nan(*peak, most);
+      }
     }
   }
 }
@@ -430,9 +452,10 @@ __global__ void __launch_bounds__(kKernelTreeSumThreads)
     int64_t node = (int64_t(1) << level) + i;
     if (p.leaves != nullptr) {
       const int shift = p.depth - level;
-      if (uint64_t(p.leaves[i]) >= uint64_t(1) << p.depth) continue;  // the same for leaves
-      node = ((int64_t(1) << p.depth) + p.leaves[i]) >> shift;
-      if (i > 0 && ((int64_t(1) << p.depth) + p.leaves[i - 1]) >> shift == node) continue;
+      const int64_t leaf = p.leaves[i], before = i > 0 ? p.leaves[i - 1] : -1;
+      if (uint64_t(leaf) >= uint64_t(1) << p.depth) continue;  // the same for leaves
+      node = ((int64_t(1) << p.depth) + leaf) >> shift;
+      if (before >= 0 && ((int64_t(1) << p.depth) + before) >> shift == node) continue;
     }
     const float* left = p.sums + 2 * node * p.stride;
     float* to = p.sums + node * p.stride;

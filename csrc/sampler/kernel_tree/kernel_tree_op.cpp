@@ -6,6 +6,7 @@
 //   kernel_tree_parents    sums of the nodes above all leaves or above some, in place
 #include <cmath>
 #include <tuple>
+#include <utility>
 
 #include "common/calls.h"
 #include "common/ids.h"
@@ -209,7 +210,8 @@ void kernel_tree_build(Tensor sums, Tensor phi, int64_t first, int64_t leaf_size
   SX_RUN(op, sums, launch_kernel_tree_leaves, p);
 }
 
-void kernel_tree_update(Tensor sums, Tensor phi, Tensor old, Tensor ids, int64_t leaf_size) {
+void kernel_tree_update(Tensor sums, Tensor phi, Tensor old, Tensor ids, int64_t leaf_size, MaybeTensor taken,
+                        MaybeTensor rows, MaybeTensor fresh, MaybeTensor peaks) {
   constexpr const char* op = "kernel_tree_update";
   begin_op();
   KernelTreeLeavesParams p{};
@@ -221,16 +223,39 @@ void kernel_tree_update(Tensor sums, Tensor phi, Tensor old, Tensor ids, int64_t
   check_tensor(op, "old", old, {p.count, p.stride}, "[n, stride]", ScalarType::Float, sums);
   check_value(leaf_size >= 1 && leaf_size < int64_t(1) << 31, op, ": leaf_size must be in [1, 2^31), got ", leaf_size);
   p.leaf_size = leaf_size;
+  const int64_t leaves = int64_t(1) << p.depth;
+  if (taken) check_tensor(op, "taken", *taken, {p.count}, "[n]", ScalarType::Bool, sums);
+  check_value(rows.has_value() == fresh.has_value(), op, ": rows and fresh must be given together, got one of them");
+  if (rows) {
+    check_tensor(op, "rows", *rows, {-1, -1}, "[C, dim]", ScalarType::Float, sums);
+    p.dim = rows->size(1);
+    check_tensor(op, "fresh", *fresh, {p.count, p.dim}, "[n, dim]", ScalarType::Float, sums);
+    check_value(p.dim % kKernelTreeRowAlign == 0, op, ": rows must have columns in a multiple of ", kKernelTreeRowAlign,
+                ", got ", describe(*rows));
+    for (const auto& [name, t] : {std::pair{"rows", *rows}, std::pair{"fresh", *fresh}}) {
+      check_value(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, op, ": ", name,
+                  " must be aligned to 16 bytes, got a view that is not");
+    }
+  }
+  if (peaks) check_tensor(op, "peaks", *peaks, {2, leaves + 1}, "[2, leaves + 1]", ScalarType::Float, sums);
   if (p.count == 0) return;
   p.ids = in<int64_t>(ids);
   if (ids_on_host(ids)) {
-    const int64_t leaves = int64_t(1) << p.depth;
     for (int64_t i = 0; i < p.count; ++i) {
-      check_index(p.ids[i] >= 0 && p.ids[i] / leaf_size < leaves && (i == 0 || p.ids[i - 1] < p.ids[i]), op,
-                  ": ids must ascend without repeats and lie in ", leaves, " leaves of ", leaf_size, " classes, got ",
-                  p.ids[i], " at position ", i);
+      const int64_t before = i == 0 ? -1 : p.ids[i - 1];
+      check_index(p.ids[i] >= -1 && p.ids[i] / leaf_size < leaves && (before == -1 || before < p.ids[i]), op,
+                  ": ids must ascend without repeats, -1 for none first, and lie in ", leaves, " leaves of ", leaf_size,
+                  " classes, got ", p.ids[i], " at position ", i);
+      check_index(!rows || p.ids[i] < rows->size(0), op, ": ids must be below the number of rows, ",
+                  rows ? rows->size(0) : 0, ", got ", p.ids[i], " at position ", i);
     }
   }
+  if (taken) p.taken = in<bool>(*taken);
+  if (rows) {
+    p.rows = out<float>(*rows);
+    p.fresh = in<float>(*fresh);
+  }
+  if (peaks) p.peaks = out<float>(*peaks);
   const Tensor features = aligned(phi), old_features = aligned(old);
   p.phi = in<float>(features);
   p.old = in<float>(old_features);
@@ -253,8 +278,9 @@ void kernel_tree_parents(Tensor sums, MaybeTensor leaves) {
     p.leaves = in<int64_t>(*leaves);
     if (ids_on_host(*leaves)) {
       for (int64_t i = 0; i < p.count; ++i) {
-        check_index(p.leaves[i] >= 0 && p.leaves[i] < most && (i == 0 || p.leaves[i - 1] <= p.leaves[i]), op,
-                    ": leaves must ascend in [0, ", most, "), got ", p.leaves[i], " at position ", i);
+        check_index(p.leaves[i] >= -1 && p.leaves[i] < most && (i == 0 || p.leaves[i - 1] <= p.leaves[i]), op,
+                    ": leaves must ascend in [0, ", most, "), -1 for none first, got ", p.leaves[i], " at position ",
+                    i);
       }
     }
   }
@@ -278,7 +304,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "float scale, float epsilon, Tensor? exclude=None, Tensor? exclude_offsets=None) -> Tensor",
       tags);
   m.def("kernel_tree_build(Tensor(a!) sums, Tensor phi, int first, int leaf_size) -> ()", tags);
-  m.def("kernel_tree_update(Tensor(a!) sums, Tensor phi, Tensor old, Tensor ids, int leaf_size) -> ()", tags);
+  m.def(
+      "kernel_tree_update(Tensor(a!) sums, Tensor phi, Tensor old, Tensor ids, int leaf_size, Tensor? taken=None, "
+      "Tensor(b!)? rows=None, Tensor? fresh=None, Tensor(c!)? peaks=None) -> ()",
+      tags);
   m.def("kernel_tree_parents(Tensor(a!) sums, Tensor? leaves=None) -> ()", tags);
 }
 

@@ -64,20 +64,24 @@ struct KernelTreeSampleParams {
 };
 
 // Sums of leaves: leaf sums of classes [first, first + count) become the sums of their features (`old` and `ids` null),
-// or those of the classes `ids`, ascending and different, grow by phi - old.
+// or those of the classes `ids`, ascending and different, grow by phi - old. An id of -1 is no class; these come first.
 struct KernelTreeLeavesParams {
   float* sums;         // [2^(depth + 1), stride]
   const float* phi;    // [count, stride]
   const float* old;    // [count, stride] or nullptr
   const int64_t* ids;  // [count] or nullptr
-  int64_t first, count, stride, leaf_size;
+  const bool* taken;   // [count] or nullptr: entries that count; the others are left out
+  const float* fresh;  // [count, dim] new class rows, or nullptr
+  float* rows;         // [n, dim] where they go, with `fresh`
+  float* peaks;        // [2, leaves + 1] or nullptr: largest |sum| of each changed leaf, now and ever
+  int64_t first, count, stride, leaf_size, dim;
   int depth;
 };
 
 // Sums of inner nodes, bottom up: all, or those above the given leaves.
 struct KernelTreeParentsParams {
   float* sums;            // [2^(depth + 1), stride]
-  const int64_t* leaves;  // [count] ascending leaf numbers, or nullptr for all
+  const int64_t* leaves;  // [count] ascending leaf numbers, -1 (no leaf) first, or nullptr for all
   int64_t count, stride;  // count: number of `leaves`, or of leaves that hold classes
   int depth;
 };

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samplex_cuda import losses
+from samplex_cuda import _device, losses
 from samplex_cuda._checks import check_choice, check_dense, check_int, check_number, check_tensor, describe, shape_text
 from samplex_cuda.draw import COPIES, Draw
 from samplex_cuda.functional._inputs import known_positives
@@ -107,7 +107,8 @@ class SampledClassifier(ExactAnswers):
         sampler_update: how a sampler that depends on the class table (`Quadratic`, `RandomFourier`) follows it.
             "step": before each training forward it receives the rows that the last one touched; an int k: every k
             forwards; "epoch": it is rebuilt whenever the head goes from eval to training mode; None: never, the caller
-            does it; "auto": "step" if the sampler depends on the table, else None. With a policy, the first forward
+            does it; "auto": "step" if the sampler depends on the table, else None. On a GPU "auto" becomes an int k
+            at the first batch if following every step would cost more than the draws. With a policy, the first forward
             rebuilds. Only rows that a forward touched count as changed, so dense weight decay or momentum needs
             "epoch", or `mark_changed()` now and then. See `staleness` and `update_sampler`.
         device: where the parameters live.
@@ -192,7 +193,7 @@ class SampledClassifier(ExactAnswers):
         else:
             self.register_parameter("bias", None)
         self.sampler = sampler
-        self.follower = TableFollower(policy, self.num_classes)
+        self.follower = TableFollower(policy, self.num_classes, sampler_update == "auto")
         self._fusion: Fusion | None = None
         self._sink: RowSink | None = None
         if class_weight is not None:
@@ -416,6 +417,8 @@ class SampledClassifier(ExactAnswers):
         following = follower.active and not transformed()
         with torch.no_grad():
             if following:
+                if follower.auto:
+                    follower.settle(self.sampler, h.shape[0], self.num_samples, self.shared)
                 follower.look(weight, bias if getattr(self.sampler, "has_bias", False) else None)
                 if follower.due():
                     self.update_sampler()
@@ -448,7 +451,7 @@ class SampledClassifier(ExactAnswers):
         sink = self._fusion or (None if compiling else self._rows_of(weight, bias))
         loss, extra = run_loss(spec.loss, x, form, sink)
         if following:  # after the loss has accepted the ids: a refused batch leaves no trace
-            follower.touch(target[self._valid(target)], draw.ids.reshape(-1))
+            follower.touch(torch.where(self._valid(target), target, -1).reshape(-1), draw.ids.reshape(-1))
         if state is not None and index is not None and used is not None and extra is not None:
             spec.loss.update_state(state, index, used, extra.detach())
         return loss
@@ -489,7 +492,7 @@ class SampledClassifier(ExactAnswers):
         chance = None if collision is None else collision()
         if chance is None:
             return draw.repeats()
-        return draw.ids.is_cpu and chance * draw.ids.shape[0] > COPIES
+        return not _device.host_waits(draw.ids) and chance * draw.ids.shape[0] > COPIES
 
     def _rows_of(self, weight: Tensor, bias: Tensor | None) -> RowSink:
         """The sink of unfused gradients; made anew when a parameter was replaced."""
@@ -577,7 +580,7 @@ class SampledClassifier(ExactAnswers):
             sampler, self.loss, self.num_classes, self.bias is not None, self.shared, self.stratified, update
         )
         self.sampler = sampler
-        self.follower = TableFollower(policy, self.num_classes)
+        self.follower = TableFollower(policy, self.num_classes, update == "auto")
         if num_samples is not None:
             self.num_samples = num_samples
 
@@ -638,7 +641,7 @@ class SampledClassifier(ExactAnswers):
             return
         if ids is not None:
             several = [ids] if isinstance(ids, Tensor) else ids
-            ids = [i[(i >= 0) & (i < self.num_classes)] for i in several]
+            ids = [torch.where((i >= 0) & (i < self.num_classes), i, -1).reshape(-1) for i in several]
         self.follower.mark(ids)
 
     def train(self, mode: bool = True) -> SampledClassifier:

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samplex_cuda import _device
 from samplex_cuda._checks import describe
 from samplex_cuda.optim.writes import version_of, watch
+from samplex_cuda.samplers.base import Sampler, distinct_ids
 
 __all__ = ["Staleness", "TableFollower"]
 
@@ -38,6 +40,7 @@ class TableFollower:
     Args:
         policy: "step", an int k, "epoch", or None: nothing is recorded.
         num_classes: rows of the table; recorded ids outside of it are dropped. None: unknown.
+        auto: nobody asked for this policy; the sampler may choose another one when it sees the first batch.
 
     Example:
         >>> import torch
@@ -48,13 +51,15 @@ class TableFollower:
         Staleness(steps=1, rows=-1)
     """
 
-    def __init__(self, policy: str | int | None, num_classes: int | None = None) -> None:
+    def __init__(self, policy: str | int | None, num_classes: int | None = None, auto: bool = False) -> None:
         self.policy = policy
+        self.auto = auto
         self.num_classes = num_classes
         self.active = policy is not None
         self.touched: list[Tensor] = []  # ids since the sampler was brought up to date
         self.steps = 0  # training forwards since then
         self.stale = policy is not None  # whether rows may have changed that nobody recorded
+        self._buffer: Tensor | None = None  # ids of the last step on a device
         self._known: dict[str, int] = {}  # versions of weight and bias after the last write that is accounted for
         self._tables: dict[str, Any] = {}  # weak references to them
 
@@ -95,26 +100,45 @@ class TableFollower:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableFollower:
         """A copy belongs to another table."""
-        other = TableFollower(self.policy, self.num_classes)
+        other = TableFollower(self.policy, self.num_classes, self.auto)
         other.touched, other.steps, other.stale = [t.clone() for t in self.touched], self.steps, self.stale
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The same for pickles."""
-        return _remade, (self.policy, self.num_classes, self.touched, self.steps, self.stale)
+        return _remade, (self.policy, self.num_classes, self.touched, self.steps, self.stale, self.auto)
 
     # -------------------------------------------------------------------------------------------- the policy
+    def settle(self, sampler: Any, batch: int, num_samples: int, shared: bool) -> None:
+        """Lets the sampler choose how often it follows, by the sizes of the first batch, unless the user has."""
+        if self.auto and self.policy == "step":
+            every = sampler.follow_interval(batch, num_samples, shared) if isinstance(sampler, Sampler) else 1
+            self.policy = "step" if every == 1 else every
+        self.auto = False
+
     def due(self) -> bool:
         """Whether the sampler must be brought up to date before the next training forward."""
         if self.stale:
             return True
+        if self.touched and _device.captured(self.touched[0].device):
+            return True  # a graph repeats this step: it must hold the update
         return self.steps >= (1 if self.policy == "step" else self.policy) if self.policy != "epoch" else False  # type: ignore[operator]
 
     def touch(self, *ids: Tensor) -> None:
-        """Counts a training forward that touched these rows."""
+        """Counts a training forward that touched these rows; ids outside of the table are dropped later."""
         self.steps += 1
-        if self.policy != "epoch":
+        if self.policy == "epoch":
+            return
+        if not _device.host_waits(ids[0]):
             self.touched += ids
+            return
+        # Of one size and in one place in every step, so that a CUDA graph of a step leaves its ids to the next one.
+        size, spare = sum(i.numel() for i in ids), self._buffer
+        fits = spare is not None and spare.numel() == size and spare.device == ids[0].device
+        if not fits or any(t is spare for t in self.touched):
+            spare = ids[0].new_empty(size)
+        self._buffer = torch.cat(ids, out=spare)
+        self.touched.append(self._buffer)
 
     def mark(self, ids: list[Tensor] | None = None) -> None:
         """Rows that changed outside of a training forward; None: any of them may have."""
@@ -145,9 +169,7 @@ class TableFollower:
 
         A loss on a GPU does not raise on an id out of range, and a checkpoint may hold one: these are dropped here.
         """
-        ids = torch.cat(self.touched).unique()
-        inside = ids >= 0
-        return ids[inside if self.num_classes is None else inside & (ids < self.num_classes)]
+        return distinct_ids(torch.cat(self.touched), self.num_classes)
 
     @torch.no_grad()
     def flush(self, sampler: Any, weight: Tensor, bias: Tensor | None) -> None:
@@ -155,6 +177,9 @@ class TableFollower:
         with_bias = getattr(sampler, "has_bias", False) and bias is not None
         if self.stale or self.policy is None or (self.policy == "epoch" and self.steps):
             sampler.rebuild(weight, bias) if with_bias else sampler.rebuild(weight)
+        elif self.touched and isinstance(sampler, Sampler) and _device.host_waits(weight):
+            ids = self.touched[0] if len(self.touched) == 1 else torch.cat(self.touched)
+            sampler.follow(ids, weight, bias if with_bias else None)
         elif self.touched:
             ids = self.changed()
             rows = weight[ids]
@@ -188,8 +213,13 @@ class TableFollower:
 
 
 def _remade(
-    policy: str | int | None, num_classes: int | None, touched: list[Tensor], steps: int, stale: bool
+    policy: str | int | None,
+    num_classes: int | None,
+    touched: list[Tensor],
+    steps: int,
+    stale: bool,
+    auto: bool = False,
 ) -> TableFollower:
-    made = TableFollower(policy, num_classes)
+    made = TableFollower(policy, num_classes, auto)
     made.touched, made.steps, made.stale = touched, steps, stale
     return made

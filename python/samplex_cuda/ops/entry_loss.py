@@ -59,9 +59,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*inputs)
     batch, _ = fake_sizes("entry_loss", a.hidden)
     shared, with_ratio = a.ids.dim() == 1, a.kind == _WITH_RATIO
-    saved = saved_numbers(
-        a.hidden, a.target, a.ids.shape[-1], shared, a.reduction, a.need_grad, with_ratio=with_ratio
-    )
+    saved = saved_numbers(a.hidden, a.target, a.ids.shape[-1], shared, a.reduction, a.need_grad, with_ratio=with_ratio)
     shapes = [() if a.reduction else (batch,), (saved,)]
     return tuple(a.hidden.new_empty(shape, dtype=acc_dtype(a.hidden.dtype)) for shape in shapes)
 

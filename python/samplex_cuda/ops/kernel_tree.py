@@ -157,15 +157,31 @@ def kernel_tree_build(sums: Tensor, phi: Tensor, first: int, leaf_size: int) -> 
     torch.ops.samplex.kernel_tree_build(sums, phi, first, leaf_size)
 
 
-def kernel_tree_update(sums: Tensor, phi: Tensor, old: Tensor, ids: Tensor, leaf_size: int) -> None:
+def kernel_tree_update(
+    sums: Tensor,
+    phi: Tensor,
+    old: Tensor,
+    ids: Tensor,
+    leaf_size: int,
+    *,
+    taken: Tensor | None = None,
+    rows: Tensor | None = None,
+    fresh: Tensor | None = None,
+    peaks: Tensor | None = None,
+) -> None:
     """Leaf sums of some classes grow by `phi - old`, in place; `kernel_tree_parents` does the rest.
 
     Args:
         sums: [2 * leaves, stride] float32.
         phi: [n, stride] float32 new features of the classes.
         old: [n, stride] float32 the features their leaves hold now.
-        ids: [n] int64, ascending, without repeats.
+        ids: [n] int64, ascending, without repeats; -1, which is skipped, comes first.
         leaf_size: classes per leaf.
+        taken: [n] bool; entries that are False are skipped.
+        rows: [C, dim] float32, class rows to change as well, with `fresh`.
+        fresh: [n, dim] float32, the new rows of the classes.
+        peaks: [2, leaves + 1] float32: the largest |number| of each changed leaf is written to the first row and raises
+            the second. The last column is not used.
 
     Example:
         >>> import torch
@@ -175,7 +191,7 @@ def kernel_tree_update(sums: Tensor, phi: Tensor, old: Tensor, ids: Tensor, leaf
         >>> sums[:, 0]
         tensor([0., 0., 0., 1.])
     """
-    torch.ops.samplex.kernel_tree_update(sums, phi, old, ids, leaf_size)
+    torch.ops.samplex.kernel_tree_update(sums, phi, old, ids, leaf_size, taken, rows, fresh, peaks)
 
 
 def kernel_tree_parents(sums: Tensor, leaves: Tensor | None = None) -> None:
@@ -183,7 +199,7 @@ def kernel_tree_parents(sums: Tensor, leaves: Tensor | None = None) -> None:
 
     Args:
         sums: [2 * leaves, stride] float32.
-        leaves: [k] int64 ascending leaf numbers; None: all.
+        leaves: [k] int64 ascending leaf numbers, -1 (skipped) first; None: all.
 
     Example:
         >>> import torch
@@ -243,7 +259,17 @@ def _(sums: Tensor, phi: Tensor, first: int, leaf_size: int) -> None:
 
 
 @register_fake("samplex::kernel_tree_update")
-def _(sums: Tensor, phi: Tensor, old: Tensor, ids: Tensor, leaf_size: int) -> None:
+def _(
+    sums: Tensor,
+    phi: Tensor,
+    old: Tensor,
+    ids: Tensor,
+    leaf_size: int,
+    taken: Tensor | None = None,
+    rows: Tensor | None = None,
+    fresh: Tensor | None = None,
+    peaks: Tensor | None = None,
+) -> None:
     return None
 
 

@@ -14,7 +14,7 @@ from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import uniform_sample
 from samplex_cuda.rng import Key, fold_in, key_tensor
 
-__all__ = ["Exclude", "Sampler"]
+__all__ = ["Exclude", "Sampler", "distinct_ids"]
 
 # int64 [B] | [B, P] padded with -1 | CSR pair (offsets [B + 1], ids [nnz])
 Exclude: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -23,6 +23,20 @@ MAX_BATCH = 1 << 32
 MAX_SAMPLES = 1 << 24
 _UNIFORM_BITS = 52
 _BLOCK = 1 << 22  # numbers of [B, n] at a time
+
+
+def distinct_ids(ids: Tensor, num_classes: int | None) -> Tensor:
+    """The distinct ids of [0, num_classes), ascending; None: of all that are not negative.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.samplers.base import distinct_ids
+        >>> distinct_ids(torch.tensor([7, 3, -1, 3, 90]), 10)
+        tensor([3, 7])
+    """
+    found = ids.unique()
+    inside = found >= 0
+    return found[inside if num_classes is None else inside & (found < num_classes)]
 
 
 def check_int64(op: str, name: str, t: object) -> Tensor:
@@ -250,6 +264,23 @@ class Sampler(torch.nn.Module):
     def rebuild(self, weight: Tensor) -> None:
         """Build the sampler anew from the whole class table [C, d]."""
         raise NotImplementedError
+
+    @torch.no_grad()
+    def follow(self, ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """These rows of the class table may have changed: what a training step records, as it is.
+
+        Args:
+            ids: int64 [n], in any order; repeats and ids that are not classes are skipped.
+            weight: [C, d], the whole table; only the rows of `ids` are read.
+            bias: [C], where the sampler has a bias.
+        """
+        some = distinct_ids(ids, self.num_classes)
+        update: Any = self.update
+        update(some, weight[some], bias[some]) if self.has_bias and bias is not None else update(some, weight[some])
+
+    def follow_interval(self, batch: int, num_samples: int, shared: bool) -> int:
+        """Training steps that share one `follow`, where the user leaves that open (`sampler_update="auto"`)."""
+        return 1
 
     def _log_left(self, h: Tensor | None, exclude: Exclude, context: Tensor | None, batch: int) -> Tensor:
         """log of the probability that none of the excluded ids comes, [B] float64; -inf where nothing is left.

@@ -15,13 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplex_cuda import chunking, rff
+from samplex_cuda import _device, chunking, rff
 from samplex_cuda._checks import call, check_data, check_dense, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import kernel_tree as ops
 from samplex_cuda.ops.static_sample import sort_exclude
 from samplex_cuda.rng import Key, key_tensor
-from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
+from samplex_cuda.samplers.base import Exclude, check_int64
+from samplex_cuda.samplers.kernel_follow import (
+    LOST,
+    MOST_QUERY,
+    MOST_ROW,
+    MOST_SUM,
+    DeviceFollowing,
+    longest_query,
+)
 from samplex_cuda.samplers.progress import bar
 from samplex_cuda.samplers.stored import finite_error, shape_error
 from samplex_cuda.tables import empty_table
@@ -32,13 +40,9 @@ __all__ = ["KernelSampler"]
 _LARGEST = {"omega": 1e8, "rows": 1e18}
 _CLIPPED = 0.1  # share of negative estimates from which on a warning is due
 _WATCHED = 8  # one call of so many on a CUDA device sends its share to the host
-_MOST_SUM = 1e30  # of features over all classes: a product with the features of a query must stay in float32
-_MOST_ROW = 1e15  # of the numbers of a row: its distance from a query must stay in float32
-_MOST_QUERY = 1e15  # a longer query is shortened to this
-_LOST = 64.0  # a leaf that was so many times larger is summed anew: the rest of a difference has few digits
 
 
-class KernelSampler(Sampler):
+class KernelSampler(DeviceFollowing):
     """What `Quadratic` and `RandomFourier` share: q(c | h) about proportional to a kernel K(h, c) of the class rows.
 
     The sampler keeps a copy of the class rows (an update needs the old ones) and, for every node of a balanced tree
@@ -78,8 +82,7 @@ class KernelSampler(Sampler):
         super().__init__()
         self._lock = threading.RLock()  # of the tree: whoever reads or changes it
         self._mixed = False  # whether a change is under way, or was interrupted: the sums are not those of the rows
-        self._peak: Tensor | None = None  # [leaves] largest sum that each leaf has had since it was summed anew
-        self._longest = _MOST_QUERY
+        self._longest: float | Tensor = MOST_QUERY
         self._check_table("weight", weight)
         if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0.0 <= epsilon < 1.0:
             raise ValueError(f"{self._op}: epsilon must be a number in [0, 1), got {epsilon!r}")
@@ -95,7 +98,6 @@ class KernelSampler(Sampler):
         if kind != "quadratic":
             omega = rff.frequencies(width, num_features, nu=self.scale, kind=kind, key=key, device=weight.device)
         self._warned = False
-        self._share: Tensor | None = None  # on the host, on its way from a CUDA device
         self._calls = 0
         self._shift = 0.0
         leaves = 1 << self.depth
@@ -110,11 +112,6 @@ class KernelSampler(Sampler):
         self._fill(weight, bias, progress)
 
     # -------------------------------------------------------------------------------------------- shape
-    @property
-    def depth(self) -> int:
-        """Levels of the tree; 0 where all classes fit into one leaf."""
-        return (-(-self.num_classes // self.leaf_size) - 1).bit_length()
-
     def memory(self) -> dict[str, int]:
         """Bytes of the sampler's own copy of the class rows, of the node sums, of the frequencies, and of all.
 
@@ -258,7 +255,7 @@ class KernelSampler(Sampler):
         """Warn once where too much of the estimated mass is negative."""
         if self._warned or clipped.numel() == 0 or torch.compiler.is_compiling():
             return
-        share = self._earlier_share(clipped) if clipped.is_cuda else float(clipped.nanmean())
+        share = self._earlier_share(clipped) if _device.host_waits(clipped) else float(clipped.nanmean())
         if not share > _CLIPPED:
             return
         self._warned = True
@@ -273,13 +270,9 @@ class KernelSampler(Sampler):
 
     def _earlier_share(self, clipped: Tensor) -> float:
         """The share of an earlier call, so that no call waits for the device: 0 until the first one has arrived."""
-        if torch.cuda.is_current_stream_capturing():
-            return 0.0
-        if self._share is None:
-            self._share = torch.zeros((), pin_memory=True)
-        share = float(self._share)
+        share = self._post()[0]
         if self._calls % _WATCHED == 0:
-            self._share.copy_(clipped.nanmean(), non_blocking=True)
+            self._post().send(0, clipped.nanmean())
         self._calls += 1
         return share
 
@@ -330,7 +323,7 @@ class KernelSampler(Sampler):
         shrunk = self.kind == "positive" and self._shift > 32.0 + self._decay(self._own(rows, bias, slice(None)))
         everything = 2 * ids.shape[0] >= self.num_classes or shrunk
         before = self.rows[ids, :width]
-        self._mixed = True
+        self._mixed, self._peaks = True, None
         for part in self._chunks(ids.shape[0]):
             some, new = ids[part], self._own(rows, bias, order[part])
             if not everything:
@@ -361,7 +354,7 @@ class KernelSampler(Sampler):
             now = torch.linalg.vector_norm(self.sums[leaves + part], math.inf, 1)
             peak = torch.maximum(self._peak[part], now)
             self._peak[part] = peak
-            lost.append(part[peak > _LOST * now])
+            lost.append(part[peak > LOST * now])
         for leaf in torch.cat(lost).tolist():
             own = self.rows[leaf * self.leaf_size : (leaf + 1) * self.leaf_size, : self.dim + self.has_bias]
             phi = self._features(own.contiguous(), self._shift)
@@ -371,12 +364,10 @@ class KernelSampler(Sampler):
     def _measure(self) -> bool:
         """Whether the sums of all classes are in range; how long a query may be then."""
         most = float(self.sums[1].abs().amax())
-        if not most <= _MOST_SUM:  # nan too
+        if not most <= MOST_SUM:  # nan too
             return False
-        self._longest = _MOST_QUERY
-        if self.kind == "quadratic":
-            room = 1e37 / (self.num_numbers * math.sqrt(2.0 * self.scale) * max(most, 1.0))
-            self._longest = min(_MOST_QUERY, math.sqrt(room))
+        quadratic = self.kind == "quadratic"
+        self._longest = longest_query(most, self.num_numbers, self.scale) if quadratic else MOST_QUERY
         return True
 
     def _refuse_rows(self, name: str, rows: Tensor, bias: Tensor | None) -> None:
@@ -413,15 +404,6 @@ class KernelSampler(Sampler):
         with self._held():
             self._fill(weight, bias, progress)
 
-    def _rows_at_a_time(self) -> int:
-        """Rows of features that are held at once."""
-        return max(1, chunking.chunk_bytes(self.sums.device, "features") // (self.sums.shape[1] * 4))
-
-    def _chunks(self, count: int) -> Iterator[slice]:
-        """Rows whose features are made at once: whole leaves."""
-        leaf = max(1, self._rows_at_a_time() // self.leaf_size) * self.leaf_size
-        return (slice(begin, min(begin + leaf, count)) for begin in range(0, count, leaf))
-
     def _own(self, weight: Tensor, bias: Tensor | None, which: slice | Tensor) -> Tensor:
         """Rows as the tree keeps them, [n, width] float32."""
         rows = weight.detach()[which].to(torch.float32)
@@ -442,6 +424,7 @@ class KernelSampler(Sampler):
             self._refuse_rows("weight", weight, bias)
         for part in self._chunks(self.num_classes):
             self.rows[part, :width] = self._own(weight, bias, part)
+        self._forget_notices()
         self._mixed = False
 
     @torch.no_grad()
@@ -453,13 +436,13 @@ class KernelSampler(Sampler):
             def own(part: slice) -> Tensor:
                 return self.rows[part, :width].contiguous()
 
-        self._mixed, self._peak = True, None
+        self._mixed, self._peak, self._peaks = True, None, None
         shift = 0.0
         if self.kind == "positive":
             # A common factor of all features changes no probability. It keeps the exponents of long rows, about
             # -nu |c|^2 / 2, in range. In steps of 16, so that it is 0 for short rows and seldom another later.
             decay = min(self._decay(own(part)) for part in self._chunks(self.num_classes))
-            if not decay < _MOST_SUM:
+            if not decay < MOST_SUM:
                 return False
             shift = 16.0 * math.floor(decay / 16.0)
         with bar(self.num_classes, progress) as show:
@@ -506,15 +489,15 @@ class KernelSampler(Sampler):
                 continue
             for begin in range(0, table.shape[0], 65536):
                 part = table.detach()[begin : begin + 65536].reshape(-1, 1 if table.dim() == 1 else table.shape[1])
-                if float(torch.linalg.vector_norm(part, math.inf)) <= _MOST_ROW:  # false for nan
+                if float(torch.linalg.vector_norm(part, math.inf)) <= MOST_ROW:  # false for nan
                     continue
-                fine = part.abs() <= _MOST_ROW
+                fine = part.abs() <= MOST_ROW
                 bad = int((~fine).any(1).nonzero()[0, 0])
                 if not bool(part[bad].isfinite().all()):
                     raise ValueError(f"{self._op}: {what} must be finite, got nan or inf in row {bad + begin}")
                 most = float(part[bad].abs().amax())
                 raise ValueError(
-                    f"{self._op}: {what} must hold numbers up to {_MOST_ROW:g}, got {most:g} in row {bad + begin}. "
+                    f"{self._op}: {what} must hold numbers up to {MOST_ROW:g}, got {most:g} in row {bad + begin}. "
                     f"{self._way_out()}"
                 )
 
@@ -531,7 +514,7 @@ class KernelSampler(Sampler):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         with self._lock:
             super()._load_from_state_dict(state_dict, prefix, *args)
-            self._peak, self._mixed = None, False
+            self._peak, self._peaks, self._mixed = None, None, False
             self._measure()
             if prefix + "shift" in state_dict:
                 self._shift = float(self.shift)
@@ -553,7 +536,8 @@ class KernelSampler(Sampler):
     def _apply(self, fn: Any, recurse: bool = True) -> KernelSampler:
         kept = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
-        self._peak = None
+        self._peak = self._peaks = self._mail = self._notices = None
+        self._longest = float(self._longest)
         # `.to(bfloat16)` or `.half()` of a model is not about the sampler: its law, and with it log_q, would change.
         for name, t in kept.items():
             now = self.get_buffer(name)

@@ -174,6 +174,17 @@ class Mixture(Sampler):
         for sampler in self._parts():
             sampler.update(ids, rows, bias) if sampler.has_bias else sampler.update(ids, rows)
 
+    def follow(self, ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Hands the recorded ids to every component that follows the class table."""
+        for sampler in self._parts():
+            if sampler.follows_rows:
+                sampler.follow(ids, weight, bias if sampler.has_bias else None)
+
+    def follow_interval(self, batch: int, num_samples: int, shared: bool) -> int:
+        """The longest of the components that follow the class table."""
+        parts = [sampler for sampler in self._parts() if sampler.follows_rows]
+        return max((sampler.follow_interval(batch, num_samples, shared) for sampler in parts), default=1)
+
     def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Hands the class table (and bias) to every component that follows it."""
         for sampler in self._parts():
