@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
 from pathlib import Path
 
@@ -17,22 +15,6 @@ from step_recorder import SyncGuard
 
 import samplex_cuda as sx
 from samplex_cuda import graphs
-
-
-@pytest.fixture
-def ptxshim():
-    """The emulated CUDA runtime's counters, at 0."""
-    folder = os.environ.get("SAMPLEX_PTXRUN")
-    if not folder or os.environ.get("SAMPLEX_CPU_BACKEND") != "cuda":
-        pytest.skip("needs the emulated CUDA runtime: make test-emulated PTXRUN=dir")
-    sys.path.insert(0, folder)
-    try:
-        shim = importlib.import_module("ptxshim")
-    finally:
-        sys.path.remove(folder)
-    shim.reset()
-    return shim
-
 
 STEPS = [
     ("adagrad", {"capturable": False}),

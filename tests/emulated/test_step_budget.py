@@ -42,10 +42,9 @@ def make_step(kind: str) -> Callable[[], None]:
     return step
 
 
-def missed(value: object, point: str) -> object:
-    """A case that misses its budget today."""
-    mark = pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"issue 19, point {point}")
-    return pytest.param(value, marks=mark)
+SHARED = pytest.param(
+    "shared", marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason="staging and products are launches")
+)
 
 
 @pytest.fixture
@@ -53,29 +52,19 @@ def counts(request, ptxshim):
     return count_step(ptxshim, make_step(request.param))
 
 
-@pytest.mark.parametrize("counts", ["per row", missed("shared", "3: own staging and products")], indirect=True)
+@pytest.mark.parametrize("counts", ["per row", SHARED], indirect=True)
 def test_launches_of_a_fused_step(counts):
     assert counts.launches["aten sort inside an op"] == 1
     assert counts.total_launches <= MOST_LAUNCHES, counts.launches
 
 
-@pytest.mark.parametrize("counts", [missed("per row", "7: int32 keys")], indirect=True)
+@pytest.mark.parametrize("counts", ["per row"], indirect=True)
 def test_passes_of_the_sort(counts):
     assert len(counts.sort_passes) == 1
     assert counts.sort_passes[0] <= MOST_SORT_PASSES
 
 
-@pytest.mark.parametrize(
-    "counts",
-    [
-        "per row",
-        "shared",
-        "adam",
-        missed("grad scaler", "5: found_inf on the device"),
-        missed("kernel sampler", "6: following the table on the device"),
-    ],
-    indirect=True,
-)
+@pytest.mark.parametrize("counts", ["per row", "shared", "adam", "grad scaler", "kernel sampler"], indirect=True)
 def test_no_synchronization_and_capturable(counts):
     assert counts.total_launches > 5
     assert not counts.syncs
@@ -129,8 +118,20 @@ def longest_warp(ptxshim, which: str, fused: bool) -> int:
     return max(launch["max_warp_instr"] for launch in kernels)
 
 
-@pytest.mark.parametrize("which", [missed(name, "1: hot rows") for name in ("log-uniform", "one class in every row")])
-@pytest.mark.parametrize("fused", [True, False], ids=["update", "reduction"])
+@pytest.mark.parametrize(
+    ("which", "fused"),
+    [
+        pytest.param("log-uniform", True, id="update-log-uniform"),
+        pytest.param("one class in every row", True, id="update-one-class"),
+        pytest.param(
+            "log-uniform",
+            False,
+            id="reduction-log-uniform",
+            marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason="4.3 times: three levels of pieces"),
+        ),
+        pytest.param("one class in every row", False, id="reduction-one-class"),
+    ],
+)
 def test_no_warp_works_for_the_others(ptxshim, which, fused):
     distinct = longest_warp(ptxshim, "distinct", fused)
     longest = longest_warp(ptxshim, which, fused)
@@ -140,7 +141,7 @@ def test_no_warp_works_for_the_others(ptxshim, which, fused):
 
 # ------------------------------------------------------------------------------------------------ sectors
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dim", [missed(dim, "4: several warps per row") for dim in (1024, 4096)])
+@pytest.mark.parametrize("dim", [1024, 4096])
 def test_wide_rows_are_read_once(profile_cuda, dim, dtype):
     fewest = profile_cuda.fewest_sectors(dim, dtype)
     found = profile_cuda.run("sampled_softmax", f"{dim}:{dtype}")
