@@ -46,7 +46,7 @@ CONSUMER = Gpu("RTX 4090", 1.01e12, 82.6e12, 165e12, 128, 2.52e9, 2)
 OF_BANDWIDTH, OF_FP32, OF_TENSOR = 0.85, 0.75, 0.60
 GRAPH_LAUNCH = 1.5e-6  # start and end of a kernel inside a CUDA graph
 HOST_LAUNCH = 5e-6  # an op launched from Python, which the host needs whether or not the GPU has work
-CHUNK = 128 << 20  # bytes of logits at a time
+CHUNK = 256 << 20  # bytes of logits at a time
 
 
 # ----------------------------------------------------------------------------------------------------- a step
@@ -112,16 +112,22 @@ def per_row(s: Shape) -> list[Work]:
 
 
 def shared(s: Shape) -> list[Work]:
-    """One set of m draws for the batch: three products of [B, m] with d."""
+    """One set of m draws for the batch: three products of [B, m] with d; bf16 coefficients are two numbers each."""
     rows, logits = s.samples + s.batch, s.batch * s.samples
-    product = 2 * logits * s.dim
+    product, parts = 2 * logits * s.dim, 2 if s.tensor else 1
+    split = [Work("coefficients in two parts", 8 * logits)] if s.tensor else []
     return [
         Work("key, seed of backward", 0, launches=2),
         Work("draw", 12 * s.samples),
+        Work("class rows of the draws", (1 + parts) * s.samples * s.dim * s.size),
         Work("logits", (rows + s.batch) * s.dim * s.size + 4 * logits, product, tensor=s.tensor),
         Work("softmax", 8 * logits + 2 * s.batch * s.dim * s.size),
-        Work("gradient of h", 4 * logits + (rows + s.batch) * s.dim * s.size, product, tensor=s.tensor),
-        Work("gradient of rows", 4 * logits + rows * s.dim * (s.size + 4), product, tensor=s.tensor),
+        *split,
+        Work("gradient of h", 4 * logits + (rows + s.batch) * s.dim * s.size, parts * product, tensor=s.tensor),
+        Work("mean", 4 * s.batch),
+        Work("coefficients", 8 * logits + (3 + parts) * s.batch * s.dim * s.size),
+        Work("gradient of rows", 4 * logits + rows * s.dim * (s.size + 4), parts * product, tensor=s.tensor),
+        Work("gradient of biases", 4 * logits),
         *update(s, rows, rows),
     ]
 

@@ -41,18 +41,13 @@ FLIGHT_ARCH, FLIGHT_BYTES = 90, 40 * 1024
 _ROW_TYPES = r"(?:float, 4|Half, 8|BFloat16, 8),"
 MEMORY_BOUND = {
     "forward": rf"sampled_softmax_kernel<{_ROW_TYPES}",
-    "update": r"row_rules_entries_kernel<(?:float|Half|BFloat16), 4>",
+    "update": r"row_rules_entries_kernel<(?:float, 4|Half, 8|BFloat16, 8)>",
     "row reduction": r"row_reduce_rows_kernel<float",
     "log-sum-exp": r"predict_lse_kernel<float",
     "top-k": r"predict_topk_kernel<float",
     "attention pool": rf"attention_pool_kernel<{_ROW_TYPES}",
 }
-FLIGHT_WAITING = {
-    "attention pool": "issue 19, gate row of bytes in flight: rows of 16 bits",
-    "row reduction": "issue 19, point 1",
-    "log-sum-exp": "issue 19, point 8",
-    "top-k": "issue 19, point 8",
-}
+FLIGHT_WAITING: dict[str, str] = {}
 
 
 # ------------------------------------------------------------------------------------------------ occupancy

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samplex_cuda as sx
-from samplex_cuda import prediction
+from samplex_cuda import chunking
 from samplex_cuda.samplers import exact
 
 KINDS = ["softmax", "absolute", "quartic"]
@@ -156,7 +156,7 @@ def test_rows_beyond_a_batch_block_keep_their_excluded_classes(monkeypatch):
     sampler = sx.samplers.Softmax(weight, bias)
     csr = (torch.arange(12) * 3, exclude.flatten())
     whole = sampler.sample(h, 40, key=sx.Key(5), exclude=exclude)
-    monkeypatch.setattr(prediction, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(chunking, "_BLOCK_ROWS", 4)
     for form in (exclude, csr):
         parts = sampler.sample(h, 40, key=sx.Key(5), exclude=form)
         assert torch.equal(whole.ids, parts.ids)

@@ -113,9 +113,6 @@ def kernels() -> set[str]:
     return found
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="issue 19: make cuda-gate writes the page after the merge"
-)
 def test_the_page_of_resources_has_every_kernel():
     page = (ROOT / "docs" / "cuda_resources.md").read_text()
     assert len(kernels()) > 20

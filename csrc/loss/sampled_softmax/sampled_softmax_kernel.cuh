@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kRowWarps* kWarpSize, kRowWarps == 1 ? 8 : (kW
 // A warp scores an entry; draws that come with their product are scored one a thread. The unit gradient takes a second
 // pass over the rows, kWidth columns a thread.
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kThreads, 4) sampled_softmax_wide_kernel(SampledSoftmaxParams p) {
+__global__ void __launch_bounds__(kThreads, kWidth > 1 ? 2 : 4) sampled_softmax_wide_kernel(SampledSoftmaxParams p) {
   using A = acc_t<T>;
   __shared__ A scratch[kWarps];
   __shared__ A coefs[kThreads];

@@ -373,7 +373,7 @@ inline void update_range(const RowRulesParams& p, const cpu::RowReduceRange& ran
       }
       if (with_bias) {
         prefetch_bias<A>(p.bias, entries.id(i + how.rows < range.readable ? i + how.rows : range.readable - 1));
-        update_bias<A>(p.bias, p.key, id, coef_sum);
+        update_bias<A>(p.bias, RuleNumbers<A>(p.bias), p.key, id, coef_sum);
       }
     }
     look_ahead(i);

@@ -14,8 +14,8 @@ namespace SX_BACKEND_NS {
 // Blocks of a multiprocessor at the least. Not asked, ptxas takes fewer registers than it needs on some architectures,
 // and spills; on others it takes so many that too few loads are under way.
 constexpr int kOptimResident = 4;
-template <int Width>
-constexpr int kEntriesResident = Width == 8 ? 5 : 6;
+template <typename T, int Width>
+constexpr int kEntriesResident = sizeof(T) == 8 ? 4 : Width == 8 ? 5 : 6;
 
 // to[0 .. Width) = x, rounded: the columns from c on of class `id`.
 template <int Width, typename T, typename A>
@@ -49,8 +49,8 @@ SX_DEVICE inline void store_numbers(T* to, int c, const A* x, const int64_t* key
 // first, and loads it twice if there are several blocks. Weight and states are read behind the gradient: they would
 // take registers while it is summed, and with fewer warps there is less under way.
 template <int Width, typename T, typename A, typename Load>
-SX_DEVICE inline void update_row(const RowRulesParams& p, int64_t id, bool here, int lane, int group, int first,
-                                 int last, const Load& load) {
+SX_DEVICE inline void update_row(const RowRulesParams& p, const RuleNumbers<A>& rule, int64_t id, bool here, int lane,
+                                 int group, int first, int last, const Load& load) {
   const bool by_row = p.weight.rule.kind == RowRuleKind::kRowAdagrad;
   A squares = 0, rate = 0;
   for (int pass = by_row ? 0 : 1; pass < 2; ++pass) {
@@ -59,7 +59,7 @@ SX_DEVICE inline void update_row(const RowRulesParams& p, int64_t id, bool here,
       const bool inside = here && c < p.dim;
       A g[Width] = {};
       load(block, c, g);
-      RuleNumbers<A> r(p.weight);
+      RuleNumbers<A> r = rule;
       T* const row = static_cast<T*>(p.weight.values) + id * p.dim + c;
       A w[Width] = {};
       if (inside) load_numbers<Width>(row, w);
@@ -103,18 +103,36 @@ __global__ void __launch_bounds__(kWarpSize) row_rules_live_kernel(RowRulesParam
   if (threadIdx.x == 1 && p.bias.live.rule != nullptr) *p.bias.live.rule = live_rule(p.bias);
 }
 
+// The numbers of the step, in shared memory: in registers they would be there while a gradient is summed.
+template <typename A>
+struct StepRules {
+  RuleNumbers<A> weight, bias;
+  bool skip;
+
+  SX_DEVICE void read(const RowRulesParams& p) {
+    if (threadIdx.x == 0) {
+      weight = RuleNumbers<A>(p.weight);
+      if (p.bias.values != nullptr) bias = RuleNumbers<A>(p.bias);
+      skip = is_skipped(p.weight);
+    }
+    __syncthreads();
+  }
+};
+
 template <typename T, int Width>
 __global__ void __launch_bounds__(kUpdateThreads, kOptimResident)
     row_rules_rows_kernel(RowRulesParams p, int log_group) {
   using A = acc_t<T>;
+  __shared__ StepRules<A> rules;
+  rules.read(p);
   const int64_t i = (int64_t(blockIdx.x) * kUpdateThreads + threadIdx.x) >> log_group;
   const int group = 1 << log_group, lane = int(threadIdx.x) & (group - 1);
   int64_t n = p.n;
   if (p.count != nullptr && p.count[0] < n) n = p.count[0];
   const int64_t id = i >= n ? -1 : p.row_ids != nullptr ? p.row_ids[i] : i;
-  const bool here = id >= 0 && id < p.num_rows && !is_skipped(p.weight);
+  const bool here = id >= 0 && id < p.num_rows && !rules.skip;
   const int blocks = int((p.dim + kWarpSize * Width - 1) / (kWarpSize * Width));
-  update_row<Width, T, A>(p, here ? id : 0, here, lane, group, 0, blocks, [&](int, int c, A* g) {
+  update_row<Width, T, A>(p, rules.weight, here ? id : 0, here, lane, group, 0, blocks, [&](int, int c, A* g) {
     if (!here || c >= p.dim) return;
     if (p.rows_dtype == p.weight.dtype)
       load_numbers<Width>(static_cast<const T*>(p.rows) + i * p.dim + c, g);
@@ -125,24 +143,26 @@ __global__ void __launch_bounds__(kUpdateThreads, kOptimResident)
 
 // Blocks of columns along the grid's second dimension; all of them are one warp's for row-wise Adagrad.
 template <typename T, int Width>
-__global__ void __launch_bounds__(kUpdateThreads, kEntriesResident<Width>)
+__global__ void __launch_bounds__(kUpdateThreads, kEntriesResident<T, Width>)
     row_rules_entries_kernel(RowRulesParams p, int log_group, int blocks) {
   using A = acc_t<T>;
+  __shared__ StepRules<A> rules;
+  rules.read(p);
   const EntryWalk<T, A, Width> walk(p.entries, log_group);
   const int first = int(blockIdx.y);
   walk.for_parts(p.entries.chunks.arrived + first * p.entries.chunks.slots, [&](const auto& part) {
-    const bool here = part.here && part.complete && !is_skipped(p.weight), partial = part.here && !part.complete;
+    const bool here = part.here && part.complete && !rules.skip, partial = part.here && !part.complete;
     const bool with_bias = p.bias.values != nullptr && first == 0;
     A bias = 0;
-    update_row<Width, T, A>(p, part.here ? part.id : 0, here, part.lane, 1 << log_group, first, first + blocks,
-                            [&](int block, int c, A* g) {
+    update_row<Width, T, A>(p, rules.weight, part.here ? part.id : 0, here, part.lane, 1 << log_group, first,
+                            first + blocks, [&](int block, int c, A* g) {
                               A sum;
                               walk.add(part, c, part.here && c < p.dim, g, with_bias && block == 0, sum);
                               if (block == 0) bias = sum;
                               if (partial && c < p.dim) walk.store(part, c, g);
                             });
     if (!with_bias || part.lane != 0) return;
-    if (here) update_bias<A>(p.bias, p.key, part.id, bias);
+    if (here) update_bias<A>(p.bias, rules.bias, p.key, part.id, bias);
     if (partial) walk.store_bias(part, bias);
   });
 }

@@ -41,6 +41,7 @@ template <typename A>
 struct RuleNumbers {
   A lr, weight_decay, keep, eps, beta1, beta2, second;
   bool nesterov;
+  RuleNumbers() = default;  // for shared memory
   SX_HOST_DEVICE explicit RuleNumbers(const RowTable& table) : RuleNumbers(rule_of(table)) {}
   SX_HOST_DEVICE explicit RuleNumbers(const RowRule& r)
       : lr(A(r.lr)),
@@ -143,8 +144,8 @@ SX_HOST_DEVICE inline T rounded(A x, const int64_t* key, int64_t row) {
 
 // One number of a bias [C], in its own type.
 template <typename A>
-SX_HOST_DEVICE inline void update_bias(const RowTable& bias, const int64_t* key, int64_t row, A gradient) {
-  RuleNumbers<A> r(bias);
+SX_HOST_DEVICE inline void update_bias(const RowTable& bias, const RuleNumbers<A>& r, const int64_t* key, int64_t row,
+                                       A gradient) {
   A s0 = bias.state0 != nullptr ? static_cast<A*>(bias.state0)[row] : A(0);
   A s1 = bias.state1 != nullptr ? static_cast<A*>(bias.state1)[row] : A(0);
   const A w = load_scalar<A>({bias.values, bias.dtype}, row, A(0));
