@@ -42,7 +42,7 @@ _ROW_TYPES = r"(?:float, 4|Half, 8|BFloat16, 8),"
 MEMORY_BOUND = {
     "forward": rf"sampled_softmax_kernel<{_ROW_TYPES}",
     "update": r"row_rules_entries_kernel<(?:float, 4|Half, 8|BFloat16, 8)>",
-    "row reduction": r"row_reduce_rows_kernel<float",
+    "row reduction": r"row_reduce_rows_kernel<float, 4",
     "log-sum-exp": r"predict_lse_kernel<float",
     "top-k": r"predict_topk_kernel<float",
     "attention pool": rf"attention_pool_kernel<{_ROW_TYPES}",

@@ -14,8 +14,15 @@ namespace SX_BACKEND_NS {
 // Blocks of a multiprocessor at the least. Not asked, ptxas takes fewer registers than it needs on some architectures,
 // and spills; on others it takes so many that too few loads are under way.
 constexpr int kOptimResident = 4;
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)
+constexpr int kEntriesFewer = 1;
+#else
+constexpr int kEntriesFewer = 0;
+#endif
 template <typename T, int Width>
-constexpr int kEntriesResident = sizeof(T) == 8 ? 4 : Width == 8 ? 5 : 6;
+constexpr int kEntriesResident = sizeof(T) == 8   ? 4
+                                 : sizeof(T) == 4 ? 6
+                                                  : (Width == 8 ? 5 : 6) - kEntriesFewer;
 
 // to[0 .. Width) = x, rounded: the columns from c on of class `id`.
 template <int Width, typename T, typename A>
