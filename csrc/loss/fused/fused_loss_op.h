@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <vector>
 
 #include "common/calls.h"
 #include "loss/fused/fused_loss_params.h"
@@ -37,6 +38,8 @@ struct SharedRows {
   std::optional<Tensor> rows;           // [copies * width, d]; absent without shared draws
   int64_t width = 0, copies = 1;
   bool split = false;
+  // What kernels of this op wrote lives as long as the op: the test harness looks at all of it with every kernel.
+  mutable std::vector<Tensor> kept;
 
   SharedRows(const char* op, const Tensor& weight, const Tensor& ids, bool shared, bool need_grad) {
     const int64_t n = ids.size(ids.dim() - 1), d = weight.size(1);
@@ -87,7 +90,7 @@ struct SharedRows {
       return;
     }
     const int64_t B = coefs.size(0);
-    const Tensor parts = empty(*rows, {B, 2 * width}, rows->scalar_type());
+    const Tensor& parts = kept.emplace_back(empty(*rows, {B, 2 * width}, rows->scalar_type()));
     SplitParams params{};
     params.from = coefs.const_data_ptr();
     params.parts = out_any(parts);
@@ -250,6 +253,7 @@ struct LossEntries {
   Tensor coef_draw;                 // A [B, m]
   std::optional<Tensor> draw_rows;  // A [m, d]: shared draws are summed over the batch
   std::optional<Tensor> draw_bias;  // A [m]
+  std::vector<Tensor> kept;         // as in SharedRows
 };
 
 // Everything is checked by the caller.
@@ -309,7 +313,7 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   params.dtype = dtype;
   if (B > 0) SX_RUN(op, hidden, launch_loss_bwd, params);
 
-  LossEntries entries_of{d_hidden, coef_target, coef_draw, std::nullopt, std::nullopt};
+  LossEntries entries_of{d_hidden, coef_target, coef_draw, std::nullopt, std::nullopt, {clean, parts}};
   if (sum_draws) {
     // One row per draw, already summed over the batch.
     const Tensor rows = empty_pooled(hidden, {m, d}, acc);
