@@ -48,7 +48,9 @@ SHARED = pytest.param(
 
 
 @pytest.fixture
-def counts(request, ptxshim):
+def counts(request, ptxshim, monkeypatch):
+    # CPU tensors take the way of a GPU: no look at the numbers of a tensor.
+    monkeypatch.setattr("samplex_cuda._device.host_waits", lambda _: True)
     return count_step(ptxshim, make_step(request.param))
 
 
