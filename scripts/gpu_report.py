@@ -139,7 +139,7 @@ def step_rows(found: dict[str, Any]) -> list[str]:
 
 
 def verdict(stage: Stage) -> str:
-    """One word, or why there is none."""
+    """Result of the stage in one word, or the reason it was left out."""
     if stage.why_not:
         return f"left out: {stage.why_not}"
     return "not run" if stage.status is None else "passed" if stage.status == 0 else f"FAILED ({stage.status})"

@@ -137,7 +137,7 @@ def parse_sass(text: str) -> dict[str, SassKernel]:
 
 
 def find_nvdisasm() -> str | None:
-    """Path of nvdisasm: the package in this environment, PATH, or the folder of nvcc; None if there is none."""
+    """Path of nvdisasm: the package in this environment, PATH, or the folder of nvcc; None if not found."""
     places = [str(path) for path in Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin")]
     places += [os.environ.get("PATH", "")]
     if nvcc := shutil.which("nvcc"):

@@ -16,7 +16,7 @@ _NEEDED = {11: 450, 12: 525, 13: 580}
 
 
 def driver_version(kernel_module: Path = _KERNEL_MODULE) -> str | None:
-    """The version of the NVIDIA driver ('580.65.06'); None if there is none."""
+    """The version of the NVIDIA driver ('580.65.06'), or None without a driver."""
     text = ""
     try:
         text = kernel_module.read_text()

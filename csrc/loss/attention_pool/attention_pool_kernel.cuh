@@ -10,8 +10,8 @@
 //   attention_pool_check_kernel   SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 //
 // One pass: a warp takes kRows tokens at a time, its lanes the columns of their rows, with the two running sums in
-// registers and p and v in shared memory. Every warp keeps an online softmax with a reference of its own; the block
-// moves them to the common one and adds them in the order of the warps. No float atomics: the same bits every time.
+// registers and p and v in shared memory. Each warp keeps an online softmax relative to its own maximum; the block
+// rescales them to the common maximum and adds them in warp order. No float atomics: the same bits every time.
 #pragma once
 
 #include <cstdio>

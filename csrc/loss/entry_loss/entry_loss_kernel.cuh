@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, blocks_of(kMode)) entry_los
   }
   const int lane = lane_id(), group = lane / kGroup, place = lane % kGroup;
   const int seat = kWarps == 1 ? place : int(threadIdx.x);
-  const bool writer = kWarps == 1 || warp_id() == 0;  // all warps hold the same numbers but for the columns
+  const bool writer = kWarps == 1 || warp_id() == 0;  // warps differ only in their columns
   const int targets = kGeneral ? int(p.num_targets) : 1;
   const int dim = int(p.dim), entries = targets + int(p.num_samples);
   const T* hidden = static_cast<const T*>(p.hidden) + b * dim;

@@ -97,7 +97,7 @@ struct OnePass {
   SX_DEVICE float* signs() const { return static_cast<float*>(p.signs) + (logits - static_cast<float*>(p.coef_loss)); }
   SX_DEVICE int column(int chunk) const { return (chunk * kSeats + seat) * kWidth; }
 
-  // All warps hold the same numbers but for the columns of the rows: maximum, sum and logits are computed in each.
+  // Warps differ only in the columns they read: each computes the same maximum, sum and logits.
   SX_DEVICE static void sync() {
     if constexpr (kWarps == 1)
       warp_sync();
@@ -337,7 +337,7 @@ struct OnePass {
     store_floats<kStep>(static_cast<float*>(p.d_loss) + b * dim + c, pushed);
   }
 
-  // d_loss and d_lse where every thread has columns of its own.
+  // d_loss and d_lse where no two threads share a column.
   SX_DEVICE void finish_columns(bool pulls, float total) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {

@@ -178,9 +178,9 @@ struct PredictShared {
   int byte, above, inside;  // found by select_byte
 };
 
-// The block's running top-k. `border` is in registers, the same in every thread: an entry that ranks behind it is none
-// of the k largest. The pool takes all others, and is cut to k by a radix selection when it is crowded: that is rare,
-// since few entries pass the border once it is there.
+// The block's running top-k. `border` is in registers, the same in every thread: an entry that ranks behind it is not
+// among the k largest. The pool takes all others, and is cut to k by a radix selection when it is crowded: that is
+// rare, since few entries pass the border once it is there.
 template <typename A>
 struct PredictPool {
   using Key = PredictKey<A>;

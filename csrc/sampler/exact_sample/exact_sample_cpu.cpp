@@ -41,7 +41,7 @@ void exact_blocks_row(const ExactBlocksParams& p, PhiloxKey key, int64_t b, uint
   }
 }
 
-// In double, so that log_q has no rounding of its own. H is that of the logits.
+// In double, so that the product adds no rounding error to log_q. H is the type of the logits.
 template <typename T, typename H>
 double exact_dot(const H* h, const T* w, int64_t dim) {
   double lanes[4] = {};

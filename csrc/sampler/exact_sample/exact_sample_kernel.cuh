@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kExactThreads) exact_draw_kernel(ExactDrawPara
   }
 }
 
-// Sums in double, so that log_q has no rounding of its own.
+// Sums in double, so that the product adds no rounding error to log_q.
 template <typename T, typename H, int Width>
 __global__ void __launch_bounds__(kExactThreads) exact_log_prob_kernel(ExactLogProbParams p) {
   const ExactMap<double> map(p.law);

@@ -1,6 +1,6 @@
 // Row updates on the GPU. A group of lanes (a power of two) shares a row: all 32 where it is wide, one lane a row for a
-// bias. Gradients are given rows, or the sums of entries that row_reduce_device.cuh describes: no float atomics, and no
-// gradient row in memory, but for pieces of rows of many entries.
+// bias. Gradients are given rows, or the sums of entries that row_reduce_device.cuh describes: no float atomics. Only
+// partial sums of rows with many entries are written to memory.
 //
 // Every lane of a warp arrives at every function here.
 #pragma once

@@ -51,8 +51,8 @@ void take_key(const char* op, RowRulesParams& params, const std::optional<Tensor
   params.key = in<int64_t>(*key);
 }
 
-// Fills params with the rules of the step: made on the device by a kernel of its own, which the update reads. Keep what
-// is returned until the update is launched.
+// Launches the kernel that computes this step's rules in device memory, and points params to them. Keep the returned
+// tensor until the update is launched.
 std::optional<Tensor> run_live(const char* op, RowRulesParams& params, const Tensor& weight) {
   if (params.weight.live.step == nullptr) return std::nullopt;
   static_assert(sizeof(RowRule) % sizeof(int64_t) == 0);

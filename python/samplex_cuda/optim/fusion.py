@@ -63,7 +63,7 @@ def _stream_of(t: Tensor) -> Any:
 
 
 def _ordered(arrived: list[_Arrived], now: Any) -> list[Entries]:
-    """The entries, ready for use on stream `now`: autograd orders streams by gradients, and these are none."""
+    """The entries, ready for use on stream `now`. Autograd orders streams only for the gradients it returns."""
     for found, stream in arrived:
         if stream != now:
             now.wait_stream(stream)  # an event recorded there, waited for here
