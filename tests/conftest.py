@@ -59,6 +59,12 @@ def backend(request):
     _native.set_cpu_backend(before)
 
 
+@pytest.fixture
+def cpu() -> Backend:
+    """The CPU kernels alone, for tests of what only they have."""
+    return Backend("cpu", torch.device("cpu"))
+
+
 def _simd_levels() -> list[str]:
     levels = ["scalar", "avx2", "avx512"]
     return levels[: levels.index(_native.build_info()["simd_detected"]) + 1]

@@ -115,10 +115,8 @@ def test_empty_batch(backend, case):
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("dim", [1, 7, 8, 16, 33])
 @pytest.mark.parametrize("batch", [3, 70])
-def test_simd_levels(simd_level, case, dim, batch):
-    from conftest import Backend
-
-    check(Backend("cpu", torch.device("cpu")), *make(case, batch, dim, 37))
+def test_simd_levels(simd_level, cpu, case, dim, batch):
+    check(cpu, *make(case, batch, dim, 37))
 
 
 def test_only_one_gradient(backend):
