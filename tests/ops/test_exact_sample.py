@@ -209,11 +209,16 @@ def test_a_tail_of_tiny_weights_is_drawn_as_often_as_it_should(backend):
 
 
 # ------------------------------------------------------------------------------------------------ corners
-def test_nothing_left(backend):
-    h, weight, bias = made(backend, 3, 300, 4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_left(backend, kind, dtype):
+    code, alpha = KINDS[kind]
+    h, weight, bias = made(backend, 3, 300, 4, dtype)
     exclude = torch.stack([torch.arange(300), torch.arange(300), torch.full((300,), -1)]).to(backend.device)
     exclude[1, 7] = -1
-    *_, ids, log_q = sample_by_ops(h, weight, bias, ops.SOFTMAX, 1.0, 0.0, exclude, 0, 4)
+    mass, _, _, ids, log_q = sample_by_ops(h, weight, bias, code, 1.0, alpha, exclude, 0, 4)
+    assert mass[0].eq(-torch.inf).all()
+    assert mass[1, 1].eq(-torch.inf)
     assert ids[0].eq(0).all()  # the first excluded class stands in
     assert log_q[0].eq(0).all()
     assert ids[1].eq(7).all()

@@ -36,17 +36,14 @@ SX_HOST_DEVICE constexpr A exact_none() {  // the size of a class that is exclud
 // Weights relative to that of the largest size in a block. A nan or +inf among the sizes makes their sum nan.
 template <typename A>
 struct ExactScale {
-  A top;          // finite, or +inf or nan
+  A top;          // finite, or +inf or nan; of a block without a class left the smallest size there is
   A slope, rest;  // quartic: (alpha s^4 + 1) / (alpha top^4 + 1) = slope (s / top)^4 + rest
   bool quartic;
   double alpha;
 
   SX_HOST_DEVICE ExactScale(const ExactLaw& law, A largest)
-      : top(largest < std::numeric_limits<A>::lowest() ? std::numeric_limits<A>::lowest() : largest),
-        slope(0),
-        rest(0),
-        quartic(law.kind == ExactKind::kQuartic),
-        alpha(law.alpha) {
+      : top(largest), slope(0), rest(0), quartic(law.kind == ExactKind::kQuartic), alpha(law.alpha) {
+    if (largest == exact_none<A>()) top = quartic ? A(0) : std::numeric_limits<A>::lowest();
     if (!quartic) return;
     const double power = top_power();
     slope = is_finite(power) ? A(power / (power + 1.0)) : A(1);

@@ -376,8 +376,9 @@ def _kernel_update(d: Dice) -> Call:
             return
         if bool((a.ids[1:] <= a.ids[:-1]).any()):
             return
+        used = a.ids >= 0
         want = a.sums.double()
-        want.index_add_(0, _leaves(a.sums) + a.ids // a.leaf_size, a.phi.double() - a.old.double())
+        want.index_add_(0, _leaves(a.sums) + a.ids[used] // a.leaf_size, (a.phi.double() - a.old.double())[used])
         near("sums", after.sums, want, 1e-2)
 
     args = {
