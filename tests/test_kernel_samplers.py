@@ -322,6 +322,7 @@ ERRORS = {
     "update nan": (lambda w, s: s.update(torch.tensor([4, 5]), torch.tensor([[0.0] * 4, [math.inf] * 4])), ValueError, "rows must be finite, got nan or inf in row 1"),
     "update bias": (lambda w, s: s.update(torch.tensor([4]), w[:1], w[:1, 0]), ValueError, "bias must be None, the sampler has no bias"),
     "rebuild": (lambda w, s: s.rebuild(w[:5]), ValueError, "weight must be [20, 4] floating point, got [5, 4] float32"),
+    "update fp16": (lambda w, s: s.update(torch.tensor([4, 5]), torch.tensor([[0.0] * 4, [1.0, math.inf, 1.0, 1.0]]).half()), ValueError, "rows must be finite, got nan or inf in row 1"),
     "rebuild nan": (lambda w, s: s.rebuild(w * math.nan), ValueError, "weight must be finite"),
     "no bias": (lambda w, s: Quadratic(w, bias=w[:, 0]).rebuild(w), ValueError, "bias must be [20], the sampler has a bias, got None"),
 }  # fmt: skip

@@ -296,3 +296,10 @@ def test_errors():
     ]:
         with pytest.raises(error, match=text):
             call()
+
+
+def test_offsets_of_no_batch_are_refused():
+    sampler = sx.samplers.Mixture([(sx.samplers.Uniform(9), 1.0), (sx.samplers.LogUniform(9), 1.0)])
+    offsets, ids = torch.empty(0, dtype=torch.int64), torch.tensor([2, 1])
+    with pytest.raises(ValueError, match=r"^mixture: exclude must be \[B\], \[B, P\] or \(offsets \[B \+ 1\], ids"):
+        sampler.sample(None, 4, exclude=(offsets, ids))

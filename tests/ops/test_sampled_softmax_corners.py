@@ -215,3 +215,26 @@ def test_absolute_has_no_gradient_at_zero(backend, shared):
     assert not found["d_bias"][5:9].any()
     assert found["d_weight"][2].all()
     check_case(case, backend)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("m", [0, 5])
+@pytest.mark.parametrize("scale", [0.0, -0.0])
+def test_a_loss_scale_of_zero(backend, shared, m, scale):
+    """A GradScaler that has halved its scale to nothing: the update is left out, and no gradient of lse is read."""
+    g = torch.Generator().manual_seed(3)
+    h, weight = torch.randn(2, 16, generator=g).to(backend.device), torch.randn(9, 16, generator=g).to(backend.device)
+    target = torch.tensor([0, 4], device=backend.device)
+    ids = torch.randint(9, (m,) if shared else (2, m), generator=g).to(backend.device)
+    _, _, saved = torch.ops.samplex.sampled_softmax(
+        h, weight, target, ids, torch.full(ids.shape, -2.0, device=backend.device), None, None, None, None, 1.0, 0.0,
+        -100, 1, False, True, False, True, True,
+    )  # fmt: skip
+    one, found_inf = torch.ones((), device=backend.device), torch.zeros((), device=backend.device)
+    grad_scale = torch.tensor(scale, device=backend.device)
+    coefs = torch.ops.samplex.loss_entries(
+        one, None, h, target, ids, saved, 1, False, False, False, grad_scale, found_inf
+    )[1]
+    # Without draws the loss is 0, and so is its gradient; with some, nothing finite is left of it.
+    assert bool(found_inf) == (m > 0)
+    assert bool((coefs == 0).all()) == (m == 0)

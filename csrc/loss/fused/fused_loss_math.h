@@ -34,13 +34,14 @@ struct LossUpstream {
                                     : *static_cast<const A*>(p.grad_loss) * *static_cast<const A*>(p.factor)),
         of_lse(p.grad_lse == nullptr ? A(0) : static_cast<const A*>(p.grad_lse)[b]) {}
 
-  // Those of the class rows, from which a loss scale is taken out.
+  // Those of the class rows, from which a loss scale is taken out. What is zero stays it under a scale of zero, too: a
+  // factor of lse that is not zero means that there is a gradient of lse to read.
   SX_HOST_DEVICE LossUpstream unscaled(const LossBwdParams& p) const {
     LossUpstream x = *this;
     if (p.grad_scale != nullptr) {
       const A inverse = A(1.0 / double(*p.grad_scale));
-      x.of_loss *= inverse;
-      x.of_lse *= inverse;
+      if (x.of_loss != A(0)) x.of_loss *= inverse;
+      if (x.of_lse != A(0)) x.of_lse *= inverse;
     }
     return x;
   }

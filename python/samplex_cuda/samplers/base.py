@@ -380,8 +380,10 @@ class Sampler(torch.nn.Module):
             if not isinstance(exclude, Tensor) and not pair:
                 raise TypeError(f"{self._op}: exclude must be a tensor or a pair (offsets, ids), got {exclude!r}")
             first = exclude if isinstance(exclude, Tensor) else exclude[0]
-            if first.dim() == 0:
-                raise ValueError(f"{self._op}: exclude must be [B], [B, P] or (offsets, ids), got {describe(first)}")
+            if first.dim() == 0 or (first is not exclude and first.shape[0] == 0):
+                raise ValueError(
+                    f"{self._op}: exclude must be [B], [B, P] or (offsets [B + 1], ids [n]), got {describe(first)}"
+                )
             batch_size = first.shape[0] - (first is not exclude)
         if batch_size is None:
             raise ValueError(f"{self._op}: batch_size must be given where h is None, got None")

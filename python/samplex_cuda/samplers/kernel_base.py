@@ -491,7 +491,7 @@ class KernelSampler(DeviceFollowing):
                 part = table.detach()[begin : begin + 65536].reshape(-1, 1 if table.dim() == 1 else table.shape[1])
                 if float(torch.linalg.vector_norm(part, math.inf)) <= MOST_ROW:  # false for nan
                     continue
-                fine = part.abs() <= MOST_ROW
+                fine = part.double().abs() <= MOST_ROW  # which fp16 would round to inf
                 bad = int((~fine).any(1).nonzero()[0, 0])
                 if not bool(part[bad].isfinite().all()):
                     raise ValueError(f"{self._op}: {what} must be finite, got nan or inf in row {bad + begin}")

@@ -72,8 +72,10 @@ def _strides(t: Tensor, d: Dice) -> Tensor:
     return doubled[tuple(index)]
 
 
+@torch.no_grad()
 def _values(t: Tensor, d: Dice) -> Tensor:
-    t = t.clone()
+    # A leaf again: torch's own graph nodes do not take the sparse gradients that a leaf gets.
+    t = t.detach().clone().requires_grad_(t.requires_grad)
     if t.numel() == 0 or t.dtype in (torch.bool, torch.uint8):
         return t
     value = d.pick(_FLOATS) if t.is_floating_point() else d.pick((*_INTS, *range(-2, 45)))

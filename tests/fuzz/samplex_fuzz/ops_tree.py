@@ -400,7 +400,7 @@ def _kernel_parents(d: Dice) -> Call:
             return
         want, base = a.sums.double(), _leaves(a.sums)
         nodes = set(range(1, base)) if a.leaves is None else set()
-        for leaf in [] if a.leaves is None else a.leaves.tolist():
+        for leaf in [] if a.leaves is None else [leaf for leaf in a.leaves.tolist() if leaf >= 0]:
             node = (base + leaf) // 2
             while node:
                 nodes.add(node)
