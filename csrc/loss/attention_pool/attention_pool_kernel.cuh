@@ -124,41 +124,24 @@ struct PoolPass {
   SX_DEVICE static int column(int chunk) { return ((chunk * kTeam + warp()) * kWarpSize + lane_id()) * kWidth; }
 };
 
-// The warps' parts of the scores and values of kRows tokens, for a team of several warps.
+// For a team of several warps: what the lanes have of the scores and values of kRows tokens -> the team's sums, in
+// every lane. All threads of the block call it.
 template <int kTeam, int kRows>
-struct PoolExchange {
-  float parts[2][kRows][kTeam][2];
-
-  // a and g: what the lanes have become the team's sums, in every lane. All threads of the block call it; `turn` is
-  // another one next time, so that one barrier does.
-  SX_DEVICE void add(int turn, float* a, float* g) {
-    constexpr int kLanes = kRows > 4 ? 4 : kRows > 2 ? 8 : kRows > 1 ? 16 : 32;  // that add up a row
-    static_assert(kRows * kLanes <= kWarpSize);
-    const int lane = lane_id(), row = lane / kLanes;
+SX_DEVICE inline void pool_team_sums(float (&parts)[2][kTeam][2 * kRows], int& turn, float* a, float* g) {
+  float x = 0.0f;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      a[r] = group_sum<kWarpSize>(a[r]);
-      g[r] = group_sum<kWarpSize>(g[r]);
-      if (lane == r) {
-        parts[turn][r][warp_id()][0] = a[r];
-        parts[turn][r][warp_id()][1] = g[r];
-      }
-    }
-    __syncthreads();
-    float x = 0.0f, y = 0.0f;
-    for (int w = lane % kLanes; row < kRows && w < kTeam; w += kLanes) {
-      x += parts[turn][row][w][0];
-      y += parts[turn][row][w][1];
-    }
-    x = group_sum<kLanes>(x);
-    y = group_sum<kLanes>(y);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      a[r] = shuffle_from(x, r * kLanes);
-      g[r] = shuffle_from(y, r * kLanes);
-    }
+  for (int r = 0; r < kRows; ++r) {
+    a[r] = group_sum<kWarpSize>(a[r]);
+    g[r] = group_sum<kWarpSize>(g[r]);
+    x = lane_id() == r ? a[r] : lane_id() == kRows + r ? g[r] : x;
   }
-};
+  x = across_warps(parts, turn, x, lane_id() % (2 * kRows), lane_id() < 2 * kRows);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    a[r] = shuffle_from(x, r);
+    g[r] = shuffle_from(x, kRows + r);
+  }
+}
 
 template <typename T, int kWidth, int kChunks, int kTeam>
 __global__ void __launch_bounds__((PoolPass<T, kWidth, kChunks, kTeam>::kThreads),
@@ -167,7 +150,7 @@ __global__ void __launch_bounds__((PoolPass<T, kWidth, kChunks, kTeam>::kThreads
   using Pass = PoolPass<T, kWidth, kChunks, kTeam>;
   constexpr int kElements = Pass::kElements, kRows = Pass::kRows, kSpan = Pass::kSpan, kThreads = Pass::kThreads;
   __shared__ PoolShared<float> shared;               // of teams of one warp,
-  __shared__ PoolExchange<kTeam, kRows> exchange;    // and of a larger one
+  __shared__ float parts[2][kTeam][2 * kRows];       // and of a larger one
   __shared__ __align__(16) float vectors[2][kSpan];  // p and v: in registers they would take the place of rows
   const int64_t b = blockIdx.x;
   const int dim = int(p.dim), lane = lane_id();
@@ -233,10 +216,7 @@ __global__ void __launch_bounds__((PoolPass<T, kWidth, kChunks, kTeam>::kThreads
           }
         }
       }
-      if constexpr (kTeam > 1) {
-        exchange.add(turn, a, g);
-        turn ^= 1;
-      }
+      if constexpr (kTeam > 1) pool_team_sums<kTeam, kRows>(parts, turn, a, g);
       float top = negative_infinity<float>(), top_value = 0.0f;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
