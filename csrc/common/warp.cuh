@@ -75,6 +75,21 @@ SX_DEVICE inline T block_max(T x, T* scratch) {
   return total;
 }
 
+// Where the warps of a block share a row: product `x` of row `row` over one warp's columns -> over all of them,
+// in the order of the warps, the same bits in each. `writes`: one lane a warp and row. One barrier, for all threads:
+// who writes the same half of `parts` again, two calls later, has passed the barrier of the call between, to which
+// everybody comes after reading.
+template <int kWarps, int kRows>
+SX_DEVICE inline float across_warps(float (&parts)[2][kWarps][kRows], int& turn, float x, int row, bool writes) {
+  if (writes) parts[turn][warp_id()][row] = x;
+  __syncthreads();
+  x = parts[turn][0][row];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) x += parts[turn][w][row];
+  turn ^= 1;
+  return x;
+}
+
 // Whether the predicate holds in any thread of the block. One barrier.
 SX_DEVICE inline bool block_any(bool predicate) { return __syncthreads_or(predicate) != 0; }
 

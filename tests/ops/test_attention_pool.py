@@ -83,7 +83,8 @@ def test_matches_the_reference(backend, dtype, padding):
     check(backend, *make(11, 21, 33, 40, dtype=dtype, padding=padding))
 
 
-WIDTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 130, 255, 256, 257, 300, 508, 512, 513, 600, 768, 776, 1030]
+WIDTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 130, 255, 256, 257, 300, 508, 512, 513, 600, 768]
+WIDTHS += [772, 1024, 1030, 1536, 2049, 4095, 4096, 4100]
 
 
 @pytest.mark.parametrize("dim", WIDTHS)
@@ -92,14 +93,26 @@ def test_any_width(backend, dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dim", [5, 8, 64, 256, 264, 512, 640, 768, 1024])
+@pytest.mark.parametrize("dim", [5, 8, 64, 256, 264, 300, 512, 640, 768, 776, 1024, 1536, 1540, 4096, 4099])
 def test_any_width_of_half_storage(backend, dim, dtype):
     check(backend, *make(2, 11, dim, dtype=dtype))
+
+
+# Above 768 columns, 256 where rows are not a multiple of 16 bytes, the warps of a block share a row on a GPU.
+SHARED_ROW = 800
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 65, 130])
 def test_any_length(backend, length):
     check(backend, *make(3, length, 12))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 29, 30, 31, 32, 33, 64, 65])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(SHARED_ROW, torch.float32), (SHARED_ROW, torch.bfloat16), (301, torch.half)]
+)
+def test_any_length_of_rows_that_warps_share(backend, dim, dtype, length):
+    check(backend, *make(3, length, dim, dtype=dtype, spread=3.0))
 
 
 @pytest.mark.parametrize("dim", [5, 16, 33, 64, 100])
@@ -130,9 +143,10 @@ def test_dense_gradient(backend):
     check(backend, *make(), sparse=False)
 
 
+@pytest.mark.parametrize("dim", [7, SHARED_ROW])
 @pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 2), (1, 2)])
-def test_gradients_of_some_inputs_only(backend, which):
-    ids, *inputs = make()
+def test_gradients_of_some_inputs_only(backend, which, dim):
+    ids, *inputs = make(dim=dim)
     leaves = [t.to(backend.device).requires_grad_(i in which) for i, t in enumerate(inputs)]
     got = sx.functional.attention_pool(ids.to(backend.device), *leaves)
     grads = torch.autograd.grad(got.sum(), [leaves[i] for i in which])
@@ -142,8 +156,9 @@ def test_gradients_of_some_inputs_only(backend, which):
         torch.testing.assert_close(dense(a).double(), w, rtol=1e-5, atol=1e-6)
 
 
-def test_without_gradient_the_same_value(backend):
-    ids, *inputs = make(6, 30, 40)
+@pytest.mark.parametrize("dim", [40, SHARED_ROW])
+def test_without_gradient_the_same_value(backend, dim):
+    ids, *inputs = make(6, 30, dim)
     place = [t.to(backend.device) for t in inputs]
     with torch.no_grad():
         plain = sx.functional.attention_pool(ids.to(backend.device), *place)
@@ -153,8 +168,9 @@ def test_without_gradient_the_same_value(backend):
 
 
 # ------------------------------------------------------------------------------------------------ padding, shapes
-def test_padding_is_not_read(backend):
-    ids, embedding, p, v = make(4, 6, 16, padding=0.5)
+@pytest.mark.parametrize("dim", [16, SHARED_ROW])
+def test_padding_is_not_read(backend, dim):
+    ids, embedding, p, v = make(4, 6, dim, padding=0.5)
     used = torch.zeros(20, dtype=torch.bool)
     used[ids[ids >= 0]] = True
     assert not used.all()
@@ -173,8 +189,9 @@ def test_both_padding_ids(backend, sign):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_a_sequence_of_padding_alone(backend):
-    ids, embedding, p, v = make()
+@pytest.mark.parametrize("dim", [7, SHARED_ROW])
+def test_a_sequence_of_padding_alone(backend, dim):
+    ids, embedding, p, v = make(dim=dim)
     ids[1] = -1
     ids[4] = -100
     got = run_ours(backend, ids, embedding, p, v)
@@ -247,8 +264,9 @@ def test_autocast_keeps_the_table(backend):
 
 # ------------------------------------------------------------------------------------------------ bad numbers
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_row_shows_in_its_sequences_only(backend, bad):
-    ids, embedding, p, v = make(6, 4, 16, 40, padding=0.0)
+@pytest.mark.parametrize("dim", [16, SHARED_ROW])
+def test_a_bad_row_shows_in_its_sequences_only(backend, bad, dim):
+    ids, embedding, p, v = make(6, 4, dim, 40, padding=0.0)
     embedding[ids[2, 1], 3] = bad
     hit = (ids == ids[2, 1]).any(1)
     assert hit.sum() < 6

@@ -277,9 +277,10 @@ def check_dots(device, dtype=torch.float32, batch=3, count=7, dim=33, classes=20
     )
 
 
+@pytest.mark.parametrize("dim", [33, 264, 1100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_dots(backend, dtype):
-    check_dots(backend.device, dtype)
+def test_dots(backend, dtype, dim):
+    check_dots(backend.device, dtype, dim=dim)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 4, 16), (2, 13, 129), (0, 3, 4), (3, 0, 4)])

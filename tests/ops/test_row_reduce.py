@@ -153,6 +153,11 @@ CUT_ROWS = {
     "second level": [7, 120, 128, 129, 250, 256, 257, 300, 1, 512],
     "head in the last piece": [127, 700, 1, 255, 530],
     "third level": [3, 4200, 9, 9000, 1],
+    "one row, not cut": [15],
+    "one row, cut": [16],
+    "one row, one node": [255],
+    "one row, two nodes": [256],
+    "one row from a border on": [7, 249],
 }
 
 

@@ -200,11 +200,11 @@ def turning_point(tree: Tree, x: torch.Tensor, key: tuple[int, int]) -> list[flo
     return found
 
 
-@pytest.mark.parametrize("batch", [130, 200])
+@pytest.mark.parametrize("batch", [130, 200, 2100])
 def test_the_rows_are_added_up_in_the_same_order(backend, batch):
     weights = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
     tree, x = Tree(weights, torch.zeros(4), torch.arange(4)), torch.randn(batch, 2) + torch.tensor([1.0, 0.0])
-    x[70, 0], x[3, 0] = -10.0, -24.0  # e^-10 and e^-24 of them come to node 3
+    x[70, 0], x[3, 0] = -8.0, -22.0  # e^-8 and e^-22 of them come to node 3
     x[[70, 3], 1] = 0.0
     keys = [(1, offset) for offset in range(12) if int(sample(tree, x, 1, (1, offset))[0]) >= 2][:4]
     tree = tree.to(backend.device)
@@ -215,9 +215,9 @@ def test_the_rows_are_added_up_in_the_same_order(backend, batch):
     assert got == [turning_point(tree, x, key) for key in keys]
 
 
-@pytest.mark.parametrize("batch", [2048, 2049, 2200])
+@pytest.mark.parametrize("batch", [2048, 2049, 2200, 5000])
 def test_more_rows_than_shared_memory_holds(backend, batch):
-    """Above 2048 rows the GPU keeps their masses in global memory."""
+    """Above 2048 rows the GPU keeps their masses in global memory, and 256 threads share a draw."""
     tree, x = make_tree(5, 4, spread=2.0), torch.randn(batch, 4)
     x[[0, 70, batch - 1]] = torch.nan
     check_law(tree.to(backend.device), x)
@@ -225,8 +225,9 @@ def test_more_rows_than_shared_memory_holds(backend, batch):
 
 
 def test_more_draws_than_blocks(backend):
-    """Above 1024 draws a block of the GPU has several, one after another."""
+    """Above 1024 draws a block of the GPU has several, one after another; of many rows, above 320."""
     check_backend(backend, make_tree(4, 2), torch.randn(3, 2), 1500)
+    check_backend(backend, make_tree(2, 1), torch.randn(2049, 1), 330)
 
 
 def test_a_prefix_of_more_draws(backend):

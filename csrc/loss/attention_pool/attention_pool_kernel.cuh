@@ -1,17 +1,18 @@
 // Attention pooling on the GPU. Formulas in attention_pool_params.h.
 //
-//   attention_pool_kernel         float, half, bfloat16 storage; 0 < d <= 768 (odd d: <= 256): one pass, a block has a
-//                                 batch row
-//   attention_pool_wide_kernel    any other d, and double: a second read of the rows where p and v need a gradient
+//   attention_pool_kernel         float, half, bfloat16 storage; 0 < d <= 4096: one pass, a block has a batch row
+//   attention_pool_any_kernel     any other d, and double: a second read of the rows where p and v need a gradient
 //   attention_pool_scale_kernel   coefficients times the upstream gradient
 //   attention_pool_rows_kernel    gradient rows from two coefficients each: a block a row
-//   attention_pool_vectors_kernel gradients of p and v over a part of the batch: a thread a column
+//   attention_pool_vectors_kernel gradients of p and v over a part of the batch: a thread has a column, or four
 //   attention_pool_parts_kernel   their sum over the parts
 //   attention_pool_check_kernel   SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 //
-// One pass: a warp takes kRows tokens at a time, its lanes the columns of their rows, with the two running sums in
-// registers and p and v in shared memory. Each warp keeps an online softmax relative to its own maximum; the block
-// rescales them to the common maximum and adds them in warp order. No float atomics: the same bits every time.
+// One pass: a team of warps takes kRows tokens at a time, its lanes the columns of their rows, with the two running
+// sums in registers and p and v in shared memory. A team is one warp, and each of the block's keeps an online softmax
+// relative to its own maximum; the block rescales them to the common maximum and adds them in warp order. Rows that are
+// too wide for that (d > 768; odd d > 256) have all warps of the block as their team: the warps add up their parts of
+// the scores in shared memory, and every one keeps the same softmax. No float atomics: the same bits every time.
 #pragma once
 
 #include <cstdio>
@@ -86,12 +87,12 @@ SX_DEVICE inline PoolResult<A> pool_merge(PoolShared<A>& s, const PoolState<A>& 
 }
 
 // pooled, and scores and values of the row's tokens, which lie in `coefs`, become coefficients.
-template <typename A>
+template <int kThreads, typename A>
 SX_DEVICE inline void pool_finish(const AttentionPoolParams& p, int64_t b, const PoolResult<A>& r) {
   if (threadIdx.x == 0) static_cast<A*>(p.pooled)[b] = r.present ? r.ref + r.offset : A(0);
   if (p.coefs == nullptr) return;
   const A inverse = A(1) / r.sum, shift = pool_shift(r.max);
-  for (int64_t i = b * p.length + threadIdx.x; i < (b + 1) * p.length; i += kPoolThreads) {
+  for (int64_t i = b * p.length + threadIdx.x; i < (b + 1) * p.length; i += kThreads) {
     A* pair = static_cast<A*>(p.coefs) + 2 * i;
     const bool part = pool_row(p, p.ids[i]) >= 0;
     const A q = part ? exp_acc(pair[0] - shift) * inverse : A(0);
@@ -101,33 +102,61 @@ SX_DEVICE inline void pool_finish(const AttentionPoolParams& p, int64_t b, const
 }
 
 // ------------------------------------------------------------------------------------------------ one pass
-// Columns are split into chunks of kWidth: a lane has chunks lane, lane + 32, … of a row.
-template <typename T, int kWidth, int kChunks>
+// Columns are split into chunks of kWidth: lane i of a team has chunks i, i + 32 kTeam, … of a row.
+template <typename T, int kWidth, int kChunks, int kTeam>
 struct PoolPass {
+  static constexpr int kWarps = kTeam > 1 ? kTeam : kPoolWarps, kThreads = kWarps * kWarpSize;
+  static constexpr int kTeams = kWarps / kTeam;
   static constexpr int kElements = kWidth * kChunks;
-  static constexpr int kSpan = kElements * kWarpSize;  // >= d
+  static constexpr int kSpan = kElements * kWarpSize * kTeam;  // >= d
   // Rows in flight in a warp, and blocks of a multiprocessor that the registers must allow: what keeps most bytes in
   // flight. A 16-bit row takes half the bytes, but as many registers once it is used.
-  static constexpr int kRows = sizeof(T) == 4 ? (kElements > 8 ? 2 : 4) : kElements > 8 ? 3 : kWidth > 1 ? 6 : 7;
+  static constexpr int kOwnRows = sizeof(T) == 4 ? (kElements > 8 ? 2 : 4) : kElements > 8 ? 3 : kWidth > 1 ? 6 : 7;
+  static constexpr int kTeamRows = (kWidth == 1 ? 24 : sizeof(T) == 4 ? 32 : 48) / kElements;
+  static constexpr int kRows = kTeam > 1 ? kTeamRows : kOwnRows;
   static constexpr int kGroups = kWarpSize / kRows;  // groups of rows whose ids one load brings
-  static constexpr int kResident = (kElements > 16 || (kWidth == 1 && sizeof(T) == 2) ? 3 : 4) - kPoolFewer;
+  static constexpr int kOwnResident = (kElements > 16 || (kWidth == 1 && sizeof(T) == 2) ? 3 : 4) - kPoolFewer;
+  static constexpr int kTeamResident = 16 / kTeam;
+  static constexpr int kResident = kTeam > 1 ? kTeamResident : kOwnResident;
 
-  SX_DEVICE static int column(int chunk) { return (chunk * kWarpSize + lane_id()) * kWidth; }
+  SX_DEVICE static int warp() { return kTeam > 1 ? warp_id() : 0; }  // of the team
+  SX_DEVICE static int team() { return kTeam > 1 ? 0 : warp_id(); }
+  SX_DEVICE static int column(int chunk) { return ((chunk * kTeam + warp()) * kWarpSize + lane_id()) * kWidth; }
 };
 
-template <typename T, int kWidth, int kChunks>
-__global__ void __launch_bounds__(kPoolThreads, (PoolPass<T, kWidth, kChunks>::kResident))
+// For a team of several warps: what the lanes have of the scores and values of kRows tokens -> the team's sums, in
+// every lane. All threads of the block call it.
+template <int kTeam, int kRows>
+SX_DEVICE inline void pool_team_sums(float (&parts)[2][kTeam][2 * kRows], int& turn, float* a, float* g) {
+  float x = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    a[r] = group_sum<kWarpSize>(a[r]);
+    g[r] = group_sum<kWarpSize>(g[r]);
+    x = lane_id() == r ? a[r] : lane_id() == kRows + r ? g[r] : x;
+  }
+  x = across_warps(parts, turn, x, lane_id() % (2 * kRows), lane_id() < 2 * kRows);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    a[r] = shuffle_from(x, r);
+    g[r] = shuffle_from(x, kRows + r);
+  }
+}
+
+template <typename T, int kWidth, int kChunks, int kTeam>
+__global__ void __launch_bounds__((PoolPass<T, kWidth, kChunks, kTeam>::kThreads),
+                                  (PoolPass<T, kWidth, kChunks, kTeam>::kResident))
     attention_pool_kernel(AttentionPoolParams p) {
-  using Pass = PoolPass<T, kWidth, kChunks>;
-  constexpr int kElements = Pass::kElements, kRows = Pass::kRows, kSpan = Pass::kSpan;
-  __shared__ PoolShared<float> shared;
+  using Pass = PoolPass<T, kWidth, kChunks, kTeam>;
+  constexpr int kElements = Pass::kElements, kRows = Pass::kRows, kSpan = Pass::kSpan, kThreads = Pass::kThreads;
+  __shared__ PoolShared<float> shared;               // of teams of one warp,
+  __shared__ float parts[2][kTeam][2 * kRows];       // and of a larger one
   __shared__ __align__(16) float vectors[2][kSpan];  // p and v: in registers they would take the place of rows
-  SX_DYN_SMEM(float, buffer);                        // [warps, 2, span], with sums
   const int64_t b = blockIdx.x;
   const int dim = int(p.dim), lane = lane_id();
   const int64_t* ids = p.ids + b * p.length;
   const bool with_sums = p.sums != nullptr;
-  for (int c = int(threadIdx.x); c < kSpan; c += kPoolThreads) {
+  for (int c = int(threadIdx.x); c < kSpan; c += kThreads) {
     vectors[0][c] = c < dim ? static_cast<const float*>(p.query)[c] : 0.0f;
     vectors[1][c] = c < dim ? static_cast<const float*>(p.value)[c] : 0.0f;
   }
@@ -138,10 +167,11 @@ __global__ void __launch_bounds__(kPoolThreads, (PoolPass<T, kWidth, kChunks>::k
   bool present = false;
   __syncthreads();
 
-  // A warp takes every kPoolWarps-th group of kRows tokens.
-  constexpr int64_t kStep = kPoolWarps * kRows;
+  // A team takes every kTeams-th group of kRows tokens.
+  constexpr int64_t kStep = Pass::kTeams * kRows;
+  int turn = 0;
   const int64_t length = p.num_rows > 0 ? p.length : 0;  // without rows every token is padding
-  for (int64_t base = warp_id() * kRows; base < length; base += Pass::kGroups * kStep) {
+  for (int64_t base = Pass::team() * kRows; base < length; base += Pass::kGroups * kStep) {
     const int64_t token = base + lane / kRows * kStep + lane % kRows;
     const int64_t own = lane < Pass::kGroups * kRows && token < p.length ? ids[token] : -1;
     for (int group = 0; group < Pass::kGroups && base + group * kStep < length; ++group) {
@@ -186,12 +216,15 @@ __global__ void __launch_bounds__(kPoolThreads, (PoolPass<T, kWidth, kChunks>::k
           }
         }
       }
+      if constexpr (kTeam > 1) pool_team_sums<kTeam, kRows>(parts, turn, a, g);
       float top = negative_infinity<float>(), top_value = 0.0f;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        a[r] = group_sum<kWarpSize>(a[r]);
-        g[r] = group_sum<kWarpSize>(g[r]);
-        if (p.coefs != nullptr && lane == r && first + r < p.length) {
+        if constexpr (kTeam == 1) {
+          a[r] = group_sum<kWarpSize>(a[r]);
+          g[r] = group_sum<kWarpSize>(g[r]);
+        }
+        if (p.coefs != nullptr && Pass::warp() == 0 && lane == r && first + r < p.length) {
           float* pair = static_cast<float*>(p.coefs) + 2 * (b * p.length + first + r);
           pair[0] = a[r];
           pair[1] = g[r];
@@ -231,35 +264,59 @@ __global__ void __launch_bounds__(kPoolThreads, (PoolPass<T, kWidth, kChunks>::k
     }
   }
 
-  const PoolResult<float> result = pool_merge(shared, state, present);
-  pool_finish(p, b, result);
-  if (!with_sums) return;  // the same in every thread; the barrier below is for all or none
-  float* mine = buffer + warp_id() * 2 * kSpan;
+  float* const sums = static_cast<float*>(p.sums) + 2 * b * p.dim;
+  if constexpr (kTeam > 1) {
+    const PoolResult<float> result = {state.max, state.ref,   state.sum, state.weighted / state.sum,
+                                      present,   {1.0f, 0.0f}};
+    __syncthreads();  // scores and values of all tokens are there
+    pool_finish<kThreads>(p, b, result);
+    if (!with_sums) return;
+    const float inverse = 1.0f / result.sum;
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) result.step.apply(sum_q[i], sum_c[i]);
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int c = Pass::column(chunk);
+      if (c >= dim) continue;
+      float x[kWidth], y[kWidth];
 #pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    store_floats<kWidth>(mine + Pass::column(chunk), sum_q + chunk * kWidth);
-    store_floats<kWidth>(mine + kSpan + Pass::column(chunk), sum_c + chunk * kWidth);
-  }
-  __syncthreads();
-  const float inverse = 1.0f / result.sum;
-  float* sums = static_cast<float*>(p.sums) + 2 * b * p.dim;
-  for (int c = threadIdx.x; c < dim; c += kPoolThreads) {
-    float x = 0.0f, y = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kPoolWarps; ++w) {
-      x += buffer[w * 2 * kSpan + c];
-      y += buffer[w * 2 * kSpan + kSpan + c];
+      for (int i = 0; i < kWidth; ++i) {
+        const float q = sum_q[chunk * kWidth + i], f = sum_c[chunk * kWidth + i];
+        x[i] = present ? q * inverse : 0.0f;
+        y[i] = present ? (f - result.offset * q) * inverse : 0.0f;
+      }
+      store_floats<kWidth>(sums + c, x);
+      store_floats<kWidth>(sums + dim + c, y);
     }
-    sums[c] = result.present ? x * inverse : 0.0f;
-    sums[dim + c] = result.present ? (y - result.offset * x) * inverse : 0.0f;
+  } else {
+    const PoolResult<float> result = pool_merge(shared, state, present);
+    pool_finish<kThreads>(p, b, result);
+    if (!with_sums) return;      // the same in every thread; the barrier below is for all or none
+    SX_DYN_SMEM(float, buffer);  // [warps, 2, span]
+    float* mine = buffer + warp_id() * 2 * kSpan;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) result.step.apply(sum_q[i], sum_c[i]);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      store_floats<kWidth>(mine + Pass::column(chunk), sum_q + chunk * kWidth);
+      store_floats<kWidth>(mine + kSpan + Pass::column(chunk), sum_c + chunk * kWidth);
+    }
+    __syncthreads();
+    const float inverse = 1.0f / result.sum;
+    for (int c = threadIdx.x; c < dim; c += kThreads) {
+      float x = 0.0f, y = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kPoolWarps; ++w) {
+        x += buffer[w * 2 * kSpan + c];
+        y += buffer[w * 2 * kSpan + kSpan + c];
+      }
+      sums[c] = result.present ? x * inverse : 0.0f;
+      sums[dim + c] = result.present ? (y - result.offset * x) * inverse : 0.0f;
+    }
   }
 }
 
 // ------------------------------------------------------------------------------------------------ any d, double
 template <typename T>
-__global__ void __launch_bounds__(kPoolThreads) attention_pool_wide_kernel(AttentionPoolParams p) {
+__global__ void __launch_bounds__(kPoolThreads) attention_pool_any_kernel(AttentionPoolParams p) {
   using A = acc_t<T>;
   __shared__ PoolShared<A> shared;
   const int64_t b = blockIdx.x;
@@ -296,7 +353,7 @@ __global__ void __launch_bounds__(kPoolThreads) attention_pool_wide_kernel(Atten
     state.weighted += e * (g - state.ref);
   }
   const PoolResult<A> result = pool_merge(shared, state, present);
-  pool_finish(p, b, result);
+  pool_finish<kPoolThreads>(p, b, result);
   if (p.sums == nullptr) return;
   __syncthreads();  // coefficients are there
   const A* coefs = static_cast<const A*>(p.coefs) + 2 * b * p.length;
@@ -324,14 +381,19 @@ __global__ void __launch_bounds__(kPoolThreads) attention_pool_scale_kernel(Atte
   static_cast<A*>(p.scaled)[i] = grad == A(0) ? A(0) : grad * static_cast<const A*>(p.coefs)[i];
 }
 
-template <typename A>
+template <typename A, int kWidth>
 __global__ void __launch_bounds__(kPoolThreads) attention_pool_rows_kernel(AttentionPoolRowsParams p) {
   const int64_t i = blockIdx.x;
   if (i >= p.count[0]) return;
   const A x = static_cast<const A*>(p.pairs)[2 * i], y = static_cast<const A*>(p.pairs)[2 * i + 1];
   A* row = static_cast<A*>(p.rows) + i * p.dim;
-  for (int64_t c = threadIdx.x; c < p.dim; c += kPoolThreads) {
-    row[c] = x * static_cast<const A*>(p.value)[c] + y * static_cast<const A*>(p.query)[c];
+  for (int64_t c = threadIdx.x * kWidth; c < p.dim; c += kPoolThreads * kWidth) {
+    A value[kWidth], query[kWidth];
+    load_columns<kWidth>(static_cast<const A*>(p.value) + c, value);
+    load_columns<kWidth>(static_cast<const A*>(p.query) + c, query);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) value[j] = x * value[j] + y * query[j];
+    store_columns<kWidth>(row + c, value);
   }
 }
 
@@ -343,24 +405,32 @@ SX_DEVICE inline void pool_put_vectors(const AttentionPoolVectorsParams& p, int6
     static_cast<A*>(p.d_query)[c - p.dim] = A(total);
 }
 
-// Part blockIdx.y of the rows, a thread a column. Zero gradients win over nan; no branch, so that loads go ahead.
-template <typename A>
+// Part blockIdx.y of the rows, a thread kWidth columns. Zero gradients win over nan; no branch, so that loads go ahead.
+template <typename A, int kWidth>
 __global__ void __launch_bounds__(kPoolThreads) attention_pool_vectors_kernel(AttentionPoolVectorsParams p) {
-  const int64_t c = int64_t(blockIdx.x) * kPoolThreads + threadIdx.x, width = 2 * p.dim;
+  const int64_t c = (int64_t(blockIdx.x) * kPoolThreads + threadIdx.x) * kWidth, width = 2 * p.dim;
   if (c >= width) return;
   const int64_t parts = gridDim.y, part = blockIdx.y, step = (p.batch + parts - 1) / parts;
   const int64_t end = (part + 1) * step < p.batch ? (part + 1) * step : p.batch;
-  double total = 0;
+  double total[kWidth] = {};
 #pragma unroll 8
   for (int64_t b = part * step; b < end; ++b) {
     const double grad = double(static_cast<const A*>(p.grad)[b]);
-    const double product = grad * double(static_cast<const A*>(p.sums)[b * width + c]);
-    total += grad != 0 ? product : 0.0;
+    A sums[kWidth];
+    load_columns<kWidth>(static_cast<const A*>(p.sums) + b * width + c, sums);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const double product = grad * double(sums[i]);
+      total[i] += grad != 0 ? product : 0.0;
+    }
   }
-  if (p.partial != nullptr)
-    p.partial[part * width + c] = total;
-  else
-    pool_put_vectors<A>(p, c, total);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    if (p.partial != nullptr)
+      p.partial[part * width + c + i] = total[i];
+    else
+      pool_put_vectors<A>(p, c + i, total[i]);
+  }
 }
 
 // The sum of `parts` parts, a thread a column.

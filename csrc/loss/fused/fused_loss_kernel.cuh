@@ -4,7 +4,6 @@
 //   loss_bwd_kernel    coefficients and d_hidden from what the forward saved: one block per batch row
 //   gather_rows_kernel class rows of shared draws: one warp a row
 //   split_kernel       coefficients in two parts of 16 bits: one block per batch row
-//   across_warps       product of a class row that the warps of a block share
 //   class_or_unknown   ids of a device come unchecked: one compare before a table is read
 //   check_loss_id      for the losses' own check kernels (SAMPLEX_DEBUG=1)
 #pragma once
@@ -46,22 +45,6 @@ SX_DEVICE inline bool is_known_positive(const int64_t* offsets, const int64_t* i
     if (ids[k] == id) return true;
   }
   return false;
-}
-
-// ------------------------------------------------------------------------------------------------ wide rows
-// Where the warps of a block share a class row: product `x` of row `row` over one warp's columns -> over all of them,
-// in the order of the warps, the same bits in each. `writes`: one lane a warp and row. One barrier, for all threads:
-// who writes the same half of `parts` again, two calls later, has passed the barrier of the call between, to which
-// everybody comes after reading.
-template <int kWarps, int kRows>
-SX_DEVICE inline float across_warps(float (&parts)[2][kWarps][kRows], int& turn, float x, int row, bool writes) {
-  if (writes) parts[turn][warp_id()][row] = x;
-  __syncthreads();
-  x = parts[turn][0][row];
-#pragma unroll
-  for (int w = 1; w < kWarps; ++w) x += parts[turn][w][row];
-  turn ^= 1;
-  return x;
 }
 
 // ------------------------------------------------------------------------------------------------ over the batch

@@ -42,8 +42,12 @@ void launch_predict_dots(const PredictDotsParams& p, void* stream) {
   const int64_t blocks = (p.batch * p.num_ids + kPredictWarps - 1) / kPredictWarps;
   dispatch_dtype("predict_dots", p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    SX_LAUNCH("predict_dots", predict_dots_kernel<T>, unsigned(blocks < 65535 ? blocks : 65535), kPredictThreads, 0,
-              stream, p);
+    const unsigned grid = unsigned(blocks < 65535 ? blocks : 65535);
+    constexpr int kWidth = vector_width<T>;
+    if (p.dim % kWidth == 0 && vector_aligned(p.hidden) && vector_aligned(p.weight))
+      SX_LAUNCH("predict_dots", (predict_dots_kernel<T, kWidth>), grid, kPredictThreads, 0, stream, p);
+    else
+      SX_LAUNCH("predict_dots", (predict_dots_kernel<T, 1>), grid, kPredictThreads, 0, stream, p);
   });
 }
 

@@ -8,6 +8,7 @@
 //   predict_dots_kernel   a warp has a candidate at a time
 #pragma once
 
+#include "common/vec_load.cuh"
 #include "predict/predict/predict_device.cuh"
 
 namespace samplex::SX_BACKEND_NS {
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(kPredictThreads, kPredictResident<A>) predict_
 }
 
 // ------------------------------------------------------------------------------------------------ candidates
-template <typename T>
+template <typename T, int kWidth>
 __global__ void __launch_bounds__(kPredictThreads) predict_dots_kernel(PredictDotsParams p) {
   using A = acc_t<T>;
   const int64_t count = p.batch * p.num_ids, stride = int64_t(gridDim.x) * kPredictWarps;
@@ -269,7 +270,14 @@ __global__ void __launch_bounds__(kPredictThreads) predict_dots_kernel(PredictDo
     const T* h = static_cast<const T*>(p.hidden) + at / p.num_ids * p.dim;
     const T* w = static_cast<const T*>(p.weight) + (known ? id : 0) * p.dim;
     A dot = 0;
-    for (int64_t c = lane_id(); c < p.dim; c += kWarpSize) dot += to_acc(h[c]) * to_acc(w[c]);
+#pragma unroll 4
+    for (int64_t c = lane_id() * kWidth; c < p.dim; c += kWarpSize * kWidth) {
+      A x[kWidth], y[kWidth];
+      load_columns<kWidth>(h + c, x);
+      load_columns<kWidth>(w + c, y);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) dot += x[i] * y[i];
+    }
     dot = group_sum<kWarpSize>(dot);
     if (lane_id() == 0) static_cast<A*>(p.dots)[at] = known ? dot : negative_infinity<A>();
   }

@@ -1,6 +1,9 @@
-// Shared draws on the GPU: a block has a draw (or a given class) and takes it down the tree; a thread has the rows of
-// one lane. At each level every row is scored, the masses of both children are added up, and the draw chooses one of
-// them. All blocks read the same few thousand nodes and the same rows: they stay in the caches.
+// Shared draws on the GPU: a block has a draw (or a given class) and takes it down the tree. At each level every row is
+// scored, the masses of both children are added up, and the draw chooses one of them. All blocks read the same few
+// thousand nodes and the same rows: they stay in the caches.
+//
+// A thread has the rows of one lane. With many rows several groups of 64 threads share them, and the first group adds
+// up what all have found, in the order of the rows: the same bits.
 #pragma once
 
 #include "common/warp.cuh"
@@ -9,10 +12,13 @@
 
 namespace samplex::SX_BACKEND_NS {
 
-constexpr int kTreeSharedThreads = kTreeSharedLanes;
-// Blocks of a multiprocessor at the least. Not asked, ptxas takes fewer registers than it needs on some architectures,
+// Groups of 64 threads of a block where there are many rows.
+constexpr int kTreeSharedGroups = 4;
+template <int kGroups>
+constexpr int kTreeSharedThreads = kGroups * kTreeSharedLanes;
+// Warps of a multiprocessor at the least. Not asked, ptxas takes fewer registers than it needs on some architectures,
 // and spills.
-constexpr int kTreeSharedResident = 8;
+constexpr int kTreeSharedResident = 16;
 
 // Both sums over the 64 threads, by halves, the same bits in every thread. Two barriers.
 struct TreeSharedSums {
@@ -37,34 +43,58 @@ SX_DEVICE inline TreeSharedSums tree_shared_sums(double right, double left, doub
   return {scratch[0][kWarpSize], scratch[1][kWarpSize]};
 }
 
-// Where the rows of a block are: their masses [B], and behind them P(right) and P(left) of the node it is at, [B, 2].
-struct TreeSharedRows {
-  double* mass;
-  float* split;
+// The terms of a lane's sums, from the groups of a block. All threads come here; only the first group has sums.
+template <int kGroups>
+struct TreeSharedTile {
+  double terms[2][2][kTreeSharedThreads<kGroups>];
+
+  // Adds the terms of as many rows as the block has threads. `turn` is another one next time, so that one barrier does.
+  SX_DEVICE void add(int turn, double to_right, double to_left, double& right, double& left) {
+    double (*const mine)[kTreeSharedThreads<kGroups>] = terms[turn];
+    mine[0][threadIdx.x] = to_right;
+    mine[1][threadIdx.x] = to_left;
+    __syncthreads();
+    if (threadIdx.x >= kTreeSharedLanes) return;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      right = right + mine[0][group * kTreeSharedLanes + threadIdx.x];
+      left = left + mine[1][group * kTreeSharedLanes + threadIdx.x];
+    }
+  }
+};
+template <>
+struct TreeSharedTile<1> {
+  SX_DEVICE void add(int, double to_right, double to_left, double& right, double& left) {
+    right = right + to_right;
+    left = left + to_left;
+  }
 };
 
-template <typename T, bool kWideRow, bool kStrata>
-__global__ void __launch_bounds__(kTreeSharedThreads, kTreeSharedResident) tree_shared_kernel(TreeSharedParams p) {
+template <typename T, bool kWideRow, bool kStrata, int kGroups>
+__global__ void __launch_bounds__(kTreeSharedThreads<kGroups>, kTreeSharedResident / (2 * kGroups))
+    tree_shared_kernel(TreeSharedParams p) {
+  constexpr int kThreads = kTreeSharedThreads<kGroups>;
   __shared__ double scratch[2][kWarpSize + 1];
-  SX_DYN_SMEM(double, own);  // [2 B] where it fits
-  TreeSharedRows rows;
-  rows.mass = p.masses != nullptr ? p.masses + int64_t(blockIdx.x) * 2 * p.batch : own;
-  rows.split = reinterpret_cast<float*>(rows.mass + p.batch);
+  __shared__ TreeSharedTile<kGroups> tile;
+  SX_DYN_SMEM(double, own);
+  // [2, B]: masses of the rows in the left and in the right child of a node. A thread keeps to its rows, so that only
+  // the sums need barriers.
+  double* const masses = kGroups > 1 ? p.masses + int64_t(blockIdx.x) * 2 * p.batch : own;
   const TreeTable& tree = p.tree;
   const int64_t leaves = int64_t(1) << tree.depth;
   PhiloxKey key = {0, 0};
   if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
-  // Every thread keeps to the rows of its lane, so that only the sums need barriers.
   for (int64_t draw = blockIdx.x; draw < p.num_samples; draw += gridDim.x) {
-    for (int64_t b = threadIdx.x; b < p.batch; b += kTreeSharedThreads) {
+    for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) {
       const float* x = p.x + b * tree.dim;
       float zero = 0.0f;
       for (int64_t c = 0; c < tree.dim; ++c) zero = zero + 0.0f * x[c];
-      rows.mass[b] = zero == 0.0f ? 1.0 : 0.0;
+      masses[b] = zero == 0.0f ? 1.0 : 0.0;
     }
     const int64_t leaf = p.given != nullptr ? leaf_of(tree, p.given[draw]) : 0;
     double q = leaf < 0 ? quiet_nan<double>() : 1.0;
     int64_t node = 1;
+    bool to_right = false;
     uint64_t bits = 0, next_bits = 0;
     double place = 0.0, low = 0.0;  // of a draw in strata: where it is, and where the node's interval begins
     if constexpr (kStrata) {
@@ -72,18 +102,27 @@ __global__ void __launch_bounds__(kTreeSharedThreads, kTreeSharedResident) tree_
     }
     for (int level = 0; level < tree.depth; ++level) {
       double right = 0.0, left = 0.0;
-      for (int64_t b = threadIdx.x; b < p.batch; b += kTreeSharedThreads) {
-        const double here = rows.mass[b];
-        if (here == 0.0) continue;
-        const TreeSplit split = tree_split(tree_logit_vector<T, kWideRow>(tree, node, p.x + b * tree.dim));
-        rows.split[2 * b] = split.right;
-        rows.split[2 * b + 1] = split.left;
-        right = right + here * double(split.right);
-        left = left + here * double(split.left);
+      const double* const at = masses + (to_right ? p.batch : 0);
+      int turn = 0;
+      for (int64_t first = 0; first < p.batch; first += kThreads, turn ^= 1) {
+        const int64_t b = first + threadIdx.x;
+        double mass_right = 0.0, mass_left = 0.0;
+        if (b < p.batch) {
+          const double here = at[b];
+          if (here != 0.0) {
+            const TreeSplit split = tree_split(tree_logit_vector<T, kWideRow>(tree, node, p.x + b * tree.dim));
+            mass_right = here * double(split.right);
+            mass_left = here * double(split.left);
+          }
+          if (level + 1 < tree.depth) {
+            masses[b] = mass_left;
+            masses[p.batch + b] = mass_right;
+          }
+        }
+        tile.add(turn, mass_right, mass_left, right, left);
       }
       const TreeSharedSums sums = tree_shared_sums(right, left, scratch);
       const double total = sums.right + sums.left;
-      bool to_right;
       if constexpr (kStrata) {
         const double q_right = tree_shared_step(q, sums.right, total), q_left = tree_shared_step(q, sums.left, total);
         to_right = tree_stratum_right(place, low, q_left, q_right);
@@ -102,10 +141,6 @@ __global__ void __launch_bounds__(kTreeSharedThreads, kTreeSharedResident) tree_
         to_right = uniform53(bits) * total < sums.right;
       }
       if constexpr (!kStrata) q = tree_shared_step(q, to_right ? sums.right : sums.left, total);
-      for (int64_t b = threadIdx.x; level + 1 < tree.depth && b < p.batch; b += kTreeSharedThreads) {
-        const double here = rows.mass[b];
-        if (here != 0.0) rows.mass[b] = here * double(rows.split[2 * b + (to_right ? 0 : 1)]);
-      }
       node = 2 * node + to_right;
     }
     if (threadIdx.x == 0) {

@@ -20,7 +20,7 @@ Tensor run_shared(const char* op, TreeSharedParams p, const Tensor& x) {
   p.log_q = out<float>(log_q);
   std::optional<Tensor> masses;
   if (p.batch > kTreeSharedRows && backend_of(op, x) != Backend::kCpu) {
-    masses = empty(x, {std::min(p.num_samples, kTreeSharedBlocks), 2 * p.batch}, ScalarType::Double);
+    masses = empty(x, {tree_shared_blocks(p.batch, p.num_samples), 2 * p.batch}, ScalarType::Double);
     p.masses = out<double>(*masses);
   }
   SX_RUN(op, x, launch_tree_shared, p);

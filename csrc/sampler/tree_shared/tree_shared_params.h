@@ -23,9 +23,14 @@ namespace samplex {
 // Rows are added up in this many lanes, row b in lane b mod 64 in ascending order, and the lanes by halves: the same
 // bits on every backend.
 constexpr int kTreeSharedLanes = 64;
-// Rows whose masses a block of the GPU keeps in shared memory; with more it takes `masses`.
+// Rows whose masses a block of the GPU keeps in shared memory; with more it takes `masses`. It then has more threads,
+// and there are fewer blocks: as many as are resident at a time on a large GPU, so that their masses stay in its L2
+// cache.
 constexpr int64_t kTreeSharedRows = 2048;
-constexpr int64_t kTreeSharedBlocks = 1024;
+constexpr int64_t tree_shared_blocks(int64_t batch, int64_t num_samples) {
+  const int64_t most = batch > kTreeSharedRows ? 320 : 1024;
+  return num_samples < most ? num_samples : most;
+}
 
 struct TreeSharedParams {
   TreeTable tree;

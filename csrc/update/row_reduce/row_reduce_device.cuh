@@ -1,14 +1,16 @@
 // Sums over sorted entries on the GPU, for the row reduction and for updates inside a backward.
 //
 // A group of lanes takes a place of the sorted entries. At the first entry of a row it walks the row's entries in
-// order, every lane on its own columns. A row of many entries is cut at multiples of K = 1 << chunks.log_size places,
-// so that no warp walks more than 2 K: the group at the row's first place p takes the entries up to the border (p / K +
-// 2) K, and one at each later border q takes [q, q + K). What they find they leave in `partial`, in slot p / K + 1 or q
-// / K, which no other row uses. The same rule with K_1 = 16 K puts those slots together to sums of the next level, with
-// K_2 = 256 K these, until one sum covers the row. Whoever stores the last slot of a sum goes on with it: an integer
-// counter per sum says who that is. Which warp it is depends on the schedule; what is added in which order does not.
+// order, every lane on its own columns. A row of many entries is cut at the borders, the last places of each K = 1 <<
+// chunks.log_size of them: K - 1, 2 K - 1, ... The group at the row's first place p has the slot s = p / K + 1 and
+// takes the entries up to the border (s + 1) K - 1; one at each later border s K - 1 has the slot s and takes K
+// entries. So slot s is that of the row which has the border s K - 1, and no warp walks more than 2 K - 1 entries. What
+// they find they leave in `partial`. The same rule with K_1 = 16 K puts those slots together to sums of the next level,
+// with K_2 = 256 K these, until one sum covers the row. Whoever stores the last slot of a sum goes on with it: an
+// integer counter per sum says who that is. Which warp it is depends on the schedule; what is added in which order does
+// not.
 //
-// Every question about a row (where do its slots begin, is it complete) is answered by a few of the sorted keys:
+// Every question about a row (where do its slots begin, is it complete) is answered by the sorted keys at the borders:
 // nothing is searched for, and the host does not know how many rows there are. Rows of at most K entries are never cut.
 #pragma once
 
@@ -136,15 +138,15 @@ struct EntriesPart {
   int lane;         // which of the part's columns the lane takes
 };
 
-// Slots of level - 1 that a warp adds up. Of a group narrower than a warp, the lanes past it have no columns.
+// Slots of level - 1 that a warp adds up: each group of its lanes takes some of them, and the first one has the sum.
 struct SlotsPart {
   int64_t id;
   int place;  // one of the row's
   int slot;
   bool complete;
-  int level, level_begin;  // the first slot of this level
-  int first, count;        // what to add
-  static constexpr bool here = true;
+  int level;
+  int first, count;  // what to add
+  bool here;         // a lane of the first group
   int lane;
 };
 
@@ -172,25 +174,27 @@ struct EntryWalk {
                        : int64_t(static_cast<const int32_t*>(p.sorted)[place]);
   }
 
+  SX_DEVICE int64_t place_of(int thread) const { return (int64_t(blockIdx.x) * kUpdateThreads + thread) >> log_group; }
+
   // The part at the place of this thread's group.
   SX_DEVICE EntriesPart begin() const {
-    const int64_t place = (int64_t(blockIdx.x) * kUpdateThreads + threadIdx.x) >> log_group;
+    const int64_t place = place_of(int(threadIdx.x));
     const int log = p.chunks.log_size;
     const int64_t chunk = place >> log, size = int64_t(1) << log;
     EntriesPart part{};
     part.lane = lane_id() & lane_mask();
     // All at once: what is needed of them is known later.
     const int64_t mine = key(place + part.lane), before = key(place - 1);
-    const int64_t far = (place & (size - 1)) == 0 ? key(place - size - 1) : -1;
+    const int64_t far = ((place + 1) & (size - 1)) == 0 ? key(place - size) : -1;
     if (part.lane == 0 && place < entries) part.entry = int(p.order[place]);
     part.id = shuffle_from(mine, leader());
     const bool head = before != part.id;
     part.here = part.id >= 0 && part.id < p.num_rows && (head || far == part.id);
     if (!warp_any(part.here)) return part;
     part.place = int(place);
-    const int64_t end = head ? (chunk + 2) << log : place + size;
+    part.slot = int(chunk + 1);  // a border is the last place of its chunk
+    const int64_t end = ((chunk + 2) << log) - 1;
     part.stop = int(end < entries ? end : entries);
-    part.slot = int(head ? chunk + 1 : chunk);
     const bool matches = part.here && mine == part.id && place + part.lane < part.stop;
     if (matches && part.lane > 0) part.entry = int(p.order[place + part.lane]);
     part.matches = group_count(matches);
@@ -201,12 +205,13 @@ struct EntryWalk {
     return part;
   }
 
-  // sums[0 .. Width) = the part's sums of the columns from c on; where !inside, nothing is read. `bias`: that of the
-  // bias terms, where wanted; the same in all lanes of the part.
-  SX_DEVICE void add(const EntriesPart& part, int c, bool inside, A* sums, bool with_bias, A& bias) const {
+  // sums[0 .. Width) = the part's sums of the columns from c on, those of part.lane, in the lanes that are `here`.
+  // `bias`: that of the bias terms, where wanted; the same in all lanes of the part.
+  SX_DEVICE void add(const EntriesPart& part, int c, A* sums, bool with_bias, A& bias) const {
 #pragma unroll
     for (int i = 0; i < Width; ++i) sums[i] = 0;
     bias = 0;
+    const bool inside = part.here && c < p.dim;
     const int entries_a = int(p.source[0].entries);
     int base = part.place, entry = part.entry, count = part.matches;
     for (;;) {
@@ -236,18 +241,20 @@ struct EntryWalk {
     }
   }
 
-  SX_DEVICE void add(const SlotsPart& part, int c, bool inside, A* sums, bool with_bias, A& bias) const {
+  SX_DEVICE void add(const SlotsPart& part, int c, A* sums, bool with_bias, A& bias) const {
     constexpr int kBatch = batch_of<Width, A>();
 #pragma unroll
     for (int i = 0; i < Width; ++i) sums[i] = 0;
-    if (inside) {
-      const A* from = static_cast<const A*>(p.chunks.partial) + int64_t(part.first) * p.dim + c;
-      int rest = part.count;
+    const int group = lane_id() >> log_group, groups = kWarpSize >> log_group;
+    if (c < p.dim) {
+      const A* from = static_cast<const A*>(p.chunks.partial) + int64_t(part.first + group) * p.dim + c;
+      const int step = int(p.dim) * groups;
+      int rest = part.count - group;
 #pragma unroll 1
-      for (; rest >= kBatch; rest -= kBatch) {
+      for (; rest > (kBatch - 1) * groups; rest -= kBatch * groups) {
         Numbers<Width, A> x[kBatch];
 #pragma unroll
-        for (int u = 0; u < kBatch; ++u, from += p.dim) x[u].load(from);
+        for (int u = 0; u < kBatch; ++u, from += step) x[u].load(from);
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
 #pragma unroll
@@ -255,12 +262,17 @@ struct EntryWalk {
         }
       }
 #pragma unroll 1
-      for (; rest > 0; --rest, from += p.dim) {
+      for (; rest > 0; rest -= groups, from += step) {
         Numbers<Width, A> x;
         x.load(from);
 #pragma unroll
         for (int i = 0; i < Width; ++i) sums[i] += x[i];
       }
+    }
+#pragma unroll 1
+    for (int lanes = 1 << log_group; lanes < kWarpSize; lanes *= 2) {
+#pragma unroll
+      for (int i = 0; i < Width; ++i) sums[i] += shuffle_xor(sums[i], lanes);
     }
     bias = 0;
     if (with_bias) {
@@ -290,16 +302,27 @@ struct EntryWalk {
          waiting &= waiting - 1) {
       const int from = __ffs(int(waiting)) - 1;
       SlotsPart part{};
-      part.lane = lane_id();
-      part.id = shuffle_from(own.id, from);
-      part.slot = shuffle_from(own.slot, from);
+      part.lane = lane_id() & lane_mask();
+      part.here = lane_id() == part.lane;
+      // As in `begin`: kept since then, they would take registers that the visits need.
+      const int64_t place = place_of(warp_id() * kWarpSize + from);
+      part.id = key(place);
+      part.slot = int(place >> p.chunks.log_size) + 1;
       while (!part.complete && climb(part, counters)) visit(part);
     }
   }
 
  private:
   SX_DEVICE static int slot_of(const EntriesPart& part) { return part.slot; }
-  SX_DEVICE static int slot_of(const SlotsPart& part) { return part.level_begin + part.slot; }
+  SX_DEVICE int slot_of(const SlotsPart& part) const { return level_begin(part.level) + part.slot; }
+
+  // The first slot of a level. Kept in a part, it would take a register that the visits need.
+  SX_DEVICE int level_begin(int level) const {
+    int begin = 0;
+#pragma unroll 1
+    for (int i = 0; i < level; ++i) begin += int(row_chunk_slots(entries, p.chunks.log_size + kLogFan * i));
+    return begin;
+  }
 
   // An entry in each lane of a group: its row in the source, its coefficient, what it adds to the bias.
   struct Staged {
@@ -366,29 +389,24 @@ struct EntryWalk {
   // The sum of `part` was stored. Makes it the sum of the next level that it belongs to; whether the warp is the last
   // one of those whose sums are needed for that.
   SX_DEVICE bool climb(SlotsPart& part, int* counters) const {
-    const int low = p.chunks.log_size + kLogFan * part.level, high = low + kLogFan;
-    const int64_t node = part.slot >> kLogFan, border = node << high, size = int64_t(1) << high;
-    // Four questions in one load: is the row in front of this node, and before the node in front of it, does it go on
-    // behind this node, and behind the next one?
-    const int64_t asked = lane_id() == 0   ? border - 1
-                          : lane_id() == 1 ? border - size - 1
-                                           : border + (int64_t(lane_id() - 1) << high);
-    const unsigned yes = warp_ballot(lane_id() < 4 && key(asked) == part.id);
-    const bool inner = (yes & 2) != 0;  // the row begins before the node in front of this one
-    const bool earlier = !inner && (yes & 1) != 0;
-    const int64_t from = node - earlier;
-    const bool goes_on = (yes & (earlier ? 4 : 8)) != 0;
-    const int64_t place = (from << high) + (int64_t(lane_id()) << low);
-    const bool child =
-        lane_id() < (inner ? 1 << kLogFan : 2 << kLogFan) && key(place) == part.id && key(place - 1) == part.id;
-    const unsigned mask = warp_ballot(child);
-    const int child_lane = __ffs(int(mask)) - 1;
-    part.first = part.level_begin + int(from << kLogFan) + child_lane;
+    constexpr int kFan = 1 << kLogFan;
+    static_assert(2 * kFan == kWarpSize);
+    const int low = p.chunks.log_size + kLogFan * part.level;
+    const int node = part.slot >> kLogFan, before = (node - 1) * kFan;
+    // Which slots are the row's: of the node in front of this one and of this one, and of the two that follow.
+    const int64_t border = (int64_t(before + lane_id()) << low) - 1;
+    const int64_t here = key(border), behind = key(border + (int64_t(kWarpSize) << low));
+    const unsigned low_mask = warp_ballot(here == part.id), high_mask = warp_ballot(behind == part.id);
+    const bool inner = (low_mask & 1) != 0;  // the row begins before the node in front of this one
+    const bool earlier = !inner && (low_mask >> kFan & 1) != 0;
+    unsigned mask = low_mask;
+    if (!earlier) mask = mask >> kFan | (inner ? 0u : high_mask << kFan);
+    const int slot = (earlier ? before : before + kFan) + __ffs(int(mask)) - 1;
+    part.first = level_begin(part.level) + slot;
     part.count = __popc(mask);
-    part.place = int((from << high) + (int64_t(child_lane) << low));
-    part.complete = !inner && !goes_on;
-    part.slot = int(inner ? node : from + 1);
-    part.level_begin += (entries >> low) + 2;
+    part.place = int((int64_t(slot) << low) - 1);
+    part.complete = !inner && (high_mask >> (earlier ? 0 : kFan) & 1) == 0;
+    part.slot = inner || earlier ? node : node + 1;
     part.level += 1;
     // Counted at the first of the slots that are added: no other sum has it.
     return warp_arrives_last(counters + part.first, part.count);

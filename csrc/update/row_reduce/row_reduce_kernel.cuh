@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 6) row_reduce_rows_kernel(RowR
     const int c = (int(blockIdx.y) * kWarpSize + part.lane) * Width;
     const bool inside = part.here && c < p.dim;
     A sums[Width], bias;
-    walk.add(part, c, inside, sums, with_bias, bias);
+    walk.add(part, c, sums, with_bias, bias);
     if (!part.here) return;
     if (!part.complete) {
       if (inside) walk.store(part, c, sums);

@@ -42,11 +42,15 @@ constexpr int kLogChunk = 3;            // 8 entries a piece,
 constexpr int kLogFan = 4;              // and 16 pieces make one of the next level
 constexpr int64_t kMostChunks = 16384;  // of the first level: enough for a large GPU, and memory is bounded
 
+// Slots of a level whose pieces are 1 << log places.
+SX_HOST_DEVICE constexpr int64_t row_chunk_slots(int64_t entries, int log) { return (entries >> log) + 1; }
+
 inline RowChunks plan_row_chunks(int64_t entries) {
   RowChunks plan{};
   plan.log_size = kLogChunk;
   while (entries >> plan.log_size > kMostChunks) ++plan.log_size;
-  for (int log = plan.log_size; int64_t(2) << log < entries; log += kLogFan) plan.slots += (entries >> log) + 2;
+  for (int log = plan.log_size; int64_t(2) << log <= entries; log += kLogFan)
+    plan.slots += row_chunk_slots(entries, log);
   return plan;
 }
 

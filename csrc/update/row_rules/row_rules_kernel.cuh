@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kUpdateThreads, kEntriesResident<T, Width>)
     update_row<Width, T, A>(p, rules.weight, part.here ? part.id : 0, here, part.lane, 1 << log_group, first,
                             first + blocks, [&](int block, int c, A* g) {
                               A sum;
-                              walk.add(part, c, part.here && c < p.dim, g, with_bias && block == 0, sum);
+                              walk.add(part, c, g, with_bias && block == 0, sum);
                               if (block == 0) bias = sum;
                               if (partial && c < p.dim) walk.store(part, c, g);
                             });
