@@ -9,7 +9,7 @@ import torch
 
 import samplex_cuda as sx
 from samplex_cuda._checks import op_error
-from samplex_cuda.ops.fused_loss import StaticLaw
+from samplex_cuda.ops.loss_types import StaticLaw
 
 OPS = torch.ops.samplex
 CLASSES = 50

@@ -114,7 +114,7 @@ struct LossShape {
 // What the forward keeps for the backward, in one tensor: eight would cost more to make than a small batch to compute.
 // Offsets in numbers; a part that is not kept is -1. The coefficients of shared draws are a factor of GEMMs, which want
 // their first column and the distance of two rows to be multiples of 64 bytes. `saved_numbers` of
-// samplex_cuda/ops/fused_loss.py is the same layout.
+// samplex_cuda/ops/saved_loss.py is the same layout.
 struct SavedLoss {
   static constexpr int64_t kAlign = 16;
   int64_t d_loss = -1, d_lse = -1, draws_loss = -1, draws_lse = -1, coef_loss = -1, coef_lse = -1, row_loss = -1;

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samplex_cuda._checks import check_int
-from samplex_cuda.ops.fused_loss import Entries, LossGrad, entries
+from samplex_cuda.ops.loss_types import Entries, LossGrad
+from samplex_cuda.ops.row_gradients import entries
 from samplex_cuda.ops.row_rules import row_update_
 from samplex_cuda.optim.base import RowOptimizer, RowStep
 from samplex_cuda.optim.writes import writing, written
