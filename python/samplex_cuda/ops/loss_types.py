@@ -115,10 +115,11 @@ class Entries(NamedTuple):
     coef_b: Tensor | None
     rows_b: Tensor
     bias_b: Tensor | None
+    keys: Tensor | None = None  # sort keys of the ids, where a kernel made them on its way; for one update
 
     def clone(self) -> Entries:
-        """Copies of every tensor."""
-        copies: Any = [None if t is None else t.clone() for t in self]
+        """Copies of every tensor but the keys."""
+        copies: Any = [None if t is None else t.clone() for t in self[:-1]]
         return Entries(*copies)
 
 

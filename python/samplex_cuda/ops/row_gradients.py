@@ -51,7 +51,11 @@ def row_gradients(g: LossGrad, need_rows: bool, with_bias: bool) -> RowGradients
 
 
 def entries(
-    g: LossGrad, with_bias: bool, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    g: LossGrad,
+    with_bias: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    with_keys: bool = False,
 ) -> tuple[Tensor, Entries]:
     """The gradient of hidden, and the weight gradient before it is summed by class.
 
@@ -60,17 +64,19 @@ def entries(
         with_bias: whether there is a bias to update.
         grad_scale: fp32 [], divides the weight gradient; that of hidden stays scaled.
         found_inf: fp32 [], becomes 1 where the weight gradient holds an inf or nan, or numbers near it.
+        with_keys: whether these entries make an update by themselves: a GPU then makes its sort keys here.
     """
     p = g.plan
     with _below_autograd():
-        d_hidden, coef_a, coef_b, rows_b, bias_b = _entries_op(
+        d_hidden, coef_a, coef_b, rows_b, bias_b, keys = _entries_op(
             g.grad_loss, g.grad_lse, g.hidden, g.target, g.ids, g.saved, p.reduction, p.with_lse, with_bias,
-            p.with_ratio, grad_scale, found_inf,
+            p.with_ratio, grad_scale, found_inf, p.num_classes if with_keys else None,
         )  # fmt: skip
+    keys = keys if keys.shape[0] > 0 else None  # none on a CPU
     if g.ids.dim() == 2:
-        return d_hidden, Entries(g.target, coef_a, g.hidden, g.ids, coef_b, g.hidden, None)
+        return d_hidden, Entries(g.target, coef_a, g.hidden, g.ids, coef_b, g.hidden, None, keys)
     ids_b = g.ids if rows_b.shape[0] == g.ids.shape[0] else g.ids[:0]  # no rows of an empty batch
-    return d_hidden, Entries(g.target, coef_a, g.hidden, ids_b, None, rows_b, bias_b if with_bias else None)
+    return d_hidden, Entries(g.target, coef_a, g.hidden, ids_b, None, rows_b, bias_b if with_bias else None, keys)
 
 
 @register_fake("samplex::loss_entries")
@@ -87,6 +93,7 @@ def _(
     with_ratio: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    num_classes: int | None = None,
 ) -> tuple[Tensor, ...]:
     batch, dim = fake_sizes("loss_entries", hidden)
     shared, m = ids.dim() == 1, ids.shape[-1]
@@ -99,6 +106,10 @@ def _(
         hidden.new_empty((0 if shared else batch, m), dtype=acc),
         hidden.new_empty((summed, dim), dtype=acc),
         hidden.new_empty((summed if with_bias else 0,), dtype=acc),
+        # How many numbers the keys take is the kernels' own affair; without num_classes there are none.
+        hidden.new_empty(
+            (0 if num_classes is None else torch.library.get_ctx().new_dynamic_size(),), dtype=torch.int32
+        ),
     )
 
 

@@ -172,7 +172,7 @@ class Fusion:
         scale = found_inf = None
         if need[1] and self.grad_scaler is not None and self.grad_scaler.is_enabled():
             scale, found_inf = self._scaling()
-        d_hidden, found = entries(grad, self.bias is not None, scale, found_inf)
+        d_hidden, found = entries(grad, self.bias is not None, scale, found_inf, need[1] and self.accumulate == 1)
         if need[1]:
             task = _task_id()
             mine = self._arrived.get(task)
@@ -268,8 +268,8 @@ class Fusion:
         # Below autograd: backward has gradients off, except for create_graph, which the loss refuses.
         with _below_autograd():
             row_update_(
-                weight, w.state0, w.state1, bias, b.state0, b.state1, *e, b.key if w.key is None else w.key, w.rule,
-                b.rule, w.lr, w.step, b.lr, b.step, found_inf,
+                weight, w.state0, w.state1, bias, b.state0, b.state1, *e[:-1], b.key if w.key is None else w.key,
+                w.rule, b.rule, w.lr, w.step, b.lr, b.step, found_inf, e.keys,
             )  # fmt: skip
         torch._C._increment_version(changed)
         # A step was made, though not by step(): schedulers ask.
