@@ -510,7 +510,8 @@ def test_opcheck_loss_entries(backend, shared):
         h, weight, target, ids, log_q, None, None, None, None, 1.0, 0.0, -100, 1, False, True, False, True
     )  # fmt: skip
     grad = torch.ones((), device=device)
-    torch.library.opcheck(OPS.loss_entries.default, (grad, None, h, target, ids, saved, 1, False, True))
+    for more in ({}, {"num_classes": 9}):
+        torch.library.opcheck(OPS.loss_entries.default, (grad, None, h, target, ids, saved, 1, False, True), more)
     # With a ratio of each row behind it, which has to be said.
     longer = torch.cat([saved, saved.new_zeros(3)])
     with pytest.raises(RuntimeError, match=r"ValueError: loss_entries: saved must be what the forward kept"):
@@ -544,7 +545,7 @@ def test_keys_made_by_a_backward_are_those_of_the_update(backend, batch, m, shar
     assert none.numel() == 0
     assert (keys.numel() == 0) == (backend.name == "cpu")
     _, coef_a, coef_b, rows_b, bias_b = found
-    e = (target, coef_a, h, ids, *((None, rows_b, bias_b) if shared else (coef_b, h, None)))
+    e = (target, coef_a, h, ids, coef_b, *((rows_b, bias_b) if shared else (h, None)))
     results = []
     for given in (None, keys if keys.numel() > 0 else None):
         tables = [weight.clone(), torch.ones(9, 6, device=device), torch.ones(9, device=device)]

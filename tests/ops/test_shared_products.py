@@ -72,7 +72,7 @@ def test_any_number_of_targets_before_the_aligned_draws(backend, dtype, targets)
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize(("batch", "draws"), [(1, 3), (33, 8), (70, 21)])
 def test_bias_gradients_are_sums_over_the_batch(backend, batch, draws, reduction, with_lse):
-    """More rows than a block has threads for a column, columns that do not fill one, an upstream gradient of its own."""
+    """More rows than a block has threads for a column; columns that do not fill a block; a gradient from above."""
     got, exact = run(
         backend.device, torch.float32, draws, reduction=reduction, batch=batch, upstream=-0.75, with_lse=with_lse
     )

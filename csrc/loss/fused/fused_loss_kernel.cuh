@@ -173,7 +173,8 @@ __global__ void __launch_bounds__(kBwdThreads) loss_bwd_kernel(LossBwdParams p, 
   const LossUpstream<A> up(p, b), of_rows = up.unscaled(p);
   const bool with_keys = p.keys.keys != nullptr;
   A largest = 0;
-  for (int64_t k = threadIdx.x; k < entries; k += kBwdThreads) {
+  const int64_t combined = p.unit_coefs && p.found_inf == nullptr ? P : entries;
+  for (int64_t k = threadIdx.x; k < combined; k += kBwdThreads) {
     const A coef = of_rows.combine(p.coef_loss, p.coef_lse, b * p.coefs.stride + k);
     largest = max_nan(largest, A(fabs(coef)));
     if (k < P) {
@@ -186,12 +187,15 @@ __global__ void __launch_bounds__(kBwdThreads) loss_bwd_kernel(LossBwdParams p, 
     if (with_keys && !p.shared) store_row_key(p.keys, p.batch * P + b * m + draw, p.ids[b * m + draw], coef == A(0));
     store_parts<T>(p.draw_parts, b, draw, coef);
   }
-  if (with_keys) {
-    const int64_t first = b * kBwdThreads + threadIdx.x, threads = p.batch * kBwdThreads;
-    // Shared draws have a row of their own each, whatever its coefficients are.
-    for (int64_t j = first; p.shared && j < m; j += threads) store_row_key(p.keys, p.batch * P + j, p.ids[j], false);
-    for (int64_t j = first; j < p.keys.num_counters; j += threads) p.keys.counters[j] = 0;
+  const int64_t first = b * kBwdThreads + threadIdx.x, threads = p.batch * kBwdThreads;
+  if (p.shared) {
+    const A coef = p.unit_coefs ? of_rows.of_loss : A(1);
+    for (int64_t j = first; j < m; j += threads) {
+      if (p.draw_coef != nullptr) static_cast<A*>(p.draw_coef)[j] = coef;
+      if (with_keys) store_row_key(p.keys, p.batch * P + j, p.ids[j], coef == A(0));
+    }
   }
+  for (int64_t j = first; with_keys && j < p.keys.num_counters; j += threads) p.keys.counters[j] = 0;
   T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
   const bool none = up.none(p, b);
   for (int64_t c = threadIdx.x; c < p.dim; c += kBwdThreads) {

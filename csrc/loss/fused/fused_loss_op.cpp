@@ -46,13 +46,15 @@ Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hi
   check_value(!num_classes || *num_classes >= 0, op, ": num_classes must be at least 0, got ", num_classes.value_or(0));
   x.keys_for = num_classes;
   LossEntries e = run_loss_entries(op, x, at, P, true, with_bias);
-  if (shared) e.coef_draw = empty(hidden, {0, m}, acc);
-  return {e.d_hidden,
-          e.coef_target,
-          e.coef_draw,
-          e.draw_rows ? *e.draw_rows : empty(hidden, {0, d}, acc),
-          e.draw_bias ? *e.draw_bias : empty(hidden, {0}, acc),
-          e.keys ? *e.keys : empty(hidden, {0}, ScalarType::Int)};
+  // One number for each shared draw, in front of its row.
+  if (shared) e.coef_draw = e.draw_coef ? *e.draw_coef : empty(hidden, {0, 1}, acc);
+  return {
+      e.d_hidden,
+      e.coef_target,
+      e.coef_draw,
+      e.draw_rows ? *e.draw_rows : empty(hidden, {0, d}, acc),
+      e.draw_bias ? *e.draw_bias : empty(hidden, {0}, acc),
+      e.keys ? *e.keys : empty(hidden, {0}, num_classes.value_or(0) > INT32_MAX ? ScalarType::Long : ScalarType::Int)};
 }
 
 }  // namespace

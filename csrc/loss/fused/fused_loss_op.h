@@ -264,6 +264,7 @@ struct LossEntries {
   Tensor d_hidden;
   Tensor coef_target;               // A [B, P]
   Tensor coef_draw;                 // A [B, m]
+  std::optional<Tensor> draw_coef;  // A [m, 1]: factors of draw_rows
   std::optional<Tensor> draw_rows;  // A [m, d]: shared draws are summed over the batch
   std::optional<Tensor> draw_bias;  // A [m]
   std::vector<Tensor> kept;         // as in SharedRows
@@ -279,14 +280,17 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   const bool shared = ids.dim() == 1;
   const LossShape shape{hidden.size(0), P, ids.size(ids.dim() - 1), hidden.size(1), shared};
   const int64_t B = shape.batch, d = shape.dim, m = shape.draws;
-  // The whole batch has one upstream gradient, and it is at hand: it goes onto h [B, d] and not onto [B, m]
-  // coefficients of shared draws. Not where it is 0, which wins over a nan in a coefficient.
+  // The whole batch has one upstream gradient: it need not go onto [B, m] coefficients of shared draws. A CPU, which
+  // has it at hand, puts it onto h [B, d]; not where it is 0, which wins over a nan in a coefficient. A GPU puts it
+  // onto the summed rows, as their coefficient: one of 0 leaves them out.
   const void* factor_at = part_of(saved, at.factor, 1, false);
-  const bool one_factor = shared && m > 0 && B > 0 && need_rows && factor_at != nullptr && !grad_lse &&
-                          backend_of(op, hidden) == Backend::kCpu;
+  const bool on_cpu = backend_of(op, hidden) == Backend::kCpu;
+  const bool one_upstream = shared && m > 0 && B > 0 && need_rows && factor_at != nullptr && !grad_lse;
+  const bool one_factor = one_upstream && on_cpu;
   double factor = one_factor ? number_of(acc, grad_loss.const_data_ptr()) * number_of(acc, factor_at) : 0.0;
   if (one_factor && grad_scale != nullptr) factor *= 1.0 / double(*grad_scale);
-  const bool one_product = factor != 0.0;
+  const bool unit = one_upstream && !on_cpu && !SharedRows::splits(op, hidden);
+  const bool one_product = factor != 0.0 || unit;
   Tensor d_hidden = empty_pooled(hidden, {B, d}, hidden.scalar_type());
   const Tensor coef_target = empty(hidden, {B, P}, acc);
   const bool sum_draws = need_rows && shared && m > 0 && B > 0;
@@ -317,7 +321,7 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
                        : sum_draws ? empty_pooled(hidden, {B, d}, acc)
                                    : d_hidden;
   params.clean_hidden = sum_draws ? out_any(clean) : nullptr;
-  params.hidden_factor = one_product ? factor : 1.0;
+  params.hidden_factor = factor != 0.0 ? factor : 1.0;
   params.grad_scale = grad_scale;
   params.found_inf = found_inf;
   params.batch = B;
@@ -326,9 +330,19 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   params.dim = d;
   params.dtype = dtype;
   params.shared = shared;
-  LossEntries entries_of{d_hidden, coef_target, coef_draw, std::nullopt, std::nullopt, {clean, parts}, std::nullopt};
+  params.unit_coefs = unit;
+  LossEntries entries_of{d_hidden,     coef_target,  coef_draw,      std::nullopt,
+                         std::nullopt, std::nullopt, {clean, parts}, std::nullopt};
+  if (sum_draws) entries_of.draw_coef = empty(hidden, {m, 1}, acc);
   if (sum_draws && with_bias) entries_of.draw_bias = empty(hidden, {m}, acc);
-  if (backend_of(op, hidden) != Backend::kCpu) {
+  if (on_cpu && sum_draws) {
+    void* const ones = entries_of.draw_coef->mutable_data_ptr();
+    if (acc == ScalarType::Double)
+      std::fill_n(static_cast<double*>(ones), m, 1.0);
+    else
+      std::fill_n(static_cast<float*>(ones), m, 1.0f);
+  } else if (!on_cpu) {
+    if (sum_draws) params.draw_coef = out_any(*entries_of.draw_coef);
     if (entries_of.draw_bias) params.draw_bias = out_any(*entries_of.draw_bias);
     if (keys_for && B > 0) {
       const RowKeysMemory made = call_row_keys(op, hidden, B * P + (shared ? m : B * m), *keys_for, d);
@@ -351,7 +365,7 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
       product_into(rows, torch::stable::transpose(coef_draw, 0, 1), clean);
     }
     entries_of.draw_rows = rows;
-    if (with_bias && backend_of(op, hidden) == Backend::kCpu) {
+    if (with_bias && on_cpu) {
       cpu::column_sums(acc == ScalarType::Double, coef_draw.const_data_ptr(), B, m, coef_draw.stride(0),
                        params.hidden_factor, entries_of.draw_bias->mutable_data_ptr());
     }
@@ -377,7 +391,7 @@ inline LossGradients run_loss_backward(const char* op, const LossBackward& x, co
     const RowGradients g = call_row_reduce(targets, draws, draw_bias, num_classes, with_bias);
     return {e.d_hidden, g.row_ids, g.row_grads, g.row_bias, g.count};
   };
-  if (e.draw_rows) return reduce({ids, none, *e.draw_rows}, e.draw_bias);
+  if (e.draw_rows) return reduce({ids, e.draw_coef, *e.draw_rows}, e.draw_bias);
   if (ids.dim() == 2) return reduce({ids, e.coef_draw, hidden}, none);
   // Shared draws of an empty batch, or m = 0.
   return reduce({empty(hidden, {0}, ScalarType::Long), none, empty(hidden, {0, d}, acc)}, none);

@@ -71,6 +71,10 @@ struct LossBwdParams {
   const float* grad_scale;  // [1]: coefficients are divided by it; d_hidden is not
   float* found_inf;         // [1]: becomes 1 where the gradient of a class row may hold an inf or nan
   // GPU only:
+  void* draw_coef;  // A [m] or nullptr: what the row of each shared draw is multiplied by after the sum over the
+                    // batch. The upstream factor where coefficients go into the product as the forward left them
+                    // (unit_coefs), else 1
+  bool unit_coefs;
   void* draw_bias;        // A [m] or nullptr: coefficients of shared draws, summed over the batch
   RowKeys keys;           // of the targets, then of the draws; one for each of them if they are shared
   const int64_t* target;  // [B, P], with keys

@@ -112,7 +112,7 @@ class Entries(NamedTuple):
     coef_a: Tensor
     rows_a: Tensor
     ids_b: Tensor
-    coef_b: Tensor | None
+    coef_b: Tensor
     rows_b: Tensor
     bias_b: Tensor | None
     keys: Tensor | None = None  # sort keys of the ids, where a kernel made them on its way; for one update

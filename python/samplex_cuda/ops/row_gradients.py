@@ -76,7 +76,7 @@ def entries(
     if g.ids.dim() == 2:
         return d_hidden, Entries(g.target, coef_a, g.hidden, g.ids, coef_b, g.hidden, None, keys)
     ids_b = g.ids if rows_b.shape[0] == g.ids.shape[0] else g.ids[:0]  # no rows of an empty batch
-    return d_hidden, Entries(g.target, coef_a, g.hidden, ids_b, None, rows_b, bias_b if with_bias else None, keys)
+    return d_hidden, Entries(g.target, coef_a, g.hidden, ids_b, coef_b, rows_b, bias_b if with_bias else None, keys)
 
 
 @register_fake("samplex::loss_entries")
@@ -100,16 +100,16 @@ def _(
     targets = 1 if target.dim() == 1 else target.shape[1]
     summed = m if shared and batch > 0 else 0
     acc = acc_dtype(hidden.dtype)
+    # How many numbers the keys take is the kernels' own affair; without num_classes there are none.
+    keys = 0 if num_classes is None else torch.library.get_ctx().new_dynamic_size()
+    wide = num_classes is not None and num_classes > torch.iinfo(torch.int32).max
     return (
         torch.empty_like(hidden),
         hidden.new_empty((batch, targets), dtype=acc),
-        hidden.new_empty((0 if shared else batch, m), dtype=acc),
+        hidden.new_empty((summed, 1) if shared else (batch, m), dtype=acc),
         hidden.new_empty((summed, dim), dtype=acc),
         hidden.new_empty((summed if with_bias else 0,), dtype=acc),
-        # How many numbers the keys take is the kernels' own affair; without num_classes there are none.
-        hidden.new_empty(
-            (0 if num_classes is None else torch.library.get_ctx().new_dynamic_size(),), dtype=torch.int32
-        ),
+        hidden.new_empty((keys,), dtype=torch.int64 if wide else torch.int32),
     )
 
 

@@ -290,16 +290,15 @@ def _joined(several: list[Entries]) -> Entries:
         width = max(t.shape[1] for t in tensors)
         return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
 
-    coef_b = [e.coef_b for e in several if e.coef_b is not None]
     bias_b = [e.bias_b for e in several if e.bias_b is not None]
-    if len(coef_b) not in (0, len(several)):
+    if len({e.ids_b.dim() for e in several}) > 1:
         raise RuntimeError(f"{_NAME}: losses of one update must all have shared draws, or none; got both")
     return Entries(
         ids_of([e.ids_a for e in several]),
         coef_of([e.coef_a for e in several]),
         torch.cat([e.rows_a for e in several]),
         ids_of([e.ids_b for e in several]),
-        coef_of(coef_b) if coef_b else None,
+        coef_of([e.coef_b for e in several]),
         torch.cat([e.rows_b for e in several]),
         torch.cat(bias_b) if bias_b else None,
     )
