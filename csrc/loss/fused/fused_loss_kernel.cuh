@@ -24,6 +24,7 @@ namespace SX_BACKEND_NS {
 constexpr int kGatherWarps = 4;
 constexpr int kGatherThreads = kGatherWarps * kWarpSize;
 constexpr int kBwdThreads = 256;
+constexpr int kBwdResident = 4;    // blocks of a multiprocessor; left to itself, ptxas spills for a fifth on sm_120
 constexpr int kBiasColumns = 8;    // floats of one sector
 constexpr int kMeanThreads = 256;  // of the one block that sums over the batch
 
@@ -166,7 +167,7 @@ SX_DEVICE inline void sum_draw_coefs(const LossBwdParams& p, int64_t first) {
 
 // One block per batch row, behind the blocks that sum the biases, which take longest.
 template <typename T>
-__global__ void __launch_bounds__(kBwdThreads) loss_bwd_kernel(LossBwdParams p, int bias_blocks) {
+__global__ void __launch_bounds__(kBwdThreads, kBwdResident) loss_bwd_kernel(LossBwdParams p, int bias_blocks) {
   using A = acc_t<T>;
   if (int(blockIdx.x) < bias_blocks) return sum_draw_coefs<A>(p, int64_t(blockIdx.x) * kBiasColumns);
   const int64_t b = int64_t(blockIdx.x) - bias_blocks, P = p.num_targets, m = p.num_samples, entries = P + m;
