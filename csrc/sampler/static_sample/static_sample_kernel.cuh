@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kStaticBlock, 2) static_sample_kernel(StaticSa
 // One row of draws that excludes nothing, and what it reads of a table: as many draws a block as it has warps. A thread
 // makes a draw, then a warp copies its row.
 template <typename Word>
-__global__ void __launch_bounds__(kStaticBlock) static_gather_kernel(StaticSampleParams p, int64_t words) {
+__global__ void __launch_bounds__(kStaticBlock, 2) static_gather_kernel(StaticSampleParams p, int64_t words) {
   const int64_t first = int64_t(blockIdx.x) * kStaticWarps;
   if (threadIdx.x < kStaticWarps && first + threadIdx.x < p.num_samples) {
     const int64_t draw = first + threadIdx.x;
