@@ -1,0 +1,11 @@
+"""Heads whose class table is spread over the ranks of a process group: `head.shard(mesh_or_group)`. See docs/scale.md.
+
+Nothing here replaces `torch.distributed`: groups, launchers, checkpoints and the encoder's DDP or FSDP2 stay torch's.
+"""
+
+from __future__ import annotations
+
+from samplex_cuda.distributed.head import ShardedClassifier
+from samplex_cuda.distributed.layout import Layout
+
+__all__ = ["Layout", "ShardedClassifier"]
