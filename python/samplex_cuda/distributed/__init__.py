@@ -5,7 +5,8 @@ Nothing here replaces `torch.distributed`: groups, launchers, checkpoints and th
 
 from __future__ import annotations
 
+from samplex_cuda.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from samplex_cuda.distributed.head import ShardedClassifier
 from samplex_cuda.distributed.layout import Layout
 
-__all__ = ["Layout", "ShardedClassifier"]
+__all__ = ["CheckpointError", "Layout", "ShardedClassifier", "load_checkpoint", "save_checkpoint"]

@@ -30,7 +30,7 @@ def group_of(mesh_or_group: Any) -> dist.ProcessGroup:
         if mesh_or_group.ndim != 1:
             names = mesh_or_group.mesh_dim_names
             raise ValueError(
-                f"{_NAME}: mesh must have one dimension, got {mesh_or_group.ndim} ({names}); pass one of them, mesh[name]"
+                f"{_NAME}: mesh must have one dimension, got {mesh_or_group.ndim} {names}: pass mesh[name]"
             )
         group = mesh_or_group.get_group()
     elif isinstance(mesh_or_group, dist.ProcessGroup):
@@ -45,7 +45,7 @@ def group_of(mesh_or_group: Any) -> dist.ProcessGroup:
 class Everyone(NamedTuple):
     """The batches of all ranks as one, rows in the order of the ranks."""
 
-    count: int  # rows of this rank
+    rows: int  # of this rank
     place: Tensor | None  # int64 [R], of each row in [world * capacity]; None: it is there already
     first: Tensor  # int64 [], the first of this rank's rows
     key: Tensor  # int64 [2], that of rank 0
@@ -129,7 +129,7 @@ class Exchange:
             pads: what stands in rows that a rank does not use.
         """
         assert self.capacity is not None
-        rows, capacity, device = everyone.count, self.capacity, fields[0].device
+        rows, capacity, device = everyone.rows, self.capacity, fields[0].device
         sizes = [_row_bytes(t) * capacity for t in fields]
         starts, total = [], 0
         for size in sizes:

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, describe
 from samplex_cuda.distributed.collectives import Everyone, Exchange, group_of
 from samplex_cuda.distributed.layout import Layout
@@ -66,8 +69,8 @@ class ShardedClassifier(SampledClassifier):
             raise ValueError(f"{_NAME}: loss must sample classes, got {head.loss!r}")
         if head.follower.active:
             raise NotImplementedError(
-                f"{_NAME}: sampler must not depend on the class table, got {type(head.sampler).__name__}: samplers that "
-                "follow a sharded table are not there yet; sampler_update=None keeps it as it is"
+                f"{_NAME}: sampler must not depend on the class table, got {type(head.sampler).__name__}: no "
+                "sampler follows a sharded table yet; sampler_update=None keeps it as it is"
             )
         super().__init__(
             head.in_features,
@@ -87,11 +90,14 @@ class ShardedClassifier(SampledClassifier):
             dtype=head.weight.dtype,
         )
         self.encoder = encoder
+        self._mesh: DeviceMesh | None = None
         self.exchange = Exchange(group, batch_capacity)
         self.layout = Layout(head.num_classes, self.exchange.world, self.exchange.rank, order)
         whole = not head.weight.is_meta
         place = head.weight.device if whole else torch.device("cpu" if device is None else device)
-        self.weight = nn.Parameter(empty_table(self.layout.rows, head.in_features, device=place, dtype=head.weight.dtype))
+        self.weight = nn.Parameter(
+            empty_table(self.layout.rows, head.in_features, device=place, dtype=head.weight.dtype)
+        )
         if head.bias is not None:
             self.bias = nn.Parameter(torch.empty(self.layout.rows, device=place, dtype=head.bias.dtype))
         self.class_weight = None if head.class_weight is None else head.class_weight.to(place)
@@ -165,6 +171,8 @@ class ShardedClassifier(SampledClassifier):
         try:
             rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
             rows = like_weight(rows, self.weight) if rows.dtype is not self.weight.dtype else rows
+            if not _device.host_waits(target):
+                self._refuse_targets(target)
             number = self._check_index(index, lead) if index is not None else None
             if self.exchange.capacity is not None and rows.shape[0] > self.exchange.capacity:
                 raise ValueError(
@@ -238,7 +246,7 @@ class ShardedClassifier(SampledClassifier):
             if not grad:
                 return loss
             partial = partial_hidden(table, coefs, of_target, of_draws)
-            d_hidden = exchange.send_home(partial, everyone.place, everyone.count)
+            d_hidden = exchange.send_home(partial, everyone.place, everyone.rows)
             if self.encoder == "average":
                 d_hidden *= exchange.world
         step = StepResult(loss, coefs, h, of_target, of_draws, d_hidden)
@@ -248,9 +256,9 @@ class ShardedClassifier(SampledClassifier):
         self, logits: Tensor, ids: Tensor, everyone: Everyone, positives: tuple[Tensor, Tensor], targets: int
     ) -> None:
         """-inf for draws that are known positives of this rank's rows; the sum over the ranks tells the others."""
-        offsets, known = known_positives(self.loss.name, positives, everyone.count, logits.device)
+        offsets, known = known_positives(self.loss.name, positives, everyone.rows, logits.device)
         drawn = ids.expand(logits.shape[0], -1) if ids.dim() == 1 else ids
-        rows = torch.arange(everyone.count, device=ids.device) + everyone.first
+        rows = torch.arange(everyone.rows, device=ids.device) + everyone.first
         rows = rows.repeat_interleave(offsets.diff(), output_size=known.shape[0])
         hits = torch.zeros(drawn.shape, dtype=torch.int32, device=ids.device)
         hits.index_add_(0, rows, (drawn[rows] == known.unsqueeze(1)).int())
@@ -348,8 +356,8 @@ class ShardedClassifier(SampledClassifier):
         by_id = all_ids.argsort(dim=1, stable=True)
         order = all_logits.gather(1, by_id).argsort(dim=1, descending=True, stable=True)[:, :k]
         pick = by_id.gather(1, order)
-        logits = self.exchange.own(all_logits.gather(1, pick), everyone.place, everyone.count)
-        ids = self.exchange.own(all_ids.gather(1, pick), everyone.place, everyone.count)
+        logits = self.exchange.own(all_logits.gather(1, pick), everyone.place, everyone.rows)
+        ids = self.exchange.own(all_ids.gather(1, pick), everyone.place, everyone.rows)
         return logits.reshape(*lead, k), ids.reshape(*lead, k)
 
     @torch.no_grad()
@@ -372,7 +380,76 @@ class ShardedClassifier(SampledClassifier):
         everyone, found = self._gather_queries(rows, features, wanted)
         lse, positive = self._sums(found["h"], found["ids"], found.get("features", found["h"]))
         log_p = (positive - lse.unsqueeze(1)).to(positive.dtype)
-        return self.exchange.own(log_p, everyone.place, everyone.count).reshape(*lead, ids.shape[-1])
+        return self.exchange.own(log_p, everyone.place, everyone.rows).reshape(*lead, ids.shape[-1])
+
+    # -------------------------------------------------------------------------------------------- as a module
+    def as_dtensor(self, rows: Tensor) -> DTensor:
+        """Rows [n, ...] of this rank as their part of a [C, ...] DTensor, in the order of slots; nothing is copied."""
+        shape = torch.Size([self.num_classes, *rows.shape[1:]])
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks of this head as a mesh of one dimension."""
+        if self._mesh is None:
+            self._mesh = DeviceMesh.from_group(self.exchange.group, self.weight.device.type)
+        return self._mesh
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in ("weight", "bias"):
+            if f"{prefix}{name}" in destination:
+                destination[f"{prefix}{name}"] = self.as_dtensor(destination[f"{prefix}{name}"].detach())
+        destination[f"{prefix}slot_step"] = torch.tensor([self.layout.step])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes the state of a sharded head, as DTensors, or that of a plain one, with whole tables."""
+        errors = args[-1]
+        step = state_dict.pop(f"{prefix}slot_step", None)
+        given = {name: state_dict.get(f"{prefix}{name}") for name in ("weight", "bias")}
+        for name, value in given.items():
+            if not isinstance(value, Tensor):
+                continue
+            if value.shape[:1] != (self.num_classes,):
+                errors.append(
+                    f"{_NAME}: {name} must have {self.num_classes} rows, got {describe(value)}: the rows of all ranks, "
+                    "as a DTensor or whole"
+                )
+                return
+            if isinstance(value, DTensor):
+                if step is None or int(step) != self.layout.step:
+                    errors.append(
+                        f"{_NAME}: the state dict has its classes in another order than this head, whose order is "
+                        f'"{self.layout.order}"; shard it with the order of the save'
+                    )
+                    return
+                rows = value.redistribute(self.mesh, [Shard(0)]).to_local()
+            else:
+                rows = value[self.layout.classes(value.device)]
+            state_dict[f"{prefix}{name}"] = rows
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """What the `state_dict()` of a head that is not sharded would hold, whole, on every rank. All must call it.
+
+        It takes [C, d] on each rank: for tables that one process can hold.
+        """
+        classes = [
+            Layout(self.num_classes, self.exchange.world, rank, self.layout.order).classes()
+            for rank in range(self.exchange.world)
+        ]
+        found: dict[str, Tensor] = {}
+        for name, value in self.state_dict().items():
+            if name == "slot_step":
+                continue
+            if isinstance(value, DTensor):
+                by_slot = value.full_tensor()
+                value = torch.empty_like(by_slot)
+                value[torch.cat(classes).to(value.device)] = by_slot
+            found[name] = value
+        return found
 
     def _gather_queries(
         self, rows: Tensor, features: Tensor | None, ids: Tensor | None = None
@@ -386,4 +463,3 @@ class ShardedClassifier(SampledClassifier):
         everyone = self.exchange.meet(rows.shape[0], form, torch.zeros(2, dtype=torch.int64, device=rows.device))
         found = self.exchange.gather(everyone, list(fields.values()), [0] * len(fields))
         return everyone, dict(zip(fields, found, strict=True))
-

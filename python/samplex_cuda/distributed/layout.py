@@ -16,7 +16,7 @@ _MOST_SPREAD = 1 << 31  # classes: products of two slots must fit 63 bits
 
 
 class Layout:
-    """Classes in slots, slots in the ranges of `torch.chunk`: rank r holds ceil(C / world) slots from r * ceil(C / world).
+    """Classes in slots, slots in the ranges of `torch.chunk`: rank r holds n = ceil(C / world) slots from r * n on.
 
     With `order="class"` slot and class are the same, and a rank holds a range of classes. With "spread" class c is in
     slot (a * c) mod C, where a is near C times the golden section: neighbouring classes, and so the frequent ones where
@@ -49,8 +49,8 @@ class Layout:
         self.num_classes, self.world, self.rank, self.order = num_classes, world, rank, order
         self.chunk = -(-num_classes // world)
         self.start, self.stop = self.range_of(rank)
-        self._step = _coprime_near(num_classes, num_classes * (math.sqrt(5) - 1) / 2) if order == "spread" else 1
-        self._back = pow(self._step, -1, num_classes) if num_classes > 1 else 0
+        self.step = _coprime_near(num_classes, num_classes * (math.sqrt(5) - 1) / 2) if order == "spread" else 1
+        self._back = pow(self.step, -1, num_classes) if num_classes > 1 else 0
 
     @property
     def rows(self) -> int:
@@ -64,7 +64,7 @@ class Layout:
     def slot(self, ids: Tensor) -> Tensor:
         """The slot of each class; ids outside of [0, C) give -1."""
         inside = (ids >= 0) & (ids < self.num_classes)
-        found = ids if self._step == 1 else torch.where(inside, ids, 0) * self._step % self.num_classes
+        found = ids if self.step == 1 else torch.where(inside, ids, 0) * self.step % self.num_classes
         return torch.where(inside, found, -1)
 
     def local(self, ids: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Layout:
         """
         last = self.rows if end is None else min(end, self.rows)
         slots = torch.arange(self.start + begin, self.start + max(last, begin), device=device)
-        return slots if self._step == 1 else slots * self._back % self.num_classes
+        return slots if self.step == 1 else slots * self._back % self.num_classes
 
     def __repr__(self) -> str:
         """What `print(layout)` shows."""

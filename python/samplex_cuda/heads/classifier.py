@@ -198,7 +198,8 @@ class SampledClassifier(ExactAnswers):
         self._fusion: Fusion | None = None
         self._sink: RowSink | None = None
         if class_weight is not None:
-            class_weight = class_weight.detach().to(device=self.weight.device, dtype=self._wide())
+            place = class_weight.device if self.weight.is_meta else self.weight.device  # numbers are not lost on meta
+            class_weight = class_weight.detach().to(device=place, dtype=self._wide())
         # Not persistent: a checkpoint holds what nn.Linear's does.
         self.register_buffer("class_weight", class_weight, persistent=False)
         state = loss.example_state(num_classes)

@@ -179,6 +179,9 @@ class Fusion:
     def deliver_entries(self, found: Entries, version: int) -> None:
         """The same for a weight gradient that is at hand."""
         self._check_version(version)
+        if self.grad_scaler is not None and self.grad_scaler.is_enabled():
+            scale, found_inf = self._scaling()
+            found = found.unscaled(scale, found_inf)
         self._take(found, version)
 
     def _take(self, found: Entries, version: int) -> None:
