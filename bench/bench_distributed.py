@@ -114,7 +114,9 @@ def on_rank(rank: int, world: int, port: int, threads: int, seconds: float, orde
     dist.destroy_process_group()
 
 
-def run_ranks(world: int, threads: int, seconds: float, order: str = "spread") -> list[tuple[int, int, int, list[float]]]:
+def run_ranks(
+    world: int, threads: int, seconds: float, order: str = "spread"
+) -> list[tuple[int, int, int, list[float]]]:
     """(rank, bytes of a step, memory above idle, times) of each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

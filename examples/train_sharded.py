@@ -30,6 +30,7 @@ def make_batch(step: int, centers: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def main() -> None:
+    """Train, evaluate, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--folder", type=Path, default=Path("runs/sharded"))
@@ -73,9 +74,7 @@ def main() -> None:
         top = head.topk(encoder(x[mine]), 10)[1]
     hits = (top == y[mine].unsqueeze(1)).any(1).float().sum()
     dist.all_reduce(hits)
-    save_checkpoint(
-        options.folder, modules, optimizers, extra={"step": first + options.steps, "key": key.state_dict()}
-    )
+    save_checkpoint(options.folder, modules, optimizers, extra={"step": first + options.steps, "key": key.state_dict()})
     if rank == 0:
         print(f"{world} ranks, {head.layout.rows:,} of {CLASSES:,} classes on rank 0")
         print(f"exact NLL {nll.item():.3f}, recall@10 {hits.item() / BATCH:.3f}; checkpoint in {options.folder}")

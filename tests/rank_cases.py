@@ -281,3 +281,11 @@ def through_plain(group: Any, order: str) -> bool:
     from_whole: Any = plain.shard(group, encoder="sum", order=order)
     assert torch.equal(whole(from_whole, group)[0], plain.weight)
     return True
+
+
+# ------------------------------------------------------------------------------------------------ health
+def disagree(group: Any) -> str:
+    """Rank 2 has another rate."""
+    rank = dist.get_rank(group)
+    sx.distributed.agree({"classes": 10, "lr": 0.1}, group)
+    return _message(lambda: sx.distributed.agree({"classes": 10, "lr": 0.2 if rank == 2 else 0.1}, group))

@@ -5,19 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from rank_cases import BATCH, CLASSES, DIM, HEADS, batches, extras, make_head
-from rank_pool import RankPool
 
 import samplex_cuda as sx
 from samplex_cuda.distributed import Layout
 
 WORLDS = (1, 2, 3, 4)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pool = RankPool()
-    yield pool
-    pool.close()
 
 
 # ------------------------------------------------------------------------------------------------ layout

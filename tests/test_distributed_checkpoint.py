@@ -6,15 +6,6 @@ import json
 import shutil
 
 import pytest
-from rank_pool import RankPool
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pool = RankPool()
-    yield pool
-    pool.close()
-
 
 CASES = {"adagrad": {}, "adam": {"rule": "adam"}, "spread": {"order": "spread"}, "no bias": {"head": {"bias": False}}}
 

@@ -1,4 +1,4 @@
-"""A step on 64 ranks and 10^8 classes: torch's fake process group and fake tensors, so shapes and sizes but no numbers."""
+"""A step on 64 ranks and 10^8 classes: a fake process group and fake tensors, so shapes and sizes but no numbers."""
 
 from __future__ import annotations
 

@@ -7,6 +7,16 @@ from __future__ import annotations
 
 from samplex_cuda.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from samplex_cuda.distributed.head import ShardedClassifier
+from samplex_cuda.distributed.health import Heartbeat, agree, attempt_store
 from samplex_cuda.distributed.layout import Layout
 
-__all__ = ["CheckpointError", "Layout", "ShardedClassifier", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "CheckpointError",
+    "Heartbeat",
+    "Layout",
+    "ShardedClassifier",
+    "agree",
+    "attempt_store",
+    "load_checkpoint",
+    "save_checkpoint",
+]
