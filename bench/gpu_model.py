@@ -89,9 +89,8 @@ def distinct_log_uniform(classes: int, draws: int) -> float:
 
 
 def update(s: Shape, entries: int, rows: float) -> list[Work]:
-    """Keys; a sort of four passes over 4-byte keys and 8-byte places; Adagrad reads and writes weight and state."""
+    """A sort of four passes over 4-byte keys and 8-byte places; Adagrad reads and writes weight and state."""
     return [
-        Work("keys", 12 * entries),
         Work("sort", 4 * 2 * 12 * entries),
         Work("update", 12 * entries + rows * s.dim * 2 * (s.size + 4), 4 * entries * s.dim),
     ]
@@ -106,28 +105,28 @@ def per_row(s: Shape) -> list[Work]:
         Work("draw", 12 * s.batch * s.samples, launches=2),
         Work("forward", entries * s.dim * s.size + 3 * s.batch * s.dim * s.size + 16 * entries, 6 * entries * s.dim),
         Work("mean", 4 * s.batch),
-        Work("coefficients", 8 * entries + 2 * s.batch * s.dim * s.size),
+        Work("coefficients, keys", 20 * entries + 2 * s.batch * s.dim * s.size),
         *update(s, entries, rows),
     ]
 
 
 def shared(s: Shape) -> list[Work]:
-    """One set of m draws for the batch: three products of [B, m] with d; bf16 coefficients are two numbers each."""
+    """One set of m draws for the batch: three products of [B, m] with d; bf16 coefficients are two numbers each.
+
+    The coefficients of the forward go into both products, except those of bf16, which backward scales and splits again;
+    bias gradients read them once more. The upstream gradient of fp32 goes onto the rows in the update.
+    """
     rows, logits = s.samples + s.batch, s.batch * s.samples
     product, parts = 2 * logits * s.dim, 2 if s.tensor else 1
-    split = [Work("coefficients in two parts", 8 * logits)] if s.tensor else []
+    forward, backward = (12, 12) if s.tensor else (8, 4)  # bytes of a coefficient, read and written
     return [
         Work("key, seed of backward", 0, launches=2),
-        Work("draw", 12 * s.samples),
-        Work("class rows of the draws", (1 + parts) * s.samples * s.dim * s.size),
+        Work("draw, class rows", 12 * s.samples + (1 + parts) * s.samples * s.dim * s.size),
         Work("logits", (rows + s.batch) * s.dim * s.size + 4 * logits, product, tensor=s.tensor),
-        Work("softmax", 8 * logits + 2 * s.batch * s.dim * s.size),
-        *split,
+        Work("softmax, mean", forward * logits + 2 * s.batch * s.dim * s.size),
         Work("gradient of h", 4 * logits + (rows + s.batch) * s.dim * s.size, parts * product, tensor=s.tensor),
-        Work("mean", 4 * s.batch),
-        Work("coefficients", 8 * logits + (3 + parts) * s.batch * s.dim * s.size),
+        Work("scaling, biases, keys", backward * logits + (3 + parts) * s.batch * s.dim * s.size + 12 * rows),
         Work("gradient of rows", 4 * logits + rows * s.dim * (s.size + 4), parts * product, tensor=s.tensor),
-        Work("gradient of biases", 4 * logits),
         *update(s, rows, rows),
     ]
 

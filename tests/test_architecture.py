@@ -19,7 +19,9 @@ TORCH_FILES = {"common/calls.h", "common/glue.h", "common/ids.h", "common/parall
 GLUE = {"common/calls.h", "common/glue.h", "common/ids.h"}
 # What the ops of a stage share: specified, tested and timed through each of them.
 SHARED_STEMS = {"fused_loss"}
-PARAMS_INCLUDES = {"cstddef", "cstdint", "common/dtype.h", "common/launchers.h", "common/philox.h"}
+PARAMS_INCLUDES = {"cstddef", "cstdint"} | {
+    f"common/{name}.h" for name in ("dtype", "gather_rows", "launchers", "philox", "row_keys")
+}
 
 # What keeps one source from serving nvcc, the SIMT harness and every backend with the same bits.
 DEVICE_FORBIDDEN = {

@@ -11,7 +11,7 @@ import torch
 from head_cases import C, D, batch, make
 
 import samplex_cuda as sx
-from samplex_cuda.ops import fused_loss
+from samplex_cuda.ops import row_gradients
 from samplex_cuda.optim import fusion
 
 THREADS = 4
@@ -84,13 +84,13 @@ def test_gradients_that_meet_at_the_weight_keep_their_flag():
 def test_one_hook_for_each_parameter(monkeypatch):
     """A second one, registered while the first runs, breaks the running backward."""
 
-    class Slow(type(fused_loss._flags)):
+    class Slow(type(row_gradients._flags)):
         def get(self, key, default=None):
             found = super().get(key, default)
             time.sleep(0.01 if found is None else 0)
             return found
 
-    monkeypatch.setattr(fused_loss, "_flags", Slow())
+    monkeypatch.setattr(row_gradients, "_flags", Slow())
     weight = torch.randn(C, D, requires_grad=True)
     in_threads(lambda number: loss_of(weight, number).backward())
     assert len(weight._post_accumulate_grad_hooks) == 1

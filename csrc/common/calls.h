@@ -1,12 +1,14 @@
-// Ops that our ops call: torch's own, and two that belong to other stages: row_reduce, which the backward of every loss
-// ends in, and the draws of a static distribution.
+// Ops that our ops call: torch's own, and what belongs to other stages: row_reduce, which the backward of every loss
+// ends in, with the sort keys it takes, and the draws of a static distribution.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <optional>
 
+#include "common/gather_rows.h"
 #include "common/glue.h"
+#include "common/row_keys.h"
 
 namespace samplex::glue {
 
@@ -38,15 +40,26 @@ struct RowGradients {
 RowGradients call_row_reduce(const RowSource& a, const RowSource& b, const std::optional<Tensor>& bias_b,
                              int64_t num_rows, bool with_bias);
 
+// Memory of the sort keys of `entries` entries, and of the counters behind them, for a GPU: the caller's kernel writes
+// both, row_update_ takes the tensor, once. Defined by update/row_reduce.
+struct RowKeysMemory {
+  Tensor memory;
+  RowKeys keys;
+};
+RowKeysMemory call_row_keys(const char* op, const Tensor& like, int64_t entries, int64_t num_rows, int64_t dim);
+
 // Draws of a static distribution, [B, m] or [m] where shared, with their log_q; defined by sampler/static_sample.
 struct StaticDraw {
   Tensor ids, log_q;
+  std::optional<Tensor> scratch;  // of the kernels: lives as long as the op
 };
 
 // `law` is a StaticLaw; table and prefix are those of an alias table. Per-row draws exclude the class target[b], none
-// if that is negative; the caller has checked that it is below num_classes.
+// if that is negative; the caller has checked that it is below num_classes. Shared draws take `gather` along: a GPU
+// gathers what the draws read of the class table in the kernel that draws, a CPU leaves it to the caller (gather.ids is
+// nullptr then).
 StaticDraw call_static_sample(int64_t law, const Tensor& key, int64_t num_samples, int64_t num_classes, bool shared,
                               const std::optional<Tensor>& table, const std::optional<Tensor>& prefix,
-                              const Tensor& target);
+                              const Tensor& target, GatherRowsParams& gather);
 
 }  // namespace samplex::glue

@@ -75,6 +75,20 @@ SX_DEVICE inline T block_max(T x, T* scratch) {
   return total;
 }
 
+// Counts this block at `counter`, which begins at 0. Whether it is the last of `expected` blocks; that one sees what
+// the others wrote before they came here. As warp_arrives_last: nothing that the block computes may depend on which it
+// is.
+SX_DEVICE inline bool block_arrives_last(int* counter, int expected) {
+  __shared__ int before;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) before = atomicAdd(counter, 1);
+  __syncthreads();
+  const bool last = before + 1 == expected;
+  __threadfence();
+  return last;
+}
+
 // Whether the predicate holds in any thread of the block. One barrier.
 SX_DEVICE inline bool block_any(bool predicate) { return __syncthreads_or(predicate) != 0; }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from samplex_cuda.heads import SampledClassifier
     from samplex_cuda.losses.base import Loss
-    from samplex_cuda.ops.fused_loss import Form, Inputs
+    from samplex_cuda.ops.loss_types import Form, Inputs
 
 __all__ = ["captures_scalars", "eager_attention_pool", "eager_loss", "eager_run_loss"]
 

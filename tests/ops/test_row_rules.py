@@ -510,7 +510,8 @@ def test_opcheck_loss_entries(backend, shared):
         h, weight, target, ids, log_q, None, None, None, None, 1.0, 0.0, -100, 1, False, True, False, True
     )  # fmt: skip
     grad = torch.ones((), device=device)
-    torch.library.opcheck(OPS.loss_entries.default, (grad, None, h, target, ids, saved, 1, False, True))
+    for more in ({}, {"num_classes": 9}):
+        torch.library.opcheck(OPS.loss_entries.default, (grad, None, h, target, ids, saved, 1, False, True), more)
     # With a ratio of each row behind it, which has to be said.
     longer = torch.cat([saved, saved.new_zeros(3)])
     with pytest.raises(RuntimeError, match=r"ValueError: loss_entries: saved must be what the forward kept"):
@@ -518,6 +519,47 @@ def test_opcheck_loss_entries(backend, shared):
     plain = OPS.loss_entries(grad, None, h, target, ids, saved, 1, False, True)
     got = OPS.loss_entries(grad, None, h, target, ids, longer, 1, False, True, True)
     assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ keys of a backward
+@pytest.mark.parametrize("reduction", [0, 1])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("batch", "m"), [(3, 2), (40, 21)])  # the second: rows in pieces, which count arrivals
+def test_keys_made_by_a_backward_are_those_of_the_update(backend, batch, m, shared, reduction):
+    from samplex_cuda.ops.sampled_softmax import sampled_softmax
+
+    device, g = backend.device, torch.Generator().manual_seed(2)
+    h, weight = torch.randn(batch, 6, generator=g).to(device), torch.randn(9, 6, generator=g).to(device)
+    ids = torch.randint(9, (m,) if shared else (batch, m), generator=g).to(device)
+    target = torch.randint(9, (batch,), generator=g).to(device)
+    target[0] = -100  # its coefficients are 0: left out
+    log_q = torch.full(ids.shape, -2.0, device=device)
+    loss, _, saved = sampled_softmax(
+        h, weight, target, ids, log_q, None, None, None, None, 1.0, 0.0, -100, reduction, False, True, False, True
+    )  # fmt: skip
+    grad = torch.ones_like(loss)
+    call = (grad, None, h, target, ids, saved, reduction, False, True)
+    *without, none = OPS.loss_entries(*call)
+    *found, keys = OPS.loss_entries(*call, num_classes=9)
+    assert all(torch.equal(a, b) for a, b in zip(found, without, strict=True))
+    assert none.numel() == 0
+    assert (keys.numel() == 0) == (backend.name == "cpu")
+    _, coef_a, coef_b, rows_b, bias_b = found
+    e = (target, coef_a, h, ids, coef_b, *((rows_b, bias_b) if shared else (h, None)))
+    results = []
+    for given in (None, keys if keys.numel() > 0 else None):
+        tables = [weight.clone(), torch.ones(9, 6, device=device), torch.ones(9, device=device)]
+        total = torch.zeros(9, device=device)
+        OPS.row_update_(
+            tables[0], tables[1], None, tables[2], total, None, *e, None, *[rule_numbers("adagrad")] * 2, keys=given
+        )
+        results.append([*tables, total])
+    assert not torch.equal(results[0][0], weight)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    if keys.numel() > 0:
+        for wrong in (keys[1:].clone(), keys.long()):
+            with pytest.raises(RuntimeError, match=r"row_update_: keys must be \[n\], as loss_entries made them"):
+                OPS.row_update_(weight, None, None, None, None, None, *e, None, *[rule_numbers("sgd")] * 2, keys=wrong)
 
 
 # ------------------------------------------------------------------------------------------------ errors

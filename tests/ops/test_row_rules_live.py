@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from samplex_cuda._checks import op_error
-from samplex_cuda.ops.fused_loss import Form, pack_saved
+from samplex_cuda.ops.loss_types import Form
 from samplex_cuda.ops.sampled_softmax import sampled_softmax
+from samplex_cuda.ops.saved_loss import pack_saved
 from samplex_cuda.optim import rules
 from samplex_cuda.testing import assert_close
 

@@ -9,7 +9,7 @@ import torch
 
 import samplex_cuda as sx
 from samplex_cuda._checks import op_error
-from samplex_cuda.ops.fused_loss import StaticLaw
+from samplex_cuda.ops.loss_types import StaticLaw
 
 OPS = torch.ops.samplex
 CLASSES = 50
@@ -24,10 +24,10 @@ def samplers():
     }
 
 
-def arguments(name, *, shared, dtype, bias=True, reduction=1, batch=6, m=9, device="cpu", need_grad=True):
+def arguments(name, *, shared, dtype, bias=True, reduction=1, batch=6, m=9, dim=12, device="cpu", need_grad=True):
     gen = torch.Generator().manual_seed(3)
-    hidden = torch.randn(batch, 12, generator=gen).to(device, dtype)
-    weight = torch.randn(CLASSES, 12, generator=gen).to(device, dtype)
+    hidden = torch.randn(batch, dim, generator=gen).to(device, dtype)
+    weight = torch.randn(CLASSES, dim, generator=gen).to(device, dtype)
     target = torch.randint(CLASSES, (batch,), generator=gen).to(device)
     target[1:2] = -100
     law = samplers()[name].to(device).law()
@@ -57,9 +57,25 @@ def arguments(name, *, shared, dtype, bias=True, reduction=1, batch=6, m=9, devi
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["uniform", "log_uniform", "unigram"])
 def test_it_gives_the_bits_of_the_draw_and_the_loss(backend, name, shared, dtype):
-    a = arguments(name, shared=shared, dtype=dtype, device=backend.device)
+    check_bits(name, shared, arguments(name, shared=shared, dtype=dtype, device=backend.device))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("dim", "m", "shift"), [(5, 1, 0), (5, 64, 0), (6, 17, 0), (8, 17, 1), (0, 4, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_shared_draws_of_any_width(backend, dtype, dim, m, shift, bias):
+    """The kernel that draws copies the class rows in words of 2, 4 or 16 bytes, for rows that begin anywhere."""
+    a = arguments("log_uniform", shared=True, dtype=dtype, dim=dim, m=m, bias=bias, device=backend.device)
+    memory = torch.empty(CLASSES * dim + shift, dtype=dtype, device=backend.device)
+    a["weight"] = memory[shift:].view(CLASSES, dim).copy_(a["weight"])
+    check_bits("log_uniform", True, a)
+
+
+def check_bits(name, shared, a):
+    """The op against the draw and the loss in two calls."""
     loss, ids, saved = OPS.sampled_softmax_static(*a.values())
-    sampler = samplers()[name].to(backend.device)
+    dtype = a["weight"].dtype
+    sampler = samplers()[name].to(ids.device)
     exclude = None if shared else a["target"].clamp_min(-1)
     draw = sampler.sample(a["hidden"], a["num_samples"], shared=shared, key=a["key"], exclude=exclude)
     assert torch.equal(ids, draw.ids)
@@ -119,6 +135,7 @@ def test_an_empty_batch(backend):
         ({"law": 3}, ValueError, "law must be in [0, 2], got 3"),
         ({"law": 2}, ValueError, "table and prefix must be given"),
         ({"num_samples": -1}, ValueError, "num_samples must be in [0, 2^24], got -1"),
+        ({"num_samples": 1 << 25, "shared": True}, ValueError, "num_samples must be in [0, 2^24], got 33554432"),
         ({"key": torch.zeros(3, dtype=torch.int64)}, ValueError, "key must be [2]"),
         ({"hidden": torch.zeros(6)}, ValueError, "hidden must be [B, d]"),
         ({"weight": torch.zeros(6)}, ValueError, "weight must be [C, d]"),

@@ -100,7 +100,8 @@ struct EntryLossEntry {
   A share;  // of its term; in kNoise only
 };
 
-template <EntryMode kMode, typename A>
+// kStaged: a shared draw, whose bias may have been staged.
+template <EntryMode kMode, bool kStaged = false, typename A>
 SX_DEVICE inline EntryLossEntry<A> load_entry(const EntryLossParams& p, const EntryLossRow<A>& row,
                                               const EntryLossFactors<A>& f, int64_t b, int64_t k) {
   constexpr bool kGeneral = kMode != EntryMode::kPlain;
@@ -118,7 +119,10 @@ SX_DEVICE inline EntryLossEntry<A> load_entry(const EntryLossParams& p, const En
   }
   entry.id = class_or_unknown(entry.id, p.num_classes);
   if (kMode == EntryMode::kNoise) entry.share = target ? share_of(p, row, entry.id) : row.weight * f.share;
-  entry.bias = class_scalar<A>(p.bias, entry.id, p.num_classes, A(0));
+  if (kStaged && p.draw_bias != nullptr)
+    entry.bias = static_cast<const A*>(p.draw_bias)[at];
+  else
+    entry.bias = class_scalar<A>(p.bias, entry.id, p.num_classes, A(0));
   if (kMode == EntryMode::kRelative || p.reg != 0 || (kGeneral && p.kind == EntryLoss::kNce))
     entry.log_q = target ? static_cast<const A*>(p.target_log_q)[b * P + k] : static_cast<const A*>(p.log_q)[at];
   return entry;
@@ -435,12 +439,17 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
   constexpr bool kGeneral = kMode != EntryMode::kPlain, kRelative = kMode == EntryMode::kRelative;
   const int64_t b = blockIdx.x;
   clear_padding<A>(p.coefs, p.coef_loss, b, p.num_targets + p.num_samples, lane_id(), kWarpSize);
+  clear_parts<T>(p.parts, b, p.num_samples, lane_id(), kWarpSize);
+  const auto zero = [&] {
+    clear_parts<T>(p.parts, b, 0, lane_id(), kWarpSize);
+    zero_row<kWarpSize, A>(p, b);
+  };
   EntryLossRow<A> row{};
   if constexpr (kGeneral) {
     row = read_row<A>(p, b);
-    if (row.count == 0) return zero_row<kWarpSize, A>(p, b);  // the whole block
+    if (row.count == 0) return zero();  // the whole block
   } else {
-    if (p.target[b] == p.ignore_index) return zero_row<kWarpSize, A>(p, b);  // the whole block
+    if (p.target[b] == p.ignore_index) return zero();  // the whole block
     row.weight = class_scalar<A>(p.class_weight, target_of(p, b, 0), p.num_classes, A(1));
   }
   const int64_t targets = kGeneral ? p.num_targets : 1;
@@ -512,7 +521,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
   // Shared draws: the products are there, and their part of d_loss goes to a GEMM. All lanes stay to the end.
   for (int64_t stage = rows_read; stage < entries; stage += kWarpSize) {
     const int64_t k = stage + lane_id();
-    const EntryLossEntry<A> entry = load_entry<kMode>(p, row, f, b, k);
+    const EntryLossEntry<A> entry = load_entry<kMode, true>(p, row, f, b, k);
     const bool inside = k < entries, there = inside && (!kGeneral || entry.id >= 0);
     const A dot = inside ? static_cast<const A*>(p.dots)[b * p.num_samples + k - targets] : A(0);
     A coef = 0;
@@ -522,7 +531,10 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
       coef = noise_entry(p, f, false, there, f.scale * (dot + entry.bias), entry.log_q, entry.share, loss);
     else if (inside)
       coef = plain_entry(f, row.weight, false, dot, entry.bias, entry.log_q, loss);
-    if (p.need_grad && inside) coefs[k] = coef;
+    if (p.need_grad && inside) {
+      coefs[k] = coef;
+      store_parts<T>(p.parts, b, k - targets, coef);
+    }
   }
   loss = group_sum<kWarpSize>(loss);
   if constexpr (kRelative) {

@@ -96,7 +96,8 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   }
 
   std::optional<Tensor> dots, scratch;
-  const SharedRows class_rows(op, weight, ids, shared, need_grad);
+  SharedRows class_rows(op, weight, params.bias, m, shared, need_grad);
+  class_rows.run(op, weight, ids);
   if (class_rows.rows) {
     dots = empty_pooled(hidden, {B, m}, acc);
     class_rows.dots(*dots, hidden);
@@ -123,6 +124,8 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   params.coef_loss = coefs_of(saved, at, at.coef_loss, B, true);
   params.coefs = at.coefs;
   params.d_loss = part_of(saved, at.d_loss, B * d, true);
+  params.draw_bias = class_rows.gather.biases;
+  params.parts = class_rows.parts_for(hidden, true);
   params.batch = B;
   params.num_targets = P;
   params.num_samples = m;
@@ -139,8 +142,8 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   params.debug = debug_checks();
   SX_RUN(op, weight, launch_entry_loss, params);
 
-  run_shared_draws(op, saved, at, shape, class_rows, true);
-  run_loss_mean(op, reduction, params.loss, params.denom, loss, saved, at, B);
+  run_shared_draws(saved, at, shape, class_rows, true, params.parts);
+  run_loss_mean(op, saved, mean_params(reduction, params.loss, params.denom, loss, saved, at, B));
   return result;
 }
 

@@ -40,6 +40,7 @@ struct EntryLossParams {
   const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
   const int64_t* known_ids;      // [known_size]
   ScalarTable bias;              // [C] or absent
+  const void* draw_bias;         // A [m] or nullptr, GPU only: bias of each draw when shared
   ScalarTable class_weight;      // [C] or absent
   void* loss;                    // A [B]
   void* denom;                   // A [B]
@@ -47,6 +48,7 @@ struct EntryLossParams {
   void* coef_loss;               // A [B, P + m], rows `coefs.stride` apart; nullptr without gradient
   void* d_loss;                  // A [B, d]       likewise; when shared, the targets' part only
   void* scratch;                 // A [B, 2, P]: of the GPU kernels, for the losses that need the targets' scores first
+  DrawParts parts;               // coef_loss of the draws in two parts, when shared
   CoefLayout coefs;
   int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index, known_size;
   double scale, reg, log_num_samples;  // log m, 0 for m = 0

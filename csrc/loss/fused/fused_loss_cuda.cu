@@ -12,35 +12,19 @@ void launch_loss_mean(const LossMeanParams& params, void* stream) {
 }
 
 void launch_gather_rows(const GatherRowsParams& params, void* stream) {
-  const int64_t rows = params.copies * params.width, per_block = kGatherWarps;
-  const unsigned blocks = unsigned((rows + per_block - 1) / per_block);
-  if (blocks == 0 || params.dim == 0) return;
-  const int64_t bytes = params.dim * int64_t(size_of(params.dtype));
-  const auto run = [&](auto word) {
-    using Word = decltype(word);
-    SX_LAUNCH("gather rows", gather_rows_kernel<Word>, blocks, kGatherThreads, 0, stream, params,
-              bytes / int64_t(sizeof(Word)));
-  };
-  const auto fits = [&](size_t size) {
-    return bytes % int64_t(size) == 0 && reinterpret_cast<uintptr_t>(params.weight) % size == 0 &&
-           reinterpret_cast<uintptr_t>(params.rows) % size == 0;
-  };
-  if (fits(16))
-    run(uint4{});
-  else if (fits(4))
-    run(uint32_t{});
-  else
-    run(uint16_t{});
-}
-
-void launch_split(const SplitParams& params, void* stream) {
-  SX_LAUNCH("split coefficients", split_kernel<BFloat16>, unsigned(params.rows), kBwdThreads, 0, stream, params);
+  const unsigned blocks = unsigned((params.width + kGatherWarps - 1) / kGatherWarps);
+  if (blocks == 0) return;
+  with_gather_words(params, [&](auto word, int64_t words) {
+    SX_LAUNCH("gather rows", gather_rows_kernel<decltype(word)>, blocks, kGatherThreads, 0, stream, params, words);
+  });
 }
 
 void launch_loss_bwd(const LossBwdParams& params, void* stream) {
+  const int64_t bias_blocks = params.draw_bias == nullptr ? 0 : (params.num_samples + kBiasColumns - 1) / kBiasColumns;
   dispatch_dtype("fused loss backward", params.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    SX_LAUNCH("fused loss backward", (loss_bwd_kernel<T>), unsigned(params.batch), kBwdThreads, 0, stream, params);
+    SX_LAUNCH("fused loss backward", (loss_bwd_kernel<T>), unsigned(params.batch + bias_blocks), kBwdThreads, 0, stream,
+              params, int(bias_blocks));
   });
 }
 

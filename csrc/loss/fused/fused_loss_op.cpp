@@ -5,11 +5,12 @@
 namespace samplex::glue {
 namespace {
 
-using Entries = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Entries = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hidden, Tensor target, Tensor ids,
                      Tensor saved, int64_t reduction_code, bool with_lse, bool with_bias, bool with_ratio,
-                     std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
+                     std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
+                     std::optional<int64_t> num_classes) {
   constexpr const char* op = "loss_entries";
   begin_op();
   dtype_tag(op, "hidden", hidden);
@@ -42,10 +43,18 @@ Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hi
     check_tensor(op, "found_inf", *found_inf, {}, "[]", ScalarType::Float, hidden);
     x.found_inf = out<float>(*found_inf);
   }
+  check_value(!num_classes || *num_classes >= 0, op, ": num_classes must be at least 0, got ", num_classes.value_or(0));
+  x.keys_for = num_classes;
   LossEntries e = run_loss_entries(op, x, at, P, true, with_bias);
-  if (shared) e.coef_draw = empty(hidden, {0, m}, acc);
-  return {e.d_hidden, e.coef_target, e.coef_draw, e.draw_rows ? *e.draw_rows : empty(hidden, {0, d}, acc),
-          e.draw_bias ? *e.draw_bias : empty(hidden, {0}, acc)};
+  // One number for each shared draw, in front of its row.
+  if (shared) e.coef_draw = e.draw_coef ? *e.draw_coef : empty(hidden, {0, 1}, acc);
+  return {
+      e.d_hidden,
+      e.coef_target,
+      e.coef_draw,
+      e.draw_rows ? *e.draw_rows : empty(hidden, {0, d}, acc),
+      e.draw_bias ? *e.draw_bias : empty(hidden, {0}, acc),
+      e.keys ? *e.keys : empty(hidden, {0}, num_classes.value_or(0) > INT32_MAX ? ScalarType::Long : ScalarType::Int)};
 }
 
 }  // namespace
@@ -55,8 +64,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
   m.def(
       "loss_entries(Tensor grad_loss, Tensor? grad_lse, Tensor hidden, Tensor target, Tensor ids, Tensor saved, "
       "int reduction, bool with_lse, bool with_bias, bool with_ratio=False, Tensor? grad_scale=None, "
-      "Tensor(a!)? found_inf=None) -> "
-      "(Tensor d_hidden, Tensor coef_target, Tensor coef_draw, Tensor draw_rows, Tensor draw_bias)",
+      "Tensor(a!)? found_inf=None, int? num_classes=None) -> "
+      "(Tensor d_hidden, Tensor coef_target, Tensor coef_draw, Tensor draw_rows, Tensor draw_bias, Tensor keys)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) { m.impl("loss_entries", TORCH_BOX(&samplex::glue::loss_entries)); }

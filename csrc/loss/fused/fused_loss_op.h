@@ -39,32 +39,40 @@ struct SharedRows {
   int64_t width = 0, copies = 1;
   bool split = false;
   // What kernels of this op wrote lives as long as the op: the test harness looks at all of it with every kernel.
-  mutable std::vector<Tensor> kept;
+  std::vector<Tensor> kept;
+  GatherRowsParams gather{};     // how the rows are made; n = 0: there are none
+  std::optional<Tensor> staged;  // A [m + 1] of a GPU: their biases, and a counter
 
-  SharedRows(const char* op, const Tensor& weight, const Tensor& ids, bool shared, bool need_grad) {
-    const int64_t n = ids.size(ids.dim() - 1), d = weight.size(1);
-    if (!shared || n == 0) return;
-    width = n;
+  // Nothing runs yet: `gather` is for whoever makes the ids, or for `run`.
+  SharedRows(const char* op, const Tensor& weight, const ScalarTable& bias, int64_t draws, bool shared,
+             bool need_grad) {
+    const int64_t d = weight.size(1);
+    if (!shared || draws == 0) return;
+    width = draws;
     split = splits(op, weight);
     if (split && need_grad) {
-      width = split_width(n);
+      width = split_width(draws);
       copies = 2;
     }
-    const bool on_cpu = backend_of(op, weight) == Backend::kCpu;
-    rows = on_cpu ? empty_pooled(weight, {n, d}, acc_type(weight.scalar_type()))
-                  : empty(weight, {copies * width, d}, weight.scalar_type());
-    if (d == 0) return;
-    GatherRowsParams params{};
-    params.weight = in_any(weight);
-    params.ids = in<int64_t>(ids);
-    params.rows = out_any(*rows);
-    params.n = n;
-    params.width = width;
-    params.copies = copies;
-    params.num_classes = weight.size(0);
-    params.dim = d;
-    params.dtype = dtype_tag(op, "weight", weight);
-    SX_RUN(op, weight, launch_gather_rows, params);
+    const ScalarType acc = acc_type(weight.scalar_type());
+    gather = {
+        in_any(weight), nullptr, nullptr, draws, width, copies, weight.size(0), d, dtype_tag(op, "weight", weight),
+        bias,           nullptr, nullptr};
+    if (backend_of(op, weight) == Backend::kCpu) {
+      rows = empty_pooled(weight, {draws, d}, acc);
+    } else {
+      rows = empty(weight, {copies * width, d}, weight.scalar_type());
+      staged = empty(weight, {draws + 1}, acc);
+      char* const memory = static_cast<char*>(out_any(*staged));
+      if (bias.data != nullptr) gather.biases = memory;
+      gather.arrived = reinterpret_cast<int*>(memory + size_t(draws) * staged->element_size());
+    }
+    gather.rows = out_any(*rows);
+  }
+
+  void run(const char* op, const Tensor& weight, const Tensor& ids) {
+    gather.ids = in<int64_t>(ids);
+    if (gather.n > 0) SX_RUN(op, weight, launch_gather_rows, gather);
   }
 
   static bool splits(const char* op, const Tensor& like) {
@@ -83,23 +91,21 @@ struct SharedRows {
       product_into(result, as_acc(hidden), torch::stable::transpose(once, 0, 1));
   }
 
+  // Memory for coefficients in two parts, where `sum` takes them so.
+  DrawParts parts_for(const Tensor& hidden, bool wanted) {
+    if (!wanted || !split || copies == 1) return {nullptr, width};
+    return {out_any(kept.emplace_back(empty(hidden, {hidden.size(0), 2 * width}, hidden.scalar_type()))), width};
+  }
+
   // result [B, d] = coefficients [B, m] times the rows
-  void sum(const char* op, Tensor& result, const Tensor& coefs) const {
-    if (!split) {
+  void sum(Tensor& result, const Tensor& coefs, const DrawParts& parts) const {
+    if (parts.parts == nullptr) {
       product_into(result, coefs, as_acc(*rows));
       return;
     }
-    const int64_t B = coefs.size(0);
-    const Tensor& parts = kept.emplace_back(empty(*rows, {B, 2 * width}, rows->scalar_type()));
-    SplitParams params{};
-    params.from = coefs.const_data_ptr();
-    params.parts = out_any(parts);
-    params.rows = B;
-    params.columns = coefs.size(1);
-    params.stride = coefs.stride(0);
-    params.width = width;
-    SX_RUN_DEVICE(op, *rows, launch_split, params);
-    product16_into(result, parts, *rows);
+    const std::array<int64_t, 2> sizes{coefs.size(0), 2 * width}, strides{2 * width, 1};
+    product16_into(result, torch::stable::from_blob(parts.parts, sizes, strides, rows->device(), rows->scalar_type()),
+                   *rows);
   }
 };
 
@@ -114,7 +120,7 @@ struct LossShape {
 // What the forward keeps for the backward, in one tensor: eight would cost more to make than a small batch to compute.
 // Offsets in numbers; a part that is not kept is -1. The coefficients of shared draws are a factor of GEMMs, which want
 // their first column and the distance of two rows to be multiples of 64 bytes. `saved_numbers` of
-// samplex_cuda/ops/fused_loss.py is the same layout.
+// samplex_cuda/ops/saved_loss.py is the same layout.
 struct SavedLoss {
   static constexpr int64_t kAlign = 16;
   int64_t d_loss = -1, d_lse = -1, draws_loss = -1, draws_lse = -1, coef_loss = -1, coef_lse = -1, row_loss = -1;
@@ -198,25 +204,25 @@ inline Tensor draw_coefs(const Tensor& saved, const SavedLoss& at, int64_t coefs
 }
 
 // What shared draws add to the gradients of h by the loss and by lse; 0 where nobody wants it.
-inline void run_shared_draws(const char* op, const Tensor& saved, const SavedLoss& at, const LossShape& x,
-                             const SharedRows& class_rows, bool need_hidden) {
-  const auto make = [&](int64_t part, int64_t coefs) {
+inline void run_shared_draws(const Tensor& saved, const SavedLoss& at, const LossShape& x, const SharedRows& class_rows,
+                             bool need_hidden, const DrawParts& parts_loss, const DrawParts& parts_lse = {}) {
+  const auto make = [&](int64_t part, int64_t coefs, const DrawParts& parts) {
     if (part < 0 || x.batch == 0) return;
     Tensor sum = view_of(saved, part, x.batch, x.dim, x.dim);
     if (need_hidden && class_rows.rows)
-      class_rows.sum(op, sum, draw_coefs(saved, at, coefs, x));
+      class_rows.sum(sum, draw_coefs(saved, at, coefs, x), parts);
     else
       torch::stable::zero_(sum);
   };
-  make(at.draws_loss, at.coef_loss);
-  make(at.draws_lse, at.coef_lse);
+  make(at.draws_loss, at.coef_loss, parts_loss);
+  make(at.draws_lse, at.coef_lse, parts_lse);
 }
 
-// The reduced loss of the batch, and the factor its backward needs.
-inline void run_loss_mean(const char* op, Reduction reduction, const void* row_loss, const void* denom,
-                          const Tensor& loss, const Tensor& saved, const SavedLoss& at, int64_t batch) {
-  if (reduction == Reduction::kNone) return;
+// The reduced loss of the batch, and the factor its backward needs; all nullptr without a reduction.
+inline LossMeanParams mean_params(Reduction reduction, const void* row_loss, const void* denom, const Tensor& loss,
+                                  const Tensor& saved, const SavedLoss& at, int64_t batch) {
   LossMeanParams mean{};
+  if (reduction == Reduction::kNone) return mean;
   mean.row_loss = row_loss;
   mean.denom = denom;
   mean.loss = out_any(loss);
@@ -224,7 +230,12 @@ inline void run_loss_mean(const char* op, Reduction reduction, const void* row_l
   mean.batch = batch;
   mean.mean = reduction == Reduction::kMean;
   mean.double_acc = loss.scalar_type() == ScalarType::Double;
-  SX_RUN(op, saved, launch_loss_mean, mean);
+  return mean;
+}
+
+// A kernel of its own, unless one of the loss has done it.
+inline void run_loss_mean(const char* op, const Tensor& saved, const LossMeanParams& mean) {
+  if (mean.loss != nullptr && mean.arrived == nullptr) SX_RUN(op, saved, launch_loss_mean, mean);
 }
 
 // The one number of a tensor on the CPU.
@@ -242,6 +253,8 @@ struct LossBackward {
   // Of a loss scale: see LossBwdParams
   const float* grad_scale = nullptr;
   float* found_inf = nullptr;
+  // Classes of the table, where sort keys of the entries are wanted; a CPU makes none.
+  std::optional<int64_t> keys_for = std::nullopt;
 };
 
 using LossGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // d_hidden, row ids, rows, bias, count
@@ -251,36 +264,42 @@ struct LossEntries {
   Tensor d_hidden;
   Tensor coef_target;               // A [B, P]
   Tensor coef_draw;                 // A [B, m]
+  std::optional<Tensor> draw_coef;  // A [m, 1]: factors of draw_rows
   std::optional<Tensor> draw_rows;  // A [m, d]: shared draws are summed over the batch
   std::optional<Tensor> draw_bias;  // A [m]
   std::vector<Tensor> kept;         // as in SharedRows
+  std::optional<Tensor> keys;       // see call_row_keys
 };
 
 // Everything is checked by the caller.
 inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const SavedLoss& at, int64_t P,
                                     bool need_rows, bool with_bias) {
-  const auto& [grad_loss, grad_lse, hidden, target, ids, saved, grad_scale, found_inf] = x;
+  const auto& [grad_loss, grad_lse, hidden, target, ids, saved, grad_scale, found_inf, keys_for] = x;
   const DType dtype = dtype_tag(op, "hidden", hidden);
   const ScalarType acc = acc_type(hidden.scalar_type());
   const bool shared = ids.dim() == 1;
   const LossShape shape{hidden.size(0), P, ids.size(ids.dim() - 1), hidden.size(1), shared};
   const int64_t B = shape.batch, d = shape.dim, m = shape.draws;
-  // The whole batch has one upstream gradient, and it is at hand: it goes onto h [B, d] and not onto [B, m]
-  // coefficients of shared draws. Not where it is 0, which wins over a nan in a coefficient.
+  // The whole batch has one upstream gradient: it need not go onto [B, m] coefficients of shared draws. A CPU, which
+  // has it at hand, puts it onto h [B, d]; not where it is 0, which wins over a nan in a coefficient. A GPU puts it
+  // onto the summed rows, as their coefficient: one of 0 leaves them out.
   const void* factor_at = part_of(saved, at.factor, 1, false);
-  const bool one_factor = shared && m > 0 && B > 0 && need_rows && factor_at != nullptr && !grad_lse &&
-                          backend_of(op, hidden) == Backend::kCpu;
+  const bool on_cpu = backend_of(op, hidden) == Backend::kCpu;
+  const bool one_upstream = shared && m > 0 && B > 0 && need_rows && factor_at != nullptr && !grad_lse;
+  const bool one_factor = one_upstream && on_cpu;
   double factor = one_factor ? number_of(acc, grad_loss.const_data_ptr()) * number_of(acc, factor_at) : 0.0;
   if (one_factor && grad_scale != nullptr) factor *= 1.0 / double(*grad_scale);
-  const bool one_product = factor != 0.0;
+  const bool unit = one_upstream && !on_cpu && !SharedRows::splits(op, hidden);
+  const bool one_product = factor != 0.0 || unit;
   Tensor d_hidden = empty_pooled(hidden, {B, d}, hidden.scalar_type());
   const Tensor coef_target = empty(hidden, {B, P}, acc);
   const bool sum_draws = need_rows && shared && m > 0 && B > 0;
   const bool split = sum_draws && SharedRows::splits(op, hidden);
   const int64_t width = SharedRows::split_width(m);
-  // In two parts, float coefficients are wanted for the bias alone.
   const Tensor parts = split ? empty(hidden, {2 * B, width}, hidden.scalar_type()) : d_hidden;
-  const Tensor coef_draw = one_product ? draw_coefs(saved, at, at.coef_loss, shape) : empty(hidden, {B, m}, acc);
+  const Tensor coef_draw = one_product ? draw_coefs(saved, at, at.coef_loss, shape)
+                           : split     ? parts
+                                       : empty(hidden, {B, m}, acc);
   LossBwdParams params{};
   params.grad_loss = in_any(grad_loss);
   params.grad_lse = grad_lse ? in_any(*grad_lse) : nullptr;
@@ -293,9 +312,8 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   params.draws_loss = part_of(saved, at.draws_loss, B * d, false);
   params.draws_lse = part_of(saved, at.draws_lse, B * d, false);
   params.coef_target = out_any(coef_target);
-  params.coef_draw = one_product || (split && !with_bias) ? nullptr : out_any(coef_draw);
-  params.draw_parts = split ? out_any(parts) : nullptr;
-  params.parts_width = width;
+  params.coef_draw = one_product || split ? nullptr : out_any(coef_draw);
+  params.draw_parts = {split ? out_any(parts) : nullptr, width};
   params.d_hidden = out_any(d_hidden);
   params.denom = part_of(saved, at.denom, B, false);
   params.hidden = in_any(hidden);
@@ -303,7 +321,7 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
                        : sum_draws ? empty_pooled(hidden, {B, d}, acc)
                                    : d_hidden;
   params.clean_hidden = sum_draws ? out_any(clean) : nullptr;
-  params.hidden_factor = one_product ? factor : 1.0;
+  params.hidden_factor = factor != 0.0 ? factor : 1.0;
   params.grad_scale = grad_scale;
   params.found_inf = found_inf;
   params.batch = B;
@@ -311,9 +329,31 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   params.num_samples = m;
   params.dim = d;
   params.dtype = dtype;
+  params.shared = shared;
+  params.unit_coefs = unit;
+  LossEntries entries_of{d_hidden,     coef_target,  coef_draw,      std::nullopt,
+                         std::nullopt, std::nullopt, {clean, parts}, std::nullopt};
+  if (sum_draws) entries_of.draw_coef = empty(hidden, {m, 1}, acc);
+  if (sum_draws && with_bias) entries_of.draw_bias = empty(hidden, {m}, acc);
+  if (on_cpu && sum_draws) {
+    void* const ones = entries_of.draw_coef->mutable_data_ptr();
+    if (acc == ScalarType::Double)
+      std::fill_n(static_cast<double*>(ones), m, 1.0);
+    else
+      std::fill_n(static_cast<float*>(ones), m, 1.0f);
+  } else if (!on_cpu) {
+    if (sum_draws) params.draw_coef = out_any(*entries_of.draw_coef);
+    if (entries_of.draw_bias) params.draw_bias = out_any(*entries_of.draw_bias);
+    if (keys_for && B > 0) {
+      const RowKeysMemory made = call_row_keys(op, hidden, B * P + (shared ? m : B * m), *keys_for, d);
+      params.keys = made.keys;
+      params.target = in<int64_t>(target);
+      params.ids = in<int64_t>(ids);
+      entries_of.keys = made.memory;
+    }
+  }
   if (B > 0) SX_RUN(op, hidden, launch_loss_bwd, params);
 
-  LossEntries entries_of{d_hidden, coef_target, coef_draw, std::nullopt, std::nullopt, {clean, parts}};
   if (sum_draws) {
     // One row per draw, already summed over the batch.
     const Tensor rows = empty_pooled(hidden, {m, d}, acc);
@@ -325,14 +365,9 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
       product_into(rows, torch::stable::transpose(coef_draw, 0, 1), clean);
     }
     entries_of.draw_rows = rows;
-    if (with_bias && hidden.is_cpu()) {
-      const Tensor bias = empty(hidden, {m}, acc);
+    if (with_bias && on_cpu) {
       cpu::column_sums(acc == ScalarType::Double, coef_draw.const_data_ptr(), B, m, coef_draw.stride(0),
-                       params.hidden_factor, bias.mutable_data_ptr());
-      entries_of.draw_bias = bias;
-    } else if (with_bias) {
-      const std::array<int64_t, 1> over_rows{0};
-      entries_of.draw_bias = torch::stable::sum(coef_draw, over_rows);
+                       params.hidden_factor, entries_of.draw_bias->mutable_data_ptr());
     }
   }
   return entries_of;
@@ -356,7 +391,7 @@ inline LossGradients run_loss_backward(const char* op, const LossBackward& x, co
     const RowGradients g = call_row_reduce(targets, draws, draw_bias, num_classes, with_bias);
     return {e.d_hidden, g.row_ids, g.row_grads, g.row_bias, g.count};
   };
-  if (e.draw_rows) return reduce({ids, none, *e.draw_rows}, e.draw_bias);
+  if (e.draw_rows) return reduce({ids, e.draw_coef, *e.draw_rows}, e.draw_bias);
   if (ids.dim() == 2) return reduce({ids, e.coef_draw, hidden}, none);
   // Shared draws of an empty batch, or m = 0.
   return reduce({empty(hidden, {0}, ScalarType::Long), none, empty(hidden, {0, d}, acc)}, none);

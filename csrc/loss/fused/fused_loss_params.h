@@ -12,7 +12,9 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/gather_rows.h"
 #include "common/launchers.h"
+#include "common/row_keys.h"
 
 namespace samplex {
 
@@ -33,25 +35,16 @@ struct LossMeanParams {
   void* factor;          // A [1]: d loss / d row_loss
   int64_t batch;
   bool mean, double_acc;  // a mean, or a sum; A is double
+  // GPU only, [1]: blocks of the loss that are done, 0 before its kernel; the last one makes the mean. nullptr: a
+  // kernel of its own makes it
+  int* arrived;
 };
 
-// Rows of shared draws: rows[i] = weight[ids[i % width]] for i < copies * width, zeros where i % width >= n. Not
-// aten::index_select: on a device an id out of range stops the process there. Here it gives a row of nan; ids of a CPU
-// are checked before.
-struct GatherRowsParams {
-  const void* weight;  // [C, d] in `dtype`
-  const int64_t* ids;  // [n]
-  void* rows;          // [copies * width, d] in `dtype`; on a CPU [n, d] in the accumulation type
-  int64_t n, width, copies, num_classes, dim;
-  DType dtype;
-};
-
-// GPU only: numbers as sums of two of type bf16, so that a GEMM on tensor cores takes them with 16 of their 24 digits:
-// the number rounded, and the rest rounded. Columns from `columns` to `width` are 0.
-struct SplitParams {
-  const void* from;  // float [rows, columns], rows `stride` apart
-  void* parts;       // bf16 [rows, 2, width]
-  int64_t rows, columns, stride, width;
+// GPU only: coefficients of shared draws as sums of two numbers of type bf16, so that a GEMM on tensor cores takes them
+// with 16 of their 24 digits: the number rounded, and the rest rounded. Columns from m to `width` are 0.
+struct DrawParts {
+  void* parts;  // bf16 [B, 2, width]; nullptr: not wanted
+  int64_t width;
 };
 
 struct LossBwdParams {
@@ -65,20 +58,28 @@ struct LossBwdParams {
   // A [B, d] or nullptr: what shared draws add to d_loss and d_lse
   const void* draws_loss;
   const void* draws_lse;
-  const void* denom;   // A [B]: 0 for a row without a loss
-  const void* hidden;  // [B, d] in `dtype`, with clean_hidden
-  void* coef_target;   // A [B, P]
-  void* coef_draw;     // A [B, m]; the CPU side takes nullptr for "not wanted"
-  void* d_hidden;      // [B, d] in `dtype`
-  void* clean_hidden;  // A [B, d] or nullptr: hidden_factor * hidden, 0 in rows without any gradient
-  void* draw_parts;    // GPU only, bf16 [B, 2, parts_width] or nullptr: coef_draw in two parts, as SplitParams has it;
-                       // then clean_hidden is bf16 [B, 2, d], each row twice
-  int64_t parts_width;
+  const void* denom;     // A [B]: 0 for a row without a loss
+  const void* hidden;    // [B, d] in `dtype`, with clean_hidden
+  void* coef_target;     // A [B, P]
+  void* coef_draw;       // A [B, m]; nullptr: not wanted
+  void* d_hidden;        // [B, d] in `dtype`
+  void* clean_hidden;    // A [B, d] or nullptr: hidden_factor * hidden, 0 in rows without any gradient
+  DrawParts draw_parts;  // GPU only: coef_draw in two parts; then clean_hidden is bf16 [B, 2, d], each row twice
   double hidden_factor;
   CoefLayout coefs;
   // Under a loss scale, else nullptr:
   const float* grad_scale;  // [1]: coefficients are divided by it; d_hidden is not
   float* found_inf;         // [1]: becomes 1 where the gradient of a class row may hold an inf or nan
+  // GPU only:
+  void* draw_coef;  // A [m] or nullptr: what the row of each shared draw is multiplied by after the sum over the
+                    // batch. The upstream factor where coefficients go into the product as the forward left them
+                    // (unit_coefs), else 1
+  bool unit_coefs;
+  void* draw_bias;        // A [m] or nullptr: coefficients of shared draws, summed over the batch
+  RowKeys keys;           // of the targets, then of the draws; one for each of them if they are shared
+  const int64_t* target;  // [B, P], with keys
+  const int64_t* ids;     // [B, m] or [m], with keys
+  bool shared;
   int64_t batch, num_targets, num_samples, dim;
   DType dtype;
 };
@@ -92,6 +93,5 @@ void column_sums(bool double_acc, const void* x, int64_t rows, int64_t columns, 
 SX_DECLARE_LAUNCHER(launch_gather_rows, GatherRowsParams)
 SX_DECLARE_LAUNCHER(launch_loss_mean, LossMeanParams)
 SX_DECLARE_LAUNCHER(launch_loss_bwd, LossBwdParams)
-SX_DECLARE_CUDA_LAUNCHER(launch_split, SplitParams)
 
 }  // namespace samplex

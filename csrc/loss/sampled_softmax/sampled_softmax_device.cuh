@@ -42,7 +42,9 @@ struct EntryOffsets {
 template <typename A>
 SX_DEVICE inline EntryOffsets<A> entry_offsets(const SampledSoftmaxParams& p, int64_t b, int64_t k, int64_t id,
                                                A log_m) {
-  const A inside = A(p.scale) * class_scalar<A>(p.bias, id, p.num_classes, A(0));
+  const A bias = k >= p.num_targets && p.draw_bias != nullptr ? static_cast<const A*>(p.draw_bias)[k - p.num_targets]
+                                                              : class_scalar<A>(p.bias, id, p.num_classes, A(0));
+  const A inside = A(p.scale) * bias;
   if (k < p.num_targets) return {inside, A(0)};
   const A log_q = static_cast<const A*>(p.log_q)[(p.shared ? 0 : b * p.num_samples) + k - p.num_targets];
   return {inside, is_finite(log_q) ? -log_q - log_m : quiet_nan<A>()};

@@ -29,9 +29,8 @@ __global__ void __launch_bounds__(kRowWarps* kWarpSize, kRowWarps == 1 ? 8 : (kW
 // A warp scores an entry; draws that come with their product are scored one a thread. The unit gradient takes a second
 // pass over the rows, kWidth columns a thread.
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kThreads, kWidth > 1 ? 2 : 4) sampled_softmax_wide_kernel(SampledSoftmaxParams p) {
+SX_DEVICE inline void wide_row(const SampledSoftmaxParams& p, acc_t<T>* scratch) {
   using A = acc_t<T>;
-  __shared__ A scratch[kWarps];
   __shared__ A coefs[kThreads];
   __shared__ A coefs_lse[kThreads];
   __shared__ int64_t ids[kThreads];
@@ -39,6 +38,9 @@ __global__ void __launch_bounds__(kThreads, kWidth > 1 ? 2 : 4) sampled_softmax_
   clear_padding<A>(p.coefs, p.coef_loss, b, entries, threadIdx.x, kThreads);
   clear_padding<A>(p.coefs, p.coef_lse, b, entries, threadIdx.x, kThreads);
   const RowSetup<A> row = setup_row<kWarps, A>(p, b, scratch);
+  const int64_t with_parts = row.num_targets == 0 ? 0 : m;
+  clear_parts<T>(p.parts_loss, b, with_parts, threadIdx.x, kThreads);
+  clear_parts<T>(p.parts_lse, b, with_parts, threadIdx.x, kThreads);
   if (row.num_targets == 0) return zero_row<kThreads, A>(p, b);  // the whole block
   const A log_m = A(p.log_num_samples);
   const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
@@ -124,7 +126,11 @@ __global__ void __launch_bounds__(kThreads, kWidth > 1 ? 2 : 4) sampled_softmax_
     A x = part ? A(p.scale) * exp_acc(logit - lse) : A(0);
     if (p.absolute && part) x *= signs[k];
     if (coef_lse != nullptr) coef_lse[k] = x;
-    logits[k] = weighted(total, x) - (trivial ? A(0) : entry_pull(p, row, b, k));
+    const A coef = weighted(total, x) - (trivial ? A(0) : entry_pull(p, row, b, k));
+    logits[k] = coef;
+    if (k < P) continue;
+    store_parts<T>(p.parts_loss, b, k - P, coef);
+    store_parts<T>(p.parts_lse, b, k - P, x);
   }
   __syncthreads();
 
@@ -160,6 +166,13 @@ __global__ void __launch_bounds__(kThreads, kWidth > 1 ? 2 : 4) sampled_softmax_
       if (p.d_lse != nullptr) store_columns<kWidth>(static_cast<A*>(p.d_lse) + b * p.dim + c, of_lse);
     }
   }
+}
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kThreads, kWidth > 1 ? 2 : 4) sampled_softmax_wide_kernel(SampledSoftmaxParams p) {
+  __shared__ acc_t<T> scratch[kWarps];
+  wide_row<T, kWidth>(p, scratch);
+  reduce_loss_last<kThreads>(p.mean, scratch);
 }
 
 // ------------------------------------------------------------------------------------------------ debug check

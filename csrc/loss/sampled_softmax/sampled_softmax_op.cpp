@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "common/ids.h"
+#include "common/philox.h"
 #include "loss/fused/fused_loss_op.h"
 #include "loss/sampled_softmax/sampled_softmax_params.h"
 
@@ -19,13 +20,21 @@ constexpr const char* kOp = "sampled_softmax";
 
 using Forward = std::tuple<Tensor, Tensor, Tensor>;
 
-Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor& target, const Tensor& ids,
-                        const Tensor& log_q, const std::optional<Tensor>& bias,
-                        const std::optional<Tensor>& class_weight, const std::optional<Tensor>& known_offsets,
-                        const std::optional<Tensor>& known_ids, double scale, double label_smoothing,
-                        int64_t ignore_index, int64_t reduction_code, bool absolute, bool need_grad, bool with_lse,
-                        bool sparse, bool need_hidden) {
-  (void)sparse;  // read by the autograd formula only
+// Draws that the op makes by itself.
+struct DrawHere {
+  const Tensor& key;
+  int64_t law, num_samples;
+  bool shared;
+  const std::optional<Tensor>& table;
+  const std::optional<Tensor>& prefix;
+};
+
+// `ids` and `log_q` are given, or with `here` set by the draw.
+Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target, Tensor& ids, Tensor& log_q,
+                const DrawHere* here, const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,
+                const std::optional<Tensor>& known_offsets, const std::optional<Tensor>& known_ids, double scale,
+                double label_smoothing, int64_t ignore_index, int64_t reduction_code, bool absolute, bool need_grad,
+                bool with_lse, bool need_hidden) {
   begin_op();
   const DType dtype = dtype_tag(kOp, "weight", weight);
   const ScalarType storage = weight.scalar_type(), acc = acc_type(storage);
@@ -35,16 +44,20 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   const int64_t B = hidden.size(0);
   const Reduction reduction = reduction_of(kOp, reduction_code);
   check_given(kOp, "target", target);
-  check_given(kOp, "ids", ids);
+  if (here == nullptr) check_given(kOp, "ids", ids);
   const int64_t P = target.dim() == 1 ? 1 : target.dim() == 2 ? target.size(1) : -1;
   check_tensor(kOp, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, -1}, target.dim() == 1 ? "[B]" : "[B, P]",
                ScalarType::Long, weight);
-  const bool shared = ids.dim() == 1;
-  check_value(ids.dim() == 1 || ids.dim() == 2, kOp, ": ids must be [B, m] or [m], got ", describe(ids));
-  const int64_t m = ids.size(ids.dim() - 1);
-  const Shape draws = shared ? Shape{m} : Shape{B, m};
-  check_tensor(kOp, "ids", ids, draws, shared ? "[m]" : "[B, m]", ScalarType::Long, weight);
-  check_tensor(kOp, "log_q", log_q, draws, shared ? "[m]" : "[B, m]", acc, weight);
+  const bool shared = here != nullptr ? here->shared : ids.dim() == 1;
+  if (here == nullptr)
+    check_value(ids.dim() == 1 || ids.dim() == 2, kOp, ": ids must be [B, m] or [m], got ", describe(ids));
+  const int64_t m = here != nullptr ? here->num_samples : ids.size(ids.dim() - 1);
+  check_value(here == nullptr || (m >= 0 && m <= kPhiloxMaxDraws), kOp, ": num_samples must be in [0, 2^24], got ", m);
+  if (here == nullptr) {
+    const Shape draws = shared ? Shape{m} : Shape{B, m};
+    check_tensor(kOp, "ids", ids, draws, shared ? "[m]" : "[B, m]", ScalarType::Long, weight);
+    check_tensor(kOp, "log_q", log_q, draws, shared ? "[m]" : "[B, m]", acc, weight);
+  }
   check_value(P + m < (int64_t(1) << 31), kOp, ": targets and draws of a row must stay below 2^31, got ", P + m);
   check_value(label_smoothing >= 0 && label_smoothing <= 1, kOp, ": label_smoothing must be in [0, 1], got ",
               label_smoothing);
@@ -55,7 +68,7 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
     check_tensor(kOp, "known_ids", *known_ids, {-1}, "[n]", ScalarType::Long, weight);
     check_csr(kOp, "positives", *known_offsets, *known_ids, B, C);
   }
-  check_ids(kOp, "ids", ids, C);
+  if (here == nullptr) check_ids(kOp, "ids", ids, C);
   check_ids(kOp, "target", target, C, " or ignore_index",
             [&](int64_t id) { return id == ignore_index || (P > 1 && id == kPadding); });
 
@@ -67,6 +80,14 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   Forward result{reduction == Reduction::kNone ? empty(hidden, {B}, acc) : empty(hidden, {}, acc),
                  empty(hidden, {B}, acc), empty_pooled(hidden, {at.size}, acc)};
   auto& [loss, lse, saved] = result;
+  SharedRows class_rows(kOp, weight, params.bias, m, shared, need_grad);
+  std::optional<StaticDraw> drawn;
+  if (here != nullptr) {
+    drawn =
+        call_static_sample(here->law, here->key, m, C, shared, here->table, here->prefix, target, class_rows.gather);
+    ids = drawn->ids;
+    log_q = storage == ScalarType::Double ? torch::stable::to(drawn->log_q, storage) : drawn->log_q;
+  }
   if (B == 0) {
     if (reduction != Reduction::kNone) torch::stable::zero_(loss);
     torch::stable::zero_(saved);  // holds the factor of the mean
@@ -74,8 +95,8 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   }
 
   std::optional<Tensor> dots, signs;
-  const SharedRows class_rows(kOp, weight, ids, shared, need_grad);
   if (class_rows.rows) {
+    if (class_rows.gather.ids == nullptr) class_rows.run(kOp, weight, ids);
     // The CPU kernel turns products into coefficients where they are.
     const bool in_place = need_grad && backend_of(kOp, weight) == Backend::kCpu;
     params.dots_stride = in_place ? at.coefs.stride : (m + 15) / 16 * 16;  // aligned, for GEMMs
@@ -104,6 +125,11 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
     signs = empty(hidden, {B, at.coefs.stride}, acc);
     params.signs = out_any(*signs);
   }
+  params.draw_bias = class_rows.gather.biases;
+  params.parts_loss = class_rows.parts_for(hidden, need_hidden);
+  params.parts_lse = class_rows.parts_for(hidden, need_hidden && with_lse);
+  params.mean = mean_params(reduction, params.loss, params.denom, loss, saved, at, B);
+  if (params.mean.loss != nullptr) params.mean.arrived = class_rows.gather.arrived;
   params.batch = B;
   params.num_targets = P;
   params.num_samples = m;
@@ -120,9 +146,19 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
   params.debug = debug_checks();
   SX_RUN(kOp, weight, launch_sampled_softmax, params);
 
-  run_shared_draws(kOp, saved, at, shape, class_rows, need_hidden);
-  run_loss_mean(kOp, reduction, params.loss, params.denom, loss, saved, at, B);
+  run_shared_draws(saved, at, shape, class_rows, need_hidden, params.parts_loss, params.parts_lse);
+  run_loss_mean(kOp, saved, params.mean);
   return result;
+}
+
+Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor& target, Tensor ids, Tensor log_q,
+                        const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,
+                        const std::optional<Tensor>& known_offsets, const std::optional<Tensor>& known_ids,
+                        double scale, double label_smoothing, int64_t ignore_index, int64_t reduction_code,
+                        bool absolute, bool need_grad, bool with_lse, bool sparse, bool need_hidden) {
+  (void)sparse;  // read by the autograd formula only
+  return forward(hidden, weight, target, ids, log_q, nullptr, bias, class_weight, known_offsets, known_ids, scale,
+                 label_smoothing, ignore_index, reduction_code, absolute, need_grad, with_lse, need_hidden);
 }
 
 // Draw and loss in one op: what a training step with a static distribution takes. Per-row draws exclude the target.
@@ -137,17 +173,12 @@ Forward sampled_softmax_static(const Tensor& hidden, const Tensor& weight, const
   check_tensor(kOp, "target", target, {hidden.size(0)}, "[B]", ScalarType::Long, weight);
   check_value(weight.size(0) >= 1, kOp, ": weight must have a class to draw, got ", describe(weight));
   check_value(ignore_index < 0, kOp, ": ignore_index must be negative where the op draws, got ", ignore_index);
-  const ScalarType storage = weight.scalar_type();
-  const int64_t C = weight.size(0);
-  check_ids(kOp, "target", target, C, " or ignore_index", [&](int64_t id) { return id == ignore_index; });
-  begin_op();
-  StaticDraw draw = call_static_sample(law, key, num_samples, C, shared, table, prefix, target);
+  const DrawHere here{key, law, num_samples, shared, table, prefix};
+  Tensor ids, log_q;
   auto [loss, lse, saved] =
-      sampled_softmax(hidden, weight, target, draw.ids,
-                      storage == ScalarType::Double ? torch::stable::to(draw.log_q, storage) : draw.log_q, bias,
-                      class_weight, std::nullopt, std::nullopt, scale, label_smoothing, ignore_index, reduction_code,
-                      absolute, need_grad, false, true, need_hidden);
-  return {loss, draw.ids, saved};
+      forward(hidden, weight, target, ids, log_q, &here, bias, class_weight, std::nullopt, std::nullopt, scale,
+              label_smoothing, ignore_index, reduction_code, absolute, need_grad, false, need_hidden);
+  return {loss, ids, saved};
 }
 
 LossGradients sampled_softmax_bwd(const Tensor& grad_loss, const std::optional<Tensor>& grad_lse, const Tensor& hidden,

@@ -33,6 +33,7 @@ struct SampledSoftmaxParams {
   const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
   const int64_t* known_ids;      // [known_size]
   ScalarTable bias;              // [C] or absent
+  const void* draw_bias;         // A [m] or nullptr, GPU only: bias of each draw when shared
   ScalarTable class_weight;      // [C] or absent
   void* loss;                    // A [B]
   void* lse;                     // A [B]
@@ -42,6 +43,9 @@ struct SampledSoftmaxParams {
   void* coef_lse;                // A [B, P + m]   nullptr where nobody asks for the gradient of lse
   void* d_lse;                   // A [B, d]
   void* signs;                   // A [B, P + m]: scratch of the GPU kernels, only when absolute and need_grad
+  DrawParts parts_loss;          // coef_loss of the draws in two parts, when shared
+  DrawParts parts_lse;           // coef_lse likewise
+  LossMeanParams mean;           // `arrived` set: the kernel makes the mean, too
   CoefLayout coefs;
   int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index, known_size;
   double scale, label_smoothing, log_num_samples;  // log m, 0 for m = 0

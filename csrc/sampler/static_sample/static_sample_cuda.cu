@@ -14,6 +14,13 @@ unsigned static_grid(int64_t count) {
 
 void launch_static_sample(const StaticSampleParams& p, void* stream) {
   if (p.batch == 0 || p.num_samples == 0) return;
+  if (p.gather.n > 0) {
+    const unsigned blocks = unsigned((p.gather.width + kStaticWarps - 1) / kStaticWarps);
+    with_gather_words(p.gather, [&](auto word, int64_t words) {
+      SX_LAUNCH("static_sample", static_gather_kernel<decltype(word)>, blocks, kStaticBlock, 0, stream, p, words);
+    });
+    return;
+  }
   if (p.exclude != nullptr) {
     SX_LAUNCH("static_sample", static_rows_kernel, static_grid(p.batch), kStaticBlock, 0, stream, p);
   }

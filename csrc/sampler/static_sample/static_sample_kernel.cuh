@@ -2,12 +2,13 @@
 // of the result, are those of static_sample_math.h.
 #pragma once
 
-#include "common/macros.h"
+#include "common/gather_rows.cuh"
 #include "sampler/static_sample/static_sample_math.h"
 
 namespace samplex::SX_BACKEND_NS {
 
 constexpr int kStaticBlock = 256;
+constexpr int kStaticWarps = kStaticBlock / kWarpSize;
 
 // rows [B]: what the excluded ids leave of the law. One thread a row.
 __global__ void __launch_bounds__(kStaticBlock) static_rows_kernel(StaticSampleParams p) {
@@ -15,6 +16,20 @@ __global__ void __launch_bounds__(kStaticBlock) static_rows_kernel(StaticSampleP
   for (int64_t b = int64_t(blockIdx.x) * kStaticBlock + threadIdx.x; b < p.batch; b += stride) {
     p.rows[b] = excluded_row(p, b);
   }
+}
+
+// Draw `draw` of row b, number i of all.
+SX_DEVICE inline void store_draw(const StaticSampleParams& p, const StaticRow& row, PhiloxKey key, int64_t i, int64_t b,
+                                 int64_t draw) {
+  if (row.left == 0) {
+    p.ids[i] = stand_in(p, row);
+    p.log_q[i] = 0.0f;
+    return;
+  }
+  const StaticDraw drawn =
+      p.exclude != nullptr ? draw_excluding(p, row, key, b, draw, 0) : draw_at(p, row, key, b, draw, 0);
+  p.ids[i] = class_of(drawn);
+  p.log_q[i] = float(drawn.log_weight - row.log_mass);
 }
 
 // ids, log_q [B, m], or log_q alone for given ids.
@@ -26,18 +41,25 @@ __global__ void __launch_bounds__(kStaticBlock, 2) static_sample_kernel(StaticSa
   for (int64_t i = int64_t(blockIdx.x) * kStaticBlock + threadIdx.x; i < count; i += stride) {
     const int64_t b = i / p.num_samples, draw = i - b * p.num_samples;
     const StaticRow row = p.exclude != nullptr ? p.rows[b] : whole;
-    if (p.given != nullptr) {
+    if (p.given != nullptr)
       p.log_q[i] = log_q_of(p, row, p.given[i]);
-    } else if (row.left == 0) {
-      p.ids[i] = stand_in(p, row);
-      p.log_q[i] = 0.0f;
-    } else {
-      const StaticDraw drawn =
-          p.exclude != nullptr ? draw_excluding(p, row, key, b, draw, 0) : draw_at(p, row, key, b, draw, 0);
-      p.ids[i] = class_of(drawn);
-      p.log_q[i] = float(drawn.log_weight - row.log_mass);
-    }
+    else
+      store_draw(p, row, key, i, b, draw);
   }
+}
+
+// One row of draws that excludes nothing, and what it reads of a table: as many draws a block as it has warps. A thread
+// makes a draw, then a warp copies its row.
+template <typename Word>
+__global__ void __launch_bounds__(kStaticBlock) static_gather_kernel(StaticSampleParams p, int64_t words) {
+  const int64_t first = int64_t(blockIdx.x) * kStaticWarps;
+  if (threadIdx.x < kStaticWarps && first + threadIdx.x < p.num_samples) {
+    const int64_t draw = first + threadIdx.x;
+    store_draw(p, whole_row_in_kernel(p), {uint64_t(p.key[0]), uint64_t(p.key[1])}, draw, 0, draw);
+  }
+  __syncthreads();
+  const int64_t at = first + warp_id();
+  if (at < p.gather.width) gather_row<Word>(p.gather, words, at, at < p.num_samples ? p.ids[at] : 0);  // the whole warp
 }
 
 }  // namespace samplex::SX_BACKEND_NS

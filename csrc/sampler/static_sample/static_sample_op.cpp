@@ -67,15 +67,17 @@ void take_pointers(StaticSampleParams& p, const Tensor* table, const Tensor* pre
   take_exclude(p, exclude, exclude_offsets);
 }
 
-void run(StaticSampleParams& p, const Tensor& ref, const char* op, bool trusted = false) {
+// Returns scratch of the kernels, to be kept as long as the op.
+MaybeTensor run(StaticSampleParams& p, const Tensor& ref, const char* op, bool trusted = false) {
   if (p.exclude != nullptr && glue::ids_on_host(ref) && !trusted) check_exclude_values(op, p);
-  if (p.batch == 0 || p.num_samples == 0) return;
   MaybeTensor rows;
+  if (p.batch == 0 || p.num_samples == 0) return rows;
   if (p.exclude != nullptr) {
     rows = glue::empty(ref, {p.batch, 5}, ScalarType::Long);
     p.rows = reinterpret_cast<StaticRow*>(glue::out<int64_t>(*rows));
   }
   SX_RUN(op, ref, launch_static_sample, p);
+  return rows;
 }
 
 std::tuple<Tensor, Tensor> sample(StaticLaw law, const Tensor& key, int64_t batch, int64_t num_samples,
@@ -98,7 +100,8 @@ std::tuple<Tensor, Tensor> sample(StaticLaw law, const Tensor& key, int64_t batc
 
 // For call_static_sample, below.
 glue::StaticDraw draw_for_loss(StaticLaw law, const Tensor& key, int64_t num_samples, int64_t num_classes, bool shared,
-                               const Tensor* table, const Tensor* prefix, const Tensor& target) {
+                               const Tensor* table, const Tensor* prefix, const Tensor& target,
+                               GatherRowsParams& gather) {
   const char* op = op_name(law, false);
   glue::check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, target);
   const int64_t batch = target.size(0);
@@ -115,8 +118,11 @@ glue::StaticDraw draw_for_loss(StaticLaw law, const Tensor& key, int64_t num_sam
   Tensor ids = glue::empty(key, shape, ScalarType::Long), log_q = glue::empty(key, shape, ScalarType::Float);
   p.ids = glue::out<int64_t>(ids);
   p.log_q = glue::out<float>(log_q);
-  run(p, key, op, true);
-  return {ids, log_q};
+  if (shared && gather.n > 0 && glue::backend_of(op, key) != Backend::kCpu) {
+    gather.ids = p.ids;
+    p.gather = gather;
+  }
+  return {ids, log_q, run(p, key, op, true)};
 }
 
 Tensor log_prob(StaticLaw law, const Tensor& ids, int64_t num_classes, const Tensor* table, const Tensor* prefix,
@@ -221,13 +227,13 @@ namespace glue {
 
 StaticDraw call_static_sample(int64_t law, const Tensor& key, int64_t num_samples, int64_t num_classes, bool shared,
                               const std::optional<Tensor>& table, const std::optional<Tensor>& prefix,
-                              const Tensor& target) {
+                              const Tensor& target, GatherRowsParams& gather) {
   const bool alias = law == int64_t(StaticLaw::kAlias);
   check_value(law >= 0 && law <= int64_t(StaticLaw::kAlias), "static draws: law must be in [0, 2], got ", law);
   check_value(!alias || (table.has_value() && prefix.has_value()),
               "static draws: table and prefix must be given with an alias table, got None");
   return draw_for_loss(StaticLaw(law), key, num_samples, num_classes, shared, alias ? &*table : nullptr,
-                       alias ? &*prefix : nullptr, target);
+                       alias ? &*prefix : nullptr, target, gather);
 }
 
 }  // namespace glue

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/gather_rows.h"
 #include "common/launchers.h"
 
 namespace samplex {
@@ -44,6 +45,7 @@ struct StaticSampleParams {
   StaticRow whole;                          // the law with nothing excluded; see whole_row
   int64_t* ids;                             // [B, m] out, nullptr with `given`
   float* log_q;                             // [B, m] out
+  GatherRowsParams gather;                  // GPU only, n > 0: what the one row of draws reads of a table, besides
 };
 
 SX_DECLARE_LAUNCHER(launch_static_sample, StaticSampleParams)

@@ -27,7 +27,7 @@ bool fits(const RowReduceParams& params, int width) {
 }  // namespace
 
 void launch_row_reduce_keys(const RowReduceParams& params, void* stream) {
-  const unsigned grid = group_blocks(std::max(entries_of(params), params.chunks.counters), 0);
+  const unsigned grid = group_blocks(std::max(entries_of(params), params.keys.num_counters), 0);
   if (params.double_acc)
     SX_LAUNCH("row_reduce", (row_reduce_keys_kernel<double>), grid, kUpdateThreads, 0, stream, params);
   else
@@ -36,7 +36,7 @@ void launch_row_reduce_keys(const RowReduceParams& params, void* stream) {
 
 void launch_row_reduce_heads(const RowReduceParams& params, void* stream) {
   const unsigned grid = group_blocks(entries_of(params), 0);
-  if (params.wide_keys)
+  if (params.keys.wide)
     SX_LAUNCH("row_reduce", (row_reduce_heads_kernel<int64_t>), grid, kUpdateThreads, 0, stream, params);
   else
     SX_LAUNCH("row_reduce", (row_reduce_heads_kernel<int32_t>), grid, kUpdateThreads, 0, stream, params);

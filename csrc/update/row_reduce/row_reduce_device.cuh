@@ -168,7 +168,7 @@ struct EntryWalk {
   // -1: there is no such place.
   SX_DEVICE int64_t key(int64_t place) const {
     if (uint64_t(place) >= uint64_t(entries)) return -1;
-    return p.wide_keys ? static_cast<const int64_t*>(p.sorted)[place]
+    return p.keys.wide ? static_cast<const int64_t*>(p.sorted)[place]
                        : int64_t(static_cast<const int32_t*>(p.sorted)[place]);
   }
 

@@ -14,19 +14,13 @@ __global__ void __launch_bounds__(kUpdateThreads) row_reduce_keys_kernel(RowRedu
   const int64_t entries = p.source[0].entries + p.source[1].entries;
   const int64_t entry = int64_t(blockIdx.x) * kUpdateThreads + threadIdx.x;
   if (entry < p.capacity) p.row_ids[entry] = -1;
-  if (entry < p.chunks.counters) p.chunks.arrived[entry] = 0;
+  if (entry < p.keys.num_counters) p.keys.counters[entry] = 0;
   if (entry >= entries) return;
   const bool first = entry < p.source[0].entries;
   const RowReduceSource& source = p.source[first ? 0 : 1];
   const int64_t at = first ? entry : entry - p.source[0].entries;
-  const int64_t id = source.ids[at];
-  const bool left_out =
-      id < 0 || id >= p.num_rows || (source.coef != nullptr && static_cast<const A*>(source.coef)[at] == A(0));
-  const int64_t key = left_out ? p.num_rows : id;
-  if (p.wide_keys)
-    static_cast<int64_t*>(p.keys)[entry] = key;
-  else
-    static_cast<int32_t*>(p.keys)[entry] = int32_t(key);
+  const bool zero = source.coef != nullptr && static_cast<const A*>(source.coef)[at] == A(0);
+  store_row_key(p.keys, entry, source.ids[at], zero);
 }
 
 template <typename Key>

@@ -11,31 +11,70 @@ namespace {
 // "The dimension being sorted can not have more than INT_MAX elements." The kernels count on it.
 constexpr int64_t kMostSorted = INT32_MAX;
 
-}  // namespace
-
-SortedEntries run_row_sort(const char* op, RowReduceParams& params, const Tensor& like) {
-  const int64_t entries = params.source[0].entries + params.source[1].entries;
+RowKeys row_keys_of(const char* op, int64_t entries, int64_t num_rows, int64_t dim) {
   check_value(entries <= kMostSorted, op, ": a call must have at most ", kMostSorted,
               " entries (torch's sort takes no more), got ", entries, "; split the batch");
-  params.wide_keys = params.num_rows > INT32_MAX;
-  const Tensor keys = empty(like, {entries}, params.wide_keys ? ScalarType::Long : ScalarType::Int);
-  params.keys = out_any(keys);
+  RowKeys keys{};
+  keys.num_rows = num_rows;
+  keys.wide = num_rows > INT32_MAX;
+  // Blocks of columns: at most, with one column a lane.
+  keys.num_counters = plan_row_chunks(entries).slots * std::max<int64_t>(1, (dim + 31) / 32);
+  return keys;
+}
+
+// Keys, then counters, in numbers of the keys' type.
+int64_t key_numbers(const RowKeys& keys, int64_t entries) {
+  return entries + (keys.wide ? (keys.num_counters + 1) / 2 : keys.num_counters);
+}
+
+ScalarType key_type(const RowKeys& keys) { return keys.wide ? ScalarType::Long : ScalarType::Int; }
+
+void take_key_memory(RowKeys& keys, const Tensor& memory, int64_t entries) {
+  keys.keys = out_any(memory);
+  keys.counters = reinterpret_cast<int*>(static_cast<char*>(keys.keys) + size_t(entries) * memory.element_size());
+}
+
+}  // namespace
+
+RowKeysMemory call_row_keys(const char* op, const Tensor& like, int64_t entries, int64_t num_rows, int64_t dim) {
+  RowKeys keys = row_keys_of(op, entries, num_rows, dim);
+  const Tensor memory = empty(like, {key_numbers(keys, entries)}, key_type(keys));
+  take_key_memory(keys, memory, entries);
+  return {memory, keys};
+}
+
+SortedEntries run_row_sort(const char* op, RowReduceParams& params, const Tensor& like,
+                           const std::optional<Tensor>& given) {
+  const int64_t entries = params.source[0].entries + params.source[1].entries;
+  Tensor memory;
+  if (given) {
+    params.keys = row_keys_of(op, entries, params.num_rows, params.dim);
+    check_tensor(op, "keys", *given, {key_numbers(params.keys, entries)}, "[n], as loss_entries made them",
+                 key_type(params.keys), like);
+    take_key_memory(params.keys, *given, entries);
+    memory = *given;
+  } else {
+    RowKeysMemory made = call_row_keys(op, like, entries, params.num_rows, params.dim);
+    params.keys = made.keys;
+    memory = made.memory;
+  }
   RowChunks& chunks = params.chunks = plan_row_chunks(entries);
   const ScalarType acc = params.double_acc ? ScalarType::Double : ScalarType::Float;
-  // Blocks of columns: at most, with one column a lane.
-  chunks.counters = chunks.slots * std::max<int64_t>(1, (params.dim + 31) / 32);
   const Tensor partial = empty(like, {chunks.slots, params.dim + 1}, acc);
-  const Tensor arrived = empty(like, {chunks.counters}, ScalarType::Int);
   chunks.partial = out_any(partial);
   chunks.partial_bias =
       static_cast<char*>(chunks.partial) + chunks.slots * params.dim * int64_t(partial.element_size());
-  chunks.arrived = out<int>(arrived);
-  SX_RUN_DEVICE(op, like, launch_row_reduce_keys, params);
+  chunks.arrived = params.keys.counters;
+  if (!given) {
+    SX_RUN_DEVICE(op, like, launch_row_reduce_keys, params);
+  }
+  Tensor keys = memory;
+  if (keys.size(0) != entries) keys = torch::stable::narrow(keys, 0, 0, entries);
   const auto made = call_op<2>("aten::sort", "stable", keys, std::optional<bool>(true), int64_t(0), false);
   const Tensor sorted = tensor_of(made[0]), order = tensor_of(made[1]);
   params.sorted = in_any(sorted);
   params.order = in<int64_t>(order);
-  return {keys, sorted, order, partial, arrived};
+  return {memory, sorted, order, partial};
 }
 
 RowGradients run_row_reduce(const char* op, RowReduceParams params, const Tensor& like, bool with_bias) {

@@ -12,6 +12,7 @@
 
 #include "common/dtype.h"
 #include "common/launchers.h"
+#include "common/row_keys.h"
 
 namespace samplex {
 
@@ -35,8 +36,7 @@ struct RowChunks {
   int64_t slots;       // sums of pieces that are kept; 0: no row is cut
   void* partial;       // A [slots, d]
   void* partial_bias;  // A [slots]
-  int* arrived;        // [blocks of columns, slots], zeroed by the launch that makes the keys
-  int64_t counters;    // of all blocks of columns
+  int* arrived;        // [blocks of columns, slots]: counters of RowKeys
 };
 constexpr int kLogChunk = 3;            // 8 entries a piece,
 constexpr int kLogFan = 4;              // and 16 pieces make one of the next level
@@ -60,9 +60,8 @@ struct RowReduceParams {
   bool double_acc;  // A is double
   bool stream;      // CPU only: write rows past the cache; row_grads is 64-byte aligned, d % 16 == 0, d <= kStreamWidth
   // CUDA only, filled between the launches:
-  void* keys;            // [entries]: id, or num_rows for an entry left out; int32, or int64 with wide_keys
+  RowKeys keys;
   const void* sorted;    // [entries]: keys ascending
-  bool wide_keys;        // num_rows does not fit into int32
   const int64_t* order;  // [entries]: entry at each sorted place (stable)
   int* heads;            // [entries]: 1 where a new row starts
   const int64_t* ranks;  // [entries]: inclusive sum of heads

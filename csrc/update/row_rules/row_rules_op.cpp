@@ -185,7 +185,7 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
                  Tensor rows_b, std::optional<Tensor> bias_b, std::optional<Tensor> key,
                  std::vector<double> weight_rule, std::vector<double> bias_rule, std::optional<Tensor> weight_lr,
                  std::optional<Tensor> weight_step, std::optional<Tensor> bias_lr, std::optional<Tensor> bias_step,
-                 std::optional<Tensor> found_inf) {
+                 std::optional<Tensor> found_inf, std::optional<Tensor> keys) {
   constexpr const char* op = "row_update_";
   begin_op();
   check_given(op, "weight", weight);
@@ -222,7 +222,7 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
   const std::optional<Tensor> rules = run_live(op, params, weight);
   if (e.source[0].entries + e.source[1].entries == 0 || weight.numel() == 0) return;
   std::optional<SortedEntries> kept;
-  if (backend_of(op, weight) != Backend::kCpu) kept = run_row_sort(op, e, weight);
+  if (backend_of(op, weight) != Backend::kCpu) kept = run_row_sort(op, e, weight, keys);
   SX_RUN(op, weight, launch_row_rules_entries, params);
 }
 
@@ -239,7 +239,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "Tensor(e!)? bias_state0, Tensor(f!)? bias_state1, Tensor ids_a, Tensor? coef_a, Tensor rows_a, Tensor ids_b, "
       "Tensor? coef_b, Tensor rows_b, Tensor? bias_b, Tensor? key, float[] weight_rule, float[] bias_rule, "
       "Tensor? weight_lr=None, Tensor(g!)? weight_step=None, Tensor? bias_lr=None, Tensor(h!)? bias_step=None, "
-      "Tensor? found_inf=None) -> ()",
+      "Tensor? found_inf=None, Tensor(i!)? keys=None) -> ()",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from samplex_cuda.losses import Loss
 from samplex_cuda.losses.base import weighted_rows
-from samplex_cuda.ops.fused_loss import Entries, Form, Inputs, LossGrad, Plan, acc_dtype, entries
+from samplex_cuda.ops.loss_types import Entries, Form, Inputs, LossGrad, Plan, acc_dtype
 from samplex_cuda.ops.predict import predict_dots
+from samplex_cuda.ops.row_gradients import entries
 from samplex_cuda.optim.fusion import Fusion
 
 __all__ = ["Coefficients", "StepResult", "logits_of", "loss_of_logits", "partial_hidden", "run_step"]
@@ -123,7 +124,6 @@ def loss_of_logits(
     plan = Plan(loss.name, table.shape[0], table.dtype, None, form.reduction, False, made.extra is not None)
     upstream = torch.ones_like(made.loss)
     found = entries(LossGrad(plan, one, x.target, x.ids, made.saved, upstream, None), False)[1]
-    assert found.coef_b is not None
     return Coefficients(made.loss, found.coef_a, found.coef_b, made.extra)
 
 
@@ -196,7 +196,7 @@ def _entries_of(step: StepResult, grad: Tensor, with_bias: bool) -> Entries:
         return Entries(step.target, of_target, hidden, step.ids, of_draws, hidden, None)
     rows = torch.mm(of_draws.t(), hidden.to(of_draws.dtype))
     bias = of_draws.sum(0) if with_bias else None
-    return Entries(step.target, of_target, hidden, step.ids, None, rows, bias)
+    return Entries(step.target, of_target, hidden, step.ids, torch.ones_like(rows[:, :1]), rows, bias)
 
 
 def run_step(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samplex_cuda._checks import FLOATS, check_int, check_number, check_tensor, describe, dtype_name, shape_text
 from samplex_cuda.losses.base import reduction_code
-from samplex_cuda.ops.fused_loss import Form, Inputs, acc_dtype
+from samplex_cuda.ops.loss_types import Form, Inputs, acc_dtype
 
 __all__ = ["form_of", "known_positives", "prepare", "reduction_code", "row_values"]
 

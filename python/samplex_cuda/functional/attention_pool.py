@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samplex_cuda._checks import FLOATS, check_dense, check_tensor, describe, op_error
 from samplex_cuda.ops.attention_pool import attention_pool as _attention_pool
-from samplex_cuda.ops.fused_loss import acc_dtype
+from samplex_cuda.ops.loss_types import acc_dtype
 
 __all__ = ["attention_pool"]
 

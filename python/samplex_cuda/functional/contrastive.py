@@ -13,7 +13,8 @@ from torch import Tensor
 
 from samplex_cuda._checks import check_choice, check_dense, check_number, describe, op_error
 from samplex_cuda.losses import SampledSoftmax
-from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, acc_dtype, run_loss
+from samplex_cuda.ops.fused_loss import run_loss
+from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, acc_dtype
 from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.optim.fusion import fusion_of
 from samplex_cuda.rng import Key, key_tensor

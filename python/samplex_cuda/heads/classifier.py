@@ -20,7 +20,9 @@ from samplex_cuda.heads.checks import check_sampler, explain_mismatch, like_weig
 from samplex_cuda.heads.exact import ExactAnswers
 from samplex_cuda.heads.follow import Staleness, TableFollower
 from samplex_cuda.losses import Loss, Needs
-from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Inputs, RowSink, StaticInputs, run_loss
+from samplex_cuda.ops.fused_loss import run_loss
+from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, StaticInputs
+from samplex_cuda.ops.row_gradients import RowSink
 from samplex_cuda.ops.transforms import transformed
 from samplex_cuda.optim.fusion import Fusion
 from samplex_cuda.prediction import mean_weight, valid_targets

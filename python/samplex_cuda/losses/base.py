@@ -13,8 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from samplex_cuda.ops.fused_loss import REDUCTIONS, Form, Forward, Inputs, StaticInputs, acc_dtype, pack_saved
+from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Forward, Inputs, StaticInputs, acc_dtype
 from samplex_cuda.ops.predict import predict_dots
+from samplex_cuda.ops.saved_loss import pack_saved
 from samplex_cuda.prediction import valid_targets
 
 __all__ = ["ExampleState", "Loss", "Needs", "ScoreLoss"]

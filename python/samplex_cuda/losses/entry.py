@@ -12,7 +12,7 @@ from torch import Tensor
 from samplex_cuda._checks import check_int, check_number
 from samplex_cuda.losses.base import ExampleState, Loss, Needs
 from samplex_cuda.ops.entry_loss import KINDS, entry_loss, ratio_of
-from samplex_cuda.ops.fused_loss import Form, Forward, Inputs
+from samplex_cuda.ops.loss_types import Form, Forward, Inputs
 
 __all__ = ["NCE", "AugmentReduce", "NegativeSampling", "OneVsEach"]
 

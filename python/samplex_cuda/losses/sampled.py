@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samplex_cuda._checks import check_number
 from samplex_cuda.losses.base import Loss, Needs
-from samplex_cuda.ops.fused_loss import Form, Forward, Inputs, StaticInputs
+from samplex_cuda.ops.loss_types import Form, Forward, Inputs, StaticInputs
 from samplex_cuda.ops.sampled_softmax import sampled_softmax, sampled_softmax_static
 
 __all__ = ["SampledSoftmax"]

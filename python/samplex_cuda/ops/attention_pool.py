@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._library import register_fake
-from samplex_cuda.ops.fused_loss import TableGradient, acc_dtype
+from samplex_cuda.ops.loss_types import acc_dtype
+from samplex_cuda.ops.row_gradients import TableGradient
 from samplex_cuda.ops.transforms import refuse_forward_mode, refuse_functional
 
 __all__ = ["attention_pool"]

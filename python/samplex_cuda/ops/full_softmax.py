@@ -16,7 +16,7 @@ from torch import Tensor
 
 from samplex_cuda._checks import check_int, check_number, check_tensor, describe
 from samplex_cuda.chunking import KeptLogits, cut, logit_chunks, row_blocks
-from samplex_cuda.ops.fused_loss import acc_dtype
+from samplex_cuda.ops.loss_types import acc_dtype
 from samplex_cuda.ops.predict import predict_buffer, predict_grad
 from samplex_cuda.ops.transforms import refuse_forward_mode, refuse_functional
 from samplex_cuda.prediction import flat_targets, mean_weight, softmax_sums, valid_targets

@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._library import register_fake
-from samplex_cuda.ops.fused_loss import (
-    OpCall,
-    Plan,
-    acc_dtype,
-    differentiate,
-    fake_gradients,
-    fake_sizes,
-    saved_numbers,
-)
+from samplex_cuda.ops.fused_loss import OpCall, differentiate
+from samplex_cuda.ops.loss_types import Plan, acc_dtype
+from samplex_cuda.ops.saved_loss import fake_gradients, fake_sizes, saved_numbers
 
 __all__ = ["sampled_softmax", "sampled_softmax_static"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from samplex_cuda._checks import describe
-from samplex_cuda.ops.fused_loss import acc_dtype
+from samplex_cuda.ops.loss_types import acc_dtype
 from samplex_cuda.ops.row_rules import row_apply_
 from samplex_cuda.optim.rules import Rule
 from samplex_cuda.rng import Key, is_capturing, key_tensor

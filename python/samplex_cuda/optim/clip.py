@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._checks import check_number, describe
-from samplex_cuda.ops.fused_loss import acc_dtype
+from samplex_cuda.ops.loss_types import acc_dtype
 from samplex_cuda.optim.fusion import fusion_of
 
 __all__ = ["clip_grad_norm_"]

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samplex_cuda._checks import check_int
-from samplex_cuda.ops.fused_loss import Entries, LossGrad, entries
+from samplex_cuda.ops.loss_types import Entries, LossGrad
+from samplex_cuda.ops.row_gradients import entries
 from samplex_cuda.ops.row_rules import row_update_
 from samplex_cuda.optim.base import RowOptimizer, RowStep
 from samplex_cuda.optim.writes import writing, written
@@ -171,7 +172,7 @@ class Fusion:
         scale = found_inf = None
         if need[1] and self.grad_scaler is not None and self.grad_scaler.is_enabled():
             scale, found_inf = self._scaling()
-        d_hidden, found = entries(grad, self.bias is not None, scale, found_inf)
+        d_hidden, found = entries(grad, self.bias is not None, scale, found_inf, need[1] and self.accumulate == 1)
         if need[1]:
             self._take(found, grad.version)
         return d_hidden if need[0] else None, None, None
@@ -278,8 +279,8 @@ class Fusion:
         # Below autograd: backward has gradients off, except for create_graph, which the loss refuses.
         with _below_autograd():
             row_update_(
-                weight, w.state0, w.state1, bias, b.state0, b.state1, *e, b.key if w.key is None else w.key, w.rule,
-                b.rule, w.lr, w.step, b.lr, b.step, found_inf,
+                weight, w.state0, w.state1, bias, b.state0, b.state1, *e[:-1], b.key if w.key is None else w.key,
+                w.rule, b.rule, w.lr, w.step, b.lr, b.step, found_inf, e.keys,
             )  # fmt: skip
         torch._C._increment_version(changed)
         # A step was made, though not by step(): schedulers ask.
@@ -300,16 +301,15 @@ def _joined(several: list[Entries]) -> Entries:
         width = max(t.shape[1] for t in tensors)
         return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
 
-    coef_b = [e.coef_b for e in several if e.coef_b is not None]
     bias_b = [e.bias_b for e in several if e.bias_b is not None]
-    if len(coef_b) not in (0, len(several)):
+    if len({e.ids_b.dim() for e in several}) > 1:
         raise RuntimeError(f"{_NAME}: losses of one update must all have shared draws, or none; got both")
     return Entries(
         ids_of([e.ids_a for e in several]),
         coef_of([e.coef_a for e in several]),
         torch.cat([e.rows_a for e in several]),
         ids_of([e.ids_b for e in several]),
-        coef_of(coef_b) if coef_b else None,
+        coef_of([e.coef_b for e in several]),
         torch.cat([e.rows_b for e in several]),
         torch.cat(bias_b) if bias_b else None,
     )

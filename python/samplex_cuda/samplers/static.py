@@ -12,7 +12,7 @@ from torch import Tensor
 from samplex_cuda._checks import call, check_data, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import static_sample as ops
-from samplex_cuda.ops.fused_loss import StaticLaw
+from samplex_cuda.ops.loss_types import StaticLaw
 from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64

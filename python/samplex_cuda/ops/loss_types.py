@@ -1,0 +1,147 @@
+"""What the parts of a fused loss pass to each other: inputs, options, what a forward keeps, what a backward gives."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "REDUCTIONS",
+    "Entries",
+    "Form",
+    "Forward",
+    "Inputs",
+    "LossGrad",
+    "Plan",
+    "Sink",
+    "StaticInputs",
+    "StaticLaw",
+    "acc_dtype",
+]
+
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+class Inputs(NamedTuple):
+    """The tensors of a loss in the form the ops take: checked, flat, contiguous, on one device."""
+
+    hidden: Tensor  # [B, d], the dtype of weight
+    weight: Tensor  # [C, d]
+    bias: Tensor | None  # [C]
+    target: Tensor  # int64 [B] or [B, P]
+    ids: Tensor  # int64 [B, m], or [m] shared by the batch
+    log_q: Tensor  # the shape of ids, float32 (float64 for float64 weights)
+    class_weight: Tensor | None = None  # [C]
+    known_offsets: Tensor | None = None  # int64 [B + 1], known positives as CSR
+    known_ids: Tensor | None = None  # int64 [n]
+    target_log_q: Tensor | None = None  # the shape of target
+    row_value: Tensor | None = None  # [B], what the loss keeps per example
+
+
+class StaticInputs(NamedTuple):
+    """The tensors of a loss whose op draws by itself, from a distribution that is the same for every row."""
+
+    hidden: Tensor  # [B, d], the dtype of weight
+    weight: Tensor  # [C, d]
+    bias: Tensor | None  # [C]
+    target: Tensor  # int64 [B]
+    class_weight: Tensor | None  # [C]
+    key: Tensor  # int64 [2]
+    num_samples: int
+    shared: bool  # one draw for the batch; otherwise per row, excluding the target
+    law: StaticLaw
+
+
+class StaticLaw(NamedTuple):
+    """A static distribution in the form the ops take."""
+
+    number: int  # StaticLaw of csrc/sampler/static_sample
+    table: Tensor | None = None  # of an alias table
+    prefix: Tensor | None = None
+
+
+class Form(NamedTuple):
+    """The options that every loss shares; resolved once per head."""
+
+    scale: float = 1.0
+    ignore_index: int = -100
+    reduction: int = REDUCTIONS["mean"]
+    sparse: bool = True
+    with_lse: bool = False
+
+
+class Forward(NamedTuple):
+    """What a loss forward returns."""
+
+    loss: Tensor  # [] or [B]
+    saved: Tensor  # unit gradients and what the reduction needs, laid out as in loss/fused
+    extra: Tensor | None = None  # [B]: lse where asked for, or the ratio of augment_reduce
+
+
+class Plan(NamedTuple):
+    """What a backward needs to know besides tensors."""
+
+    op: str
+    num_classes: int
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    reduction: int
+    with_lse: bool = False  # whether `saved` holds the gradients of lse too
+    with_ratio: bool = False  # whether `saved` ends with a ratio per row
+
+
+class LossGrad(NamedTuple):
+    """What the backward of a loss passes to its sink."""
+
+    plan: Plan
+    hidden: Tensor
+    target: Tensor
+    ids: Tensor
+    saved: Tensor
+    grad_loss: Tensor  # contiguous, [] or [B]
+    grad_lse: Tensor | None  # contiguous, [B]
+    version: int = 0  # of the weight in the forward
+
+
+class Entries(NamedTuple):
+    """Weight gradients before they are summed by class: ids [S, k] or [S], coefficients [S, k], rows [S, d], twice."""
+
+    ids_a: Tensor
+    coef_a: Tensor
+    rows_a: Tensor
+    ids_b: Tensor
+    coef_b: Tensor
+    rows_b: Tensor
+    bias_b: Tensor | None
+    keys: Tensor | None = None  # sort keys of the ids, where a kernel made them on its way; for one update
+
+    def clone(self) -> Entries:
+        """Copies of every tensor but the keys."""
+        copies: Any = [None if t is None else t.clone() for t in self[:-1]]
+        return Entries(*copies)
+
+    def unscaled(self, scale: Tensor, found_inf: Tensor) -> Entries:
+        """The gradient divided by a loss scale; `found_inf`, fp32 [], becomes 1 if it holds an inf or nan."""
+        parts = [t for t in (self.coef_a, self.coef_b, self.bias_b, self.rows_a, self.rows_b) if t is not None]
+        finite = torch.stack([t.isfinite().all() for t in parts]).all()
+        torch.maximum(found_inf, 1.0 - finite.to(found_inf.dtype), out=found_inf)
+        inverse = scale.reciprocal().to(self.coef_a.dtype)
+        bias = None if self.bias_b is None else self.bias_b * inverse
+        return self._replace(coef_a=self.coef_a * inverse, coef_b=self.coef_b * inverse, bias_b=bias)
+
+
+class Sink(Protocol):
+    """Takes the gradient of a class table."""
+
+    def deliver(
+        self, grad: LossGrad, need: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of hidden, weight and bias for autograd; None where the sink has used them up."""
+        ...
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums of this storage type run in float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
