@@ -79,6 +79,16 @@ def simd_level(request):
     _native.set_simd_level(before)
 
 
+@pytest.fixture(scope="session")
+def ranks():
+    """Four gloo ranks for the tests of sharded heads; see rank_pool.py."""
+    from rank_pool import RankPool
+
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

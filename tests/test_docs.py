@@ -15,6 +15,7 @@ NAMES = [
     "contrastive.md",
     "cuda_graphs.md",
     "samplers.md",
+    "scale.md",
     "migration.md",
     "faq.md",
     "diagnostics.md",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Key", "fold_in", "is_capturing", "key_tensor"]
+__all__ = ["Key", "fold_in", "is_capturing", "key_tensor", "uniform_at"]
 
 _INT64 = 1 << 63
 
@@ -152,9 +152,35 @@ def fold_in(pair: Tensor, number: int) -> Tensor:
         (4, False)
     """
     mixed = pair[:1] + _as_int64((number + 1) * 0x9E3779B97F4A7C15)
+    return torch.cat([_mixed(mixed), pair[1:]])
+
+
+def uniform_at(pair: Tensor, position: Tensor) -> Tensor:
+    """A uniform number in [0, 1) for each position, fp64 with 53 random bits, whatever is asked for besides.
+
+    What a table is filled with row by row, so that its numbers do not depend on how many ranks share it.
+
+    Args:
+        pair: int64 [2], a reserved key.
+        position: int64 of any shape.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.rng import uniform_at
+        >>> pair = torch.tensor([3, 4])
+        >>> torch.equal(uniform_at(pair, torch.arange(9))[4:], uniform_at(pair, torch.arange(4, 9)))
+        True
+    """
+    start = _mixed(_mixed(pair[0] + _as_int64(0x9E3779B97F4A7C15)) ^ pair[1])
+    bits = _mixed(start + position * _as_int64(0x9E3779B97F4A7C15))
+    return _shift_right(bits, 11).double() * 2.0**-53
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The mixing step of SplitMix64."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ _shift_right(mixed, shift)) * _as_int64(factor)
-    return torch.cat([mixed ^ _shift_right(mixed, 31), pair[1:]])
+        x = (x ^ _shift_right(x, shift)) * _as_int64(factor)
+    return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:

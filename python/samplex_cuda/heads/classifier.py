@@ -32,6 +32,7 @@ from samplex_cuda.samplers.static import StaticSampler
 from samplex_cuda.tables import empty_table
 
 if TYPE_CHECKING:
+    from samplex_cuda.distributed import ShardedClassifier
     from samplex_cuda.optim import RowOptimizer
 
 __all__ = ["LossSpec", "SampledClassifier"]
@@ -199,7 +200,8 @@ class SampledClassifier(ExactAnswers):
         self._fusion: Fusion | None = None
         self._sink: RowSink | None = None
         if class_weight is not None:
-            class_weight = class_weight.detach().to(device=self.weight.device, dtype=self._wide())
+            place = class_weight.device if self.weight.is_meta else self.weight.device  # numbers are not lost on meta
+            class_weight = class_weight.detach().to(device=place, dtype=self._wide())
         # Not persistent: a checkpoint holds what nn.Linear's does.
         self.register_buffer("class_weight", class_weight, persistent=False)
         state = loss.example_state(num_classes)
@@ -300,6 +302,35 @@ class SampledClassifier(ExactAnswers):
             >>> head(torch.randn(2, 3, 4), torch.randint(50, (2, 3))).shape
             torch.Size([2, 3])
         """
+        rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
+        spec = self._spec or self._resolve()
+        if not self.training:
+            loss = self.exact_loss(rows, target, features)
+            return self._reduced(loss, target, sample_weight, lead)
+        index = self._check_index(index, lead) if spec.needs.example_index else None
+        form = spec.form if sample_weight is None else spec.rows
+        if not spec.needs.draws:
+            loss = self._full_loss(rows, target, sample_weight is not None)
+        else:
+            run: Any = type(self)._sampled_loss
+            if (self._fusion is not None or self.follower.active) and _is_compiling():
+                # An update inside backward, or of a sampler that follows the table, is no function of its inputs: a
+                # compiled caller leaves its graph here.
+                from samplex_cuda._eager import eager_loss as run
+            loss = run(self, spec, form, rows, target, features, index, context, positives, key)
+        if sample_weight is not None:
+            return self._reduced(loss, target, sample_weight, lead)
+        return loss if form.reduction or len(lead) == 1 else loss.reshape(lead)
+
+    def _check_batch(
+        self,
+        h: Tensor,
+        y: Tensor,
+        features: Tensor | None,
+        sample_weight: Tensor | None,
+        positives: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, torch.Size]:
+        """Rows [B, d] and targets [B] or [B, P] of a batch that fits this head, and its leading dimensions."""
         lead = self._check_h("forward", h)
         flat = len(lead) == 1
         dense = isinstance(y, Tensor) and y.layout is torch.strided
@@ -322,29 +353,12 @@ class SampledClassifier(ExactAnswers):
         # A reshape to the same shape would be a view, and one more node for autograd to visit.
         rows = h if flat else h.reshape(-1, self.in_features)
         target = y if flat else y.reshape(rows.shape[0], *y.shape[len(lead) :])
-        spec = self._spec or self._resolve()
-        if positives is not None and not spec.needs.excludes_target:
+        if positives is not None and not self.loss.needs.excludes_target:
             raise ValueError(
-                f"{_NAME}: positives must be None with {spec.loss!r}, which counts every draw, got "
+                f"{_NAME}: positives must be None with {self.loss!r}, which counts every draw, got "
                 f"{type(positives).__name__}"
             )
-        if not self.training:
-            loss = self.exact_loss(rows, target, features)
-            return self._reduced(loss, target, sample_weight, lead)
-        index = self._check_index(index, lead) if spec.needs.example_index else None
-        form = spec.form if sample_weight is None else spec.rows
-        if not spec.needs.draws:
-            loss = self._full_loss(rows, target, sample_weight is not None)
-        else:
-            run: Any = type(self)._sampled_loss
-            if (self._fusion is not None or self.follower.active) and _is_compiling():
-                # An update inside backward, or of a sampler that follows the table, is no function of its inputs: a
-                # compiled caller leaves its graph here.
-                from samplex_cuda._eager import eager_loss as run
-            loss = run(self, spec, form, rows, target, features, index, context, positives, key)
-        if sample_weight is not None:
-            return self._reduced(loss, target, sample_weight, lead)
-        return loss if flat or form.reduction else loss.reshape(lead)
+        return rows, target, lead
 
     def _reduced(self, loss: Tensor, target: Tensor, sample_weight: Tensor | None, lead: torch.Size) -> Tensor:
         """Losses of rows, [B], weighted and reduced."""
@@ -552,6 +566,43 @@ class SampledClassifier(ExactAnswers):
         if self._fusion is not None:
             self._fusion.remove()
         self._fusion = fusion
+
+    def shard(
+        self,
+        mesh_or_group: Any = None,
+        *,
+        encoder: str,
+        batch_capacity: int | None = None,
+        order: str = "class",
+        key: Key | Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> ShardedClassifier:
+        """This head with its class rows spread over the ranks of a process group; every rank must call it.
+
+        A head on the meta device works too: then no rank ever holds [C, d], and the rows are made from the key and
+        their class, whatever the number of ranks. See docs/scale.md.
+
+        Args:
+            mesh_or_group: a `DeviceMesh` of one dimension or a process group; None: all ranks.
+            encoder: what happens to the gradients of the model before the head: "average" over the ranks, as
+                DistributedDataParallel and FSDP2 do, or "sum".
+            batch_capacity: the most rows of a rank in a step; None: the most in the first step.
+            order: "class": a rank holds a range of classes; "spread": neighbouring classes lie far apart, so that
+                frequent ones do not meet on one rank.
+            key: what the rows of a head on the meta device are made from; by default torch's generator on rank 0.
+            device: of the rows of a head on the meta device; the CPU by default.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> with torch.device("meta"):
+            ...     head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+            >>> head = head.shard(encoder="average")  # doctest: +SKIP
+        """
+        from samplex_cuda.distributed import ShardedClassifier
+
+        return ShardedClassifier(
+            self, mesh_or_group, encoder=encoder, batch_capacity=batch_capacity, order=order, key=key, device=device
+        )
 
     @property
     def fused(self) -> Fusion | None:

@@ -219,8 +219,8 @@ class ScoreLoss(Loss):
             if masked is not None:
                 coef_draws = coef_draws.masked_fill(masked, 0.0)
             coef = torch.cat([coef_target, coef_draws], 1)
-            d_loss = _weighted_rows(x.weight, safe, coef_target, acc)
-            d_loss += _weighted_rows(x.weight, x.ids, coef_draws, acc) if rows is None else coef_draws @ rows
+            d_loss = weighted_rows(x.weight, safe, coef_target, acc)
+            d_loss += weighted_rows(x.weight, x.ids, coef_draws, acc) if rows is None else coef_draws @ rows
         return pack_saved(weighted.detach(), denom, coef, d_loss, form, x.ids.shape[0] if x.ids.dim() == 1 else None)
 
     @staticmethod
@@ -237,7 +237,7 @@ class ScoreLoss(Loss):
         return hit
 
 
-def _weighted_rows(weight: Tensor, ids: Tensor, coef: Tensor, acc: torch.dtype) -> Tensor:
+def weighted_rows(weight: Tensor, ids: Tensor, coef: Tensor, acc: torch.dtype) -> Tensor:
     """Sum over j of coef[b, j] * weight[ids[b, j]], [B, d], without a [B, n, d]."""
     if weight.dtype == acc:
         bag = torch.nn.functional.embedding_bag

@@ -122,6 +122,15 @@ class Entries(NamedTuple):
         copies: Any = [None if t is None else t.clone() for t in self[:-1]]
         return Entries(*copies)
 
+    def unscaled(self, scale: Tensor, found_inf: Tensor) -> Entries:
+        """The gradient divided by a loss scale; `found_inf`, fp32 [], becomes 1 if it holds an inf or nan."""
+        parts = [t for t in (self.coef_a, self.coef_b, self.bias_b, self.rows_a, self.rows_b) if t is not None]
+        finite = torch.stack([t.isfinite().all() for t in parts]).all()
+        torch.maximum(found_inf, 1.0 - finite.to(found_inf.dtype), out=found_inf)
+        inverse = scale.reciprocal().to(self.coef_a.dtype)
+        bias = None if self.bias_b is None else self.bias_b * inverse
+        return self._replace(coef_a=self.coef_a * inverse, coef_b=self.coef_b * inverse, bias_b=bias)
+
 
 class Sink(Protocol):
     """Takes the gradient of a class table."""

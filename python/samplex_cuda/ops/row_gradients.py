@@ -255,10 +255,24 @@ class RowSink:
         need_hidden, need_weight, need_bias = need
         p = grad.plan
         rows = row_gradients(grad, need_weight or need_bias, need_bias)
+        size = (p.num_classes, grad.hidden.shape[1])
+        dtypes = (p.weight_dtype if need_weight else None, p.bias_dtype if need_bias else None)
+        return (rows.d_hidden if need_hidden else None, *self._tables(rows[1:], size, *dtypes))
+
+    def deliver_entries(
+        self, found: Entries, size: tuple[int, int], weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of weight [C, d] and bias from a weight gradient that is at hand; None where no dtype is given."""
+        summed = torch.ops.samplex.row_reduce(*found[:6], size[0], bias_dtype is not None, found.bias_b)
+        return self._tables(summed, size, weight_dtype, bias_dtype)
+
+    def _tables(
+        self, summed: Any, size: tuple[int, int], weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        row_ids, row_grads, row_bias, number = summed
         d_weight = d_bias = None
-        if need_weight:
-            size = (p.num_classes, grad.hidden.shape[1])
-            d_weight = self.weight(rows.row_ids, rows.row_grads, rows.number, size, p.weight_dtype)
-        if need_bias:
-            d_bias = self.bias(rows.row_ids, rows.row_bias, rows.number, (p.num_classes,), p.bias_dtype)
-        return rows.d_hidden if need_hidden else None, d_weight, d_bias
+        if weight_dtype is not None:
+            d_weight = self.weight(row_ids, row_grads, number, size, weight_dtype)
+        if bias_dtype is not None:
+            d_bias = self.bias(row_ids, row_bias, number, size[:1], bias_dtype)
+        return d_weight, d_bias

@@ -174,12 +174,23 @@ class Fusion:
             scale, found_inf = self._scaling()
         d_hidden, found = entries(grad, self.bias is not None, scale, found_inf, need[1] and self.accumulate == 1)
         if need[1]:
-            task = _task_id()
-            mine = self._arrived.get(task)
-            if mine is None:
-                mine = self._begin(task, grad.version)
-            mine[1].append(_Arrived(found, _stream_of(self.weight)))
+            self._take(found, grad.version)
         return d_hidden if need[0] else None, None, None
+
+    def deliver_entries(self, found: Entries, version: int) -> None:
+        """The same for a weight gradient that is at hand."""
+        self._check_version(version)
+        if self.grad_scaler is not None and self.grad_scaler.is_enabled():
+            scale, found_inf = self._scaling()
+            found = found.unscaled(scale, found_inf)
+        self._take(found, version)
+
+    def _take(self, found: Entries, version: int) -> None:
+        task = _task_id()
+        mine = self._arrived.get(task)
+        if mine is None:
+            mine = self._begin(task, version)
+        mine[1].append(_Arrived(found, _stream_of(self.weight)))
 
     def _begin(self, task: int, version: int) -> tuple[int, list[_Arrived]]:
         with self._lock:

@@ -1,0 +1,191 @@
+"""What the ranks of a sharded head send each other in a step: fixed sizes, all of it inside forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samplex_cuda import _device
+
+__all__ = ["Everyone", "Exchange", "group_of"]
+
+_NAME = "SampledClassifier.shard"
+_ALIGN = 16  # bytes; of each field
+
+
+def group_of(mesh_or_group: Any) -> dist.ProcessGroup:
+    """The process group of a `DeviceMesh` of one dimension, of a group, or of None: the default group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            f"{_NAME}: torch.distributed must be initialized first: start with torchrun and call "
+            "torch.distributed.init_process_group()"
+        )
+    if mesh_or_group is None:
+        group = dist.group.WORLD
+    elif isinstance(mesh_or_group, dist.device_mesh.DeviceMesh):
+        if mesh_or_group.ndim != 1:
+            names = mesh_or_group.mesh_dim_names
+            raise ValueError(
+                f"{_NAME}: mesh must have one dimension, got {mesh_or_group.ndim} {names}: pass mesh[name]"
+            )
+        group = mesh_or_group.get_group()
+    elif isinstance(mesh_or_group, dist.ProcessGroup):
+        group = mesh_or_group
+    else:
+        raise TypeError(f"{_NAME}: mesh_or_group must be a DeviceMesh or a ProcessGroup, got {mesh_or_group!r}")
+    if group is None or dist.get_rank(group) < 0:
+        raise ValueError(f"{_NAME}: this rank must be a member of the group, got rank {dist.get_rank()} outside of it")
+    return group
+
+
+class Everyone(NamedTuple):
+    """The batches of all ranks as one, rows in the order of the ranks."""
+
+    rows: int  # of this rank
+    place: Tensor | None  # int64 [R], of each row in [world * capacity]; None: it is there already
+    first: Tensor  # int64 [], the first of this rank's rows
+    key: Tensor  # int64 [2], that of rank 0
+
+
+class Exchange:
+    """The collectives of one head.
+
+    Args:
+        group: the process group.
+        capacity: the most rows of a rank in a step; None: the most of the first step.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, capacity: int | None = None) -> None:
+        self.group, self.capacity = group, capacity
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.sent = 0  # bytes that this rank has sent
+
+    def meet(self, rows: int, form: Sequence[int], key: Tensor, *, refused: bool = False) -> Everyone:
+        """Every rank says how many rows it brings and in which form.
+
+        Args:
+            rows: B of this rank.
+            form: numbers that must be equal on all ranks.
+            key: int64 [2] on the device of the group; that of rank 0 counts.
+            refused: whether this rank cannot take part in the step; all ranks then stop.
+        """
+        capacity = self._settle(rows, key.device)
+        mine = torch.tensor([int(refused), rows, *form], device="cpu").to(key.device, non_blocking=True)
+        headers = self.stack(torch.cat([key, mine]))
+        counts = headers[:, 3]
+        first, common = counts[: self.rank].sum(), headers[0, :2].clone()
+        if _device.host_waits(headers):
+            unused = torch.arange(capacity, device=headers.device) >= counts[:, None]
+            return Everyone(rows, unused.reshape(-1).to(torch.int8).argsort(stable=True), first, common)
+        self._agree(headers[:, 2], headers[:, 4:], counts)
+        place = None
+        if bool((counts != capacity).any()):
+            place = torch.cat([torch.arange(int(n)) + rank * capacity for rank, n in enumerate(counts)])
+        return Everyone(rows, place, first, common)
+
+    def _agree(self, refused: Tensor, forms: Tensor, counts: Tensor) -> None:
+        """RuntimeError on every rank if one of them cannot take part or brings something else than the others."""
+        assert self.capacity is not None
+        if refused[self.rank]:
+            return  # its own error is on the way
+        if bool(refused.any()):
+            raise RuntimeError(
+                f"{_NAME}: rank {int(refused.argmax())} of the group refused its batch, so that no rank can take this "
+                "step; the message of that rank says why"
+            )
+        if bool((counts > self.capacity).any()):
+            rank = int((counts > self.capacity).to(torch.int8).argmax())
+            raise ValueError(
+                f"{_NAME}: a batch must have at most batch_capacity = {self.capacity} rows, got {int(counts[rank])} on "
+                f"rank {rank}; pass a larger batch_capacity to shard()"
+            )
+        other = (forms != forms[0]).any(1)
+        if bool(other.any()):
+            rank = int(other.to(torch.int8).argmax())
+            raise RuntimeError(
+                f"{_NAME}: all ranks must call the head in the same way (training or not, gradients or not, the same "
+                f"arguments and number of targets), got {forms[0].tolist()} on rank 0 and {forms[rank].tolist()} on "
+                f"rank {rank}"
+            )
+
+    def _settle(self, rows: int, device: torch.device) -> int:
+        """The capacity; without one, the largest batch of the ranks in the first step becomes it."""
+        if self.capacity is None:
+            most = torch.tensor([rows], device=device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+            self.capacity = max(1, int(most))
+        return self.capacity
+
+    def gather(self, everyone: Everyone, fields: Sequence[Tensor], pads: Sequence[float]) -> list[Tensor]:
+        """The rows of all ranks: [R, ...] each, R being all rows, or world * capacity where the host may not look.
+
+        Args:
+            everyone: from `meet`.
+            fields: [B, ...] each.
+            pads: what stands in rows that a rank does not use.
+        """
+        assert self.capacity is not None
+        rows, capacity, device = everyone.rows, self.capacity, fields[0].device
+        sizes = [_row_bytes(t) * capacity for t in fields]
+        starts, total = [], 0
+        for size in sizes:
+            starts.append(total)
+            total += -(-size // _ALIGN) * _ALIGN
+        mine = torch.empty(total, dtype=torch.uint8, device=device)
+        for t, pad, start, size in zip(fields, pads, starts, sizes, strict=True):
+            room = mine[start : start + size].view(t.dtype).view(capacity, *t.shape[1:])
+            room[:rows] = t
+            room[rows:] = pad
+        found = self.stack(mine)
+        parts = [
+            found[:, start : start + size].contiguous().view(t.dtype).view(self.world * capacity, *t.shape[1:])
+            for t, start, size in zip(fields, starts, sizes, strict=True)
+        ]
+        return parts if everyone.place is None else [t.index_select(0, everyone.place) for t in parts]
+
+    def sum_(self, t: Tensor) -> Tensor:
+        """The sum of `t` over the ranks, in place."""
+        dist.all_reduce(t, group=self.group)
+        self.sent += 2 * (self.world - 1) * t.numel() * t.element_size() // self.world
+        return t
+
+    def stack(self, t: Tensor) -> Tensor:
+        """[world, ...]: the tensors of all ranks."""
+        made = t.new_empty(self.world * t.numel())
+        dist.all_gather_single(made, t.reshape(-1), group=self.group)
+        self.sent += (self.world - 1) * t.numel() * t.element_size()
+        return made.view(self.world, *t.shape)
+
+    def send_home(self, rows: Tensor, place: Tensor | None, count: int) -> Tensor:
+        """Partial sums [R, d] for the rows of everyone -> sums [count, d] for the rows of this rank, in rank order."""
+        assert self.capacity is not None
+        if place is not None:
+            padded = rows.new_zeros(self.world * self.capacity, rows.shape[1])
+            rows = padded.index_copy_(0, place, rows)
+        parts = torch.empty_like(rows)
+        dist.all_to_all_single(parts, rows.contiguous(), group=self.group)
+        self.sent += (self.world - 1) * self.capacity * rows.shape[1] * rows.element_size()
+        parts = parts.view(self.world, self.capacity, -1)[:, :count]
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def own(self, rows: Tensor, place: Tensor | None, count: int) -> Tensor:
+        """This rank's rows among those of everyone."""
+        assert self.capacity is not None
+        if place is not None:
+            padded = rows.new_empty(self.world * self.capacity, *rows.shape[1:])
+            rows = padded.index_copy_(0, place, rows)
+        return rows[self.rank * self.capacity : self.rank * self.capacity + count]
+
+
+def _row_bytes(t: Tensor) -> int:
+    numbers = 1
+    for size in t.shape[1:]:
+        numbers *= size
+    return numbers * t.element_size()

@@ -1,0 +1,465 @@
+"""`head.shard(...)`: a `SampledClassifier` whose class table is spread over the ranks of a process group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from samplex_cuda import _device
+from samplex_cuda._checks import check_choice, check_int, describe
+from samplex_cuda.distributed.collectives import Everyone, Exchange, group_of
+from samplex_cuda.distributed.layout import Layout
+from samplex_cuda.distributed.step import StepResult, logits_of, loss_of_logits, partial_hidden, run_step
+from samplex_cuda.functional._inputs import known_positives
+from samplex_cuda.heads.checks import like_weight
+from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
+from samplex_cuda.prediction import exact_topk, mean_weight, softmax_sums
+from samplex_cuda.rng import Key, key_tensor, uniform_at
+from samplex_cuda.tables import empty_table
+
+__all__ = ["ShardedClassifier"]
+
+_NAME = "SampledClassifier.shard"
+_FILL = 1 << 19  # numbers of a table that are made at once
+ENCODERS = ("average", "sum")
+
+
+class ShardedClassifier(SampledClassifier):
+    """A head whose class rows are spread over ranks; made by `SampledClassifier.shard`.
+
+    Every rank calls it with its own batch, at the same time, and gets the loss of all of them: the mean over all rows,
+    however many each rank has. `weight` [n, d] and `bias` [n] are this rank's rows, in the order of `layout.classes()`.
+
+    Args:
+        head: the head as it would be on one rank; on the meta device, no rank ever holds the whole table.
+        mesh_or_group: over which ranks; None: all of them.
+        batch_capacity: the most rows of a rank in a step; None: the most in the first step.
+        order: "class" or "spread"; see `Layout`.
+        encoder: what happens to the gradients of the model before the head: "average" over the ranks, as
+            DistributedDataParallel and FSDP2 do, or "sum".
+        key: what the rows of a head on the meta device are made from; by default torch's generator on the first rank.
+        device: of the rows, for a head on the meta device.
+    """
+
+    def __init__(
+        self,
+        head: SampledClassifier,
+        mesh_or_group: Any = None,
+        *,
+        encoder: str,
+        batch_capacity: int | None = None,
+        order: str = "class",
+        key: Key | Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if batch_capacity is not None:
+            check_int(_NAME, "batch_capacity", batch_capacity)
+        check_choice(_NAME, "encoder", encoder, ENCODERS)
+        group = group_of(mesh_or_group)
+        if head.reduction == "none":
+            raise ValueError(f'{_NAME}: reduction must be "mean" or "sum" for a sharded head, got "none"')
+        if head.fused is not None:
+            raise ValueError(f"{_NAME}: shard the head first and fuse its optimizer then; got a fused head")
+        if not head.loss.needs.draws:
+            raise ValueError(f"{_NAME}: loss must sample classes, got {head.loss!r}")
+        if head.follower.active:
+            raise NotImplementedError(
+                f"{_NAME}: sampler must not depend on the class table, got {type(head.sampler).__name__}: no "
+                "sampler follows a sharded table yet; sampler_update=None keeps it as it is"
+            )
+        super().__init__(
+            head.in_features,
+            head.num_classes,
+            head.sampler,
+            head.num_samples,
+            head.loss,
+            head.bias is not None,
+            shared=head.shared,
+            stratified=head.stratified,
+            scale=head.scale,
+            ignore_index=head.ignore_index,
+            sparse=head.sparse,
+            reduction=head.reduction,
+            sampler_update=None,
+            device="meta",
+            dtype=head.weight.dtype,
+        )
+        self.encoder = encoder
+        self._mesh: DeviceMesh | None = None
+        self.exchange = Exchange(group, batch_capacity)
+        self.layout = Layout(head.num_classes, self.exchange.world, self.exchange.rank, order)
+        whole = not head.weight.is_meta
+        place = head.weight.device if whole else torch.device("cpu" if device is None else device)
+        self.weight = nn.Parameter(
+            empty_table(self.layout.rows, head.in_features, device=place, dtype=head.weight.dtype)
+        )
+        if head.bias is not None:
+            self.bias = nn.Parameter(torch.empty(self.layout.rows, device=place, dtype=head.bias.dtype))
+        self.class_weight = None if head.class_weight is None else head.class_weight.to(place)
+        if self._state_name is not None:
+            state = head.loss.example_state(head.num_classes)
+            assert state is not None
+            kept = head.get_buffer(self._state_name)
+            full = torch.full((state.size,), state.value, device=place, dtype=self._wide())
+            setattr(self, self._state_name, full if kept.is_meta else kept.clone())
+        self.training = head.training
+        if whole:
+            self._take_rows(head)
+        else:
+            self._fill(self.exchange.stack(key_tensor(_NAME, key, place))[0])
+
+    @torch.no_grad()
+    def _take_rows(self, head: SampledClassifier) -> None:
+        classes = self.layout.classes(self.weight.device)
+        self.weight.copy_(head.weight[classes])
+        if self.bias is not None and head.bias is not None:
+            self.bias.copy_(head.bias[classes])
+
+    @torch.no_grad()
+    def _fill(self, pair: Tensor) -> None:
+        """Initial values of `nn.Linear` in distribution, each a function of the key, the class and the column."""
+        width = self.in_features
+        bound, numbers = 1.0 / math.sqrt(width), width + (self.bias is not None)
+        columns = torch.arange(width, device=pair.device)
+        for begin in range(0, self.layout.rows, max(1, _FILL // width)):
+            classes = self.layout.classes(pair.device, begin, begin + max(1, _FILL // width)) * numbers
+            made = uniform_at(pair, classes.unsqueeze(1) + columns)
+            self.weight[begin : begin + len(classes)] = (2.0 * made - 1.0) * bound
+            if self.bias is not None:
+                self.bias[begin : begin + len(classes)] = (2.0 * uniform_at(pair, classes + width) - 1.0) * bound
+
+    def reset_parameters(self) -> None:
+        """Nothing: the constructor fills the rows."""
+
+    # -------------------------------------------------------------------------------------------- a step
+    def forward(
+        self,
+        h: Tensor,
+        y: Tensor,
+        *,
+        features: Tensor | None = None,
+        index: Tensor | None = None,
+        context: Any = None,
+        sample_weight: Tensor | None = None,
+        positives: tuple[Tensor, Tensor] | None = None,
+        key: Key | Tensor | None = None,
+    ) -> Tensor:
+        """The loss of the rows of all ranks: sampled in training mode, exact otherwise. Every rank must call it.
+
+        Args:
+            h: [*, d], this rank's rows; there may be none.
+            y: int64 [*] or [*, P].
+            features: as in `SampledClassifier.forward`.
+            index: as there.
+            context: int64 [*], or None.
+            sample_weight: as there.
+            positives: as there.
+            key: as there; that of the first rank counts.
+
+        Returns:
+            fp32 scalar (fp64 with fp64 parameters), the same on every rank.
+        """
+        grad = torch.is_grad_enabled()
+        given = [t is not None for t in (features, index, context, sample_weight)]
+        targets = y.shape[-1] if isinstance(y, Tensor) and isinstance(h, Tensor) and y.dim() == h.dim() else 0
+        form = [int(self.training), int(grad), targets, *map(int, given)]
+        try:
+            rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
+            rows = like_weight(rows, self.weight) if rows.dtype is not self.weight.dtype else rows
+            if not _device.host_waits(target):
+                self._refuse_targets(target)
+            number = self._check_index(index, lead) if index is not None else None
+            if self.exchange.capacity is not None and rows.shape[0] > self.exchange.capacity:
+                raise ValueError(
+                    f"{_NAME}: a batch must have at most batch_capacity = {self.exchange.capacity} rows, got "
+                    f"{rows.shape[0]}; pass a larger batch_capacity to shard()"
+                )
+            if isinstance(context, Tensor):
+                context = context.reshape(rows.shape[0], *context.shape[len(lead) :])
+            elif context is not None:
+                raise TypeError(f"{_NAME}: context must be a tensor with a row for each of h, got {describe(context)}")
+            pair = key_tensor(_NAME, key, self.weight.device)
+        except BaseException:
+            self.exchange.meet(0, form, torch.zeros(2, dtype=torch.int64, device=self.weight.device), refused=True)
+            raise
+        everyone = self.exchange.meet(rows.shape[0], form, pair)
+        target = target.unsqueeze(1) if target.dim() == 1 else target
+        fields: dict[str, Tensor] = {"h": rows.detach(), "y": target}
+        if features is not None:
+            fields["features"] = self._seen(rows, features)
+        if number is not None:
+            fields["index"] = number
+        if context is not None:
+            fields["context"] = context
+        if sample_weight is not None:
+            fields["sample_weight"] = sample_weight.reshape(-1).to(self._wide())
+        pads = [self.ignore_index if name == "y" else 0 for name in fields]
+        found = dict(zip(fields, self.exchange.gather(everyone, list(fields.values()), pads), strict=True))
+        if not self.training:
+            return self._exact(found)
+        return self._step(self.spec(), everyone, found, rows, positives, grad)
+
+    def _step(
+        self,
+        spec: LossSpec,
+        everyone: Everyone,
+        batch: dict[str, Tensor],
+        rows: Tensor,
+        positives: tuple[Tensor, Tensor] | None,
+        grad: bool,
+    ) -> Tensor:
+        weight, bias, exchange = self.weight, self.bias, self.exchange
+        h, target = batch["h"], batch["y"]
+        single = target.shape[1] == 1
+        with torch.no_grad():
+            seen = batch.get("features")
+            draw, target_log_q = self._draw(
+                spec, h, target[:, 0] if single else target, seen, batch.get("context"), everyone.key
+            )
+            of_target, of_draws = self.layout.local(target), self.layout.local(draw.ids)
+            known = bias if bias is None else bias.detach()
+            table = weight.detach()
+            logits = torch.cat([logits_of(h, table, known, of_target), logits_of(h, table, known, of_draws)], 1)
+            if positives is not None:
+                self._mask(logits, draw.ids, everyone, positives, target.shape[1])
+            exchange.sum_(logits)
+            log_q = draw.log_q.double() if weight.dtype is torch.float64 else draw.log_q
+            weights = batch.get("sample_weight")
+            form = spec.form if weights is None else spec.rows
+            state = None if self._state_name is None else self.get_buffer(self._state_name)
+            used = None if state is None else state[batch["index"]]
+            of_targets = None if target_log_q is None else target_log_q.reshape(target.shape)
+            coefs = loss_of_logits(
+                spec.loss, form, logits, target, draw.ids, log_q, self.class_weight, of_targets, used, grad
+            )
+            loss = coefs.loss
+            if weights is not None:
+                loss, factor = self._weighted(loss, target, weights)
+                coefs = coefs._replace(target=coefs.target * factor, draws=coefs.draws * factor)
+            if state is not None and used is not None and coefs.extra is not None:
+                spec.loss.update_state(state, batch["index"], used, coefs.extra)
+            if not grad:
+                return loss
+            partial = partial_hidden(table, coefs, of_target, of_draws)
+            d_hidden = exchange.send_home(partial, everyone.place, everyone.rows)
+            if self.encoder == "average":
+                d_hidden *= exchange.world
+        step = StepResult(loss, coefs, h, of_target, of_draws, d_hidden)
+        return run_step(rows, weight, bias, step, self._fusion or self._rows_of(weight, bias), spec.loss.name)
+
+    def _mask(
+        self, logits: Tensor, ids: Tensor, everyone: Everyone, positives: tuple[Tensor, Tensor], targets: int
+    ) -> None:
+        """-inf for draws that are known positives of this rank's rows; the sum over the ranks tells the others."""
+        offsets, known = known_positives(self.loss.name, positives, everyone.rows, logits.device)
+        drawn = ids.expand(logits.shape[0], -1) if ids.dim() == 1 else ids
+        rows = torch.arange(everyone.rows, device=ids.device) + everyone.first
+        rows = rows.repeat_interleave(offsets.diff(), output_size=known.shape[0])
+        hits = torch.zeros(drawn.shape, dtype=torch.int32, device=ids.device)
+        hits.index_add_(0, rows, (drawn[rows] == known.unsqueeze(1)).int())
+        logits[:, targets:].masked_fill_(hits > 0, -torch.inf)
+
+    def _weighted(self, loss: Tensor, target: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Row losses [R] weighted and reduced, and what each row's gradient is multiplied by, [R, 1]."""
+        row_weight = self._row_weight(target) * weights
+        loss = (loss * weights).sum()
+        if self.reduction == "sum":
+            return loss, weights.unsqueeze(1)
+        total = row_weight.sum()
+        safe = torch.where(total == 0, 1.0, total).to(loss.dtype)
+        return loss / safe, (weights / safe).unsqueeze(1)
+
+    def _row_weight(self, target: Tensor) -> Tensor:
+        target = target.squeeze(1) if target.shape[1] == 1 else target
+        return mean_weight(target, self._valid(target), self.class_weight)
+
+    # -------------------------------------------------------------------------------------------- exact answers
+    @torch.no_grad()
+    def _sums(self, h: Tensor, target: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """lse [R] fp64 and target logits [R, P] over all classes, of the rows of everyone."""
+        local = self.layout.local(target)
+        prior = self._local_prior(seen)
+        if self.layout.rows:
+            lse, positive, _ = softmax_sums(
+                h, self.weight, local, self.bias, self.scale, self.loss.absolute, prior=prior
+            )
+        else:
+            lse = torch.full((h.shape[0],), -torch.inf, dtype=torch.float64, device=h.device)
+            positive = torch.zeros(target.shape, dtype=self._wide(), device=h.device)
+        positive = self.exchange.sum_(torch.where(local >= 0, positive, 0.0))
+        return self.exchange.stack(lse).logsumexp(0), positive
+
+    def _local_prior(self, seen: Tensor) -> Any:
+        if not self.loss.needs.prior:
+            return None
+        sampler: Any = self.sampler
+        classes = self.layout.classes(seen.device)
+        return lambda rows: sampler.log_prob_all(seen[rows])[..., classes].expand(seen[rows].shape[0], -1)
+
+    @torch.no_grad()
+    def _exact(self, batch: dict[str, Tensor]) -> Tensor:
+        h, target = batch["h"], batch["y"]
+        flat = target.squeeze(1) if target.shape[1] == 1 else target
+        valid = self._valid(flat).reshape(target.shape)
+        self._refuse_targets(flat)
+        lse, positive = self._sums(h, torch.where(valid, target, -1), batch.get("features", h))
+        terms = torch.where(valid, lse.unsqueeze(1) - positive, 0.0)
+        if self.class_weight is not None:
+            terms *= self.class_weight[target.clamp(min=0)]
+        loss = (terms.sum(1) / valid.sum(1).clamp(min=1)).to(positive.dtype)
+        weights = batch.get("sample_weight")
+        row_weight = self._row_weight(target)
+        if weights is not None:
+            loss, row_weight = loss * weights, row_weight * weights
+        if self.reduction == "sum":
+            return loss.sum()
+        total = row_weight.sum().to(loss.dtype)
+        return loss.sum() / torch.where(total == 0, 1.0, total)
+
+    @torch.no_grad()
+    def topk(  # type: ignore[override]
+        self, h: Tensor, k: int, *, features: Tensor | None = None, chunk_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The k most probable classes of each of this rank's rows, over all shards. Every rank must call it.
+
+        Args:
+            h: [*, d], this rank's rows.
+            k: how many, 1 to C.
+            features: as in `SampledClassifier.topk`.
+            chunk_size: classes per chunk.
+
+        Returns:
+            (logits [*, k], ids int64 [*, k]), largest first, equal logits in ascending id order.
+        """
+        lead = self._check_h("topk", h)
+        check_int("SampledClassifier.topk", "k", k, 1, self.num_classes)
+        rows = h.reshape(-1, self.in_features).to(self.weight.dtype)
+        everyone, found = self._gather_queries(rows, features)
+        seen = found.get("features", found["h"])
+        wide = self._wide()
+        logits = torch.full((found["h"].shape[0], k), -torch.inf, dtype=wide, device=h.device)
+        ids = torch.full(logits.shape, self.num_classes, dtype=torch.int64, device=h.device)
+        here = min(k, self.layout.rows)
+        if here:
+            best, at = exact_topk(
+                found["h"], self.weight, here, self.bias, scale=self.scale, absolute=self.loss.absolute,
+                prior=self._local_prior(seen), chunk_size=chunk_size,
+            )  # fmt: skip
+            logits[:, :here], ids[:, :here] = best, self.layout.classes(h.device)[at]
+        all_logits = self.exchange.stack(logits).permute(1, 0, 2).reshape(logits.shape[0], -1)
+        all_ids = self.exchange.stack(ids).permute(1, 0, 2).reshape(logits.shape[0], -1)
+        by_id = all_ids.argsort(dim=1, stable=True)
+        order = all_logits.gather(1, by_id).argsort(dim=1, descending=True, stable=True)[:, :k]
+        pick = by_id.gather(1, order)
+        logits = self.exchange.own(all_logits.gather(1, pick), everyone.place, everyone.rows)
+        ids = self.exchange.own(all_ids.gather(1, pick), everyone.place, everyone.rows)
+        return logits.reshape(*lead, k), ids.reshape(*lead, k)
+
+    @torch.no_grad()
+    def log_prob(  # type: ignore[override]
+        self, h: Tensor, ids: Tensor, *, features: Tensor | None = None
+    ) -> Tensor:
+        """Exact log-probabilities of some classes of each of this rank's rows. Every rank must call it.
+
+        Args:
+            h: [*, d], this rank's rows.
+            ids: int64 [*, n].
+            features: as in `SampledClassifier.log_prob`.
+
+        Returns:
+            [*, n] fp32 (fp64 with fp64 parameters).
+        """
+        lead = self._check_h("log_prob", h)
+        rows = h.reshape(-1, self.in_features).to(self.weight.dtype)
+        wanted = ids.reshape(rows.shape[0], ids.shape[-1])
+        everyone, found = self._gather_queries(rows, features, wanted)
+        lse, positive = self._sums(found["h"], found["ids"], found.get("features", found["h"]))
+        log_p = (positive - lse.unsqueeze(1)).to(positive.dtype)
+        return self.exchange.own(log_p, everyone.place, everyone.rows).reshape(*lead, ids.shape[-1])
+
+    # -------------------------------------------------------------------------------------------- as a module
+    def as_dtensor(self, rows: Tensor) -> DTensor:
+        """Rows [n, ...] of this rank as their part of a [C, ...] DTensor, in the order of slots; nothing is copied."""
+        shape = torch.Size([self.num_classes, *rows.shape[1:]])
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks of this head as a mesh of one dimension."""
+        if self._mesh is None:
+            self._mesh = DeviceMesh.from_group(self.exchange.group, self.weight.device.type)
+        return self._mesh
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in ("weight", "bias"):
+            if f"{prefix}{name}" in destination:
+                destination[f"{prefix}{name}"] = self.as_dtensor(destination[f"{prefix}{name}"].detach())
+        destination[f"{prefix}slot_step"] = torch.tensor([self.layout.step])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes the state of a sharded head, as DTensors, or that of a plain one, with whole tables."""
+        errors = args[-1]
+        step = state_dict.pop(f"{prefix}slot_step", None)
+        given = {name: state_dict.get(f"{prefix}{name}") for name in ("weight", "bias")}
+        for name, value in given.items():
+            if not isinstance(value, Tensor):
+                continue
+            if value.shape[:1] != (self.num_classes,):
+                errors.append(
+                    f"{_NAME}: {name} must have {self.num_classes} rows, got {describe(value)}: the rows of all ranks, "
+                    "as a DTensor or whole"
+                )
+                return
+            if isinstance(value, DTensor):
+                if step is None or int(step) != self.layout.step:
+                    errors.append(
+                        f"{_NAME}: the state dict has its classes in another order than this head, whose order is "
+                        f'"{self.layout.order}"; shard it with the order of the save'
+                    )
+                    return
+                rows = value.redistribute(self.mesh, [Shard(0)]).to_local()
+            else:
+                rows = value[self.layout.classes(value.device)]
+            state_dict[f"{prefix}{name}"] = rows
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """What the `state_dict()` of a head that is not sharded would hold, whole, on every rank. All must call it.
+
+        It takes [C, d] on each rank: for tables that one process can hold.
+        """
+        classes = [
+            Layout(self.num_classes, self.exchange.world, rank, self.layout.order).classes()
+            for rank in range(self.exchange.world)
+        ]
+        found: dict[str, Tensor] = {}
+        for name, value in self.state_dict().items():
+            if name == "slot_step":
+                continue
+            if isinstance(value, DTensor):
+                by_slot = value.full_tensor()
+                value = torch.empty_like(by_slot)
+                value[torch.cat(classes).to(value.device)] = by_slot
+            found[name] = value
+        return found
+
+    def _gather_queries(
+        self, rows: Tensor, features: Tensor | None, ids: Tensor | None = None
+    ) -> tuple[Everyone, dict[str, Tensor]]:
+        fields = {"h": rows.detach()}
+        if features is not None:
+            fields["features"] = self._seen(rows, features)
+        if ids is not None:
+            fields["ids"] = ids
+        form = [2, 0, 0 if ids is None else ids.shape[1], int(features is not None), 0, 0, 0]
+        everyone = self.exchange.meet(rows.shape[0], form, torch.zeros(2, dtype=torch.int64, device=rows.device))
+        found = self.exchange.gather(everyone, list(fields.values()), [0] * len(fields))
+        return everyone, dict(zip(fields, found, strict=True))

@@ -1,0 +1,188 @@
+"""Whether all ranks run the same thing, and which of them no longer runs.
+
+A collective that waits for a rank that hangs ends with a time-out that names nobody. A `Heartbeat` writes to the store
+of the process group every few seconds, from a thread of its own; whoever waits too long reads who has fallen silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from samplex_cuda._checks import check_number
+
+__all__ = ["Heartbeat", "agree", "attempt_store"]
+
+
+def agree(what: dict[str, Any], group: Any = None) -> None:
+    """ValueError on every rank unless all ranks bring the same configuration.
+
+    Args:
+        what: names and values that JSON can hold, e.g. of the command line.
+        group: the ranks; None: all.
+
+    Example:
+        >>> from samplex_cuda.distributed import agree
+        >>> agree({"classes": 1000, "lr": 0.1})  # doctest: +SKIP
+    """
+    found: list[Any] = [None] * dist.get_world_size(group)
+    mine = json.loads(json.dumps(what))
+    dist.all_gather_object(found, mine, group=group)
+    for rank, other in enumerate(found):
+        for name in sorted(set(found[0]) | set(other)):
+            first, here = found[0].get(name), other.get(name)
+            if first != here or (name in found[0]) != (name in other):
+                raise ValueError(
+                    f"agree: all ranks must have the same configuration, got {name} = {first!r} on rank 0 and {here!r} "
+                    f"on rank {rank}"
+                )
+
+
+def attempt_store(store: dist.Store, attempt: int) -> dist.Store:
+    """A part of the store for this attempt of `torchrun --max-restarts`.
+
+    The store of torchrun's agent outlives a restart: without a prefix of its own, a new attempt finds the addresses of
+    the processes that died.
+
+    Args:
+        store: what `torch.distributed` would use.
+        attempt: TORCHELASTIC_RESTART_COUNT.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from samplex_cuda.distributed import attempt_store
+        >>> store = dist.HashStore()
+        >>> attempt_store(store, 0).set("address", "a")
+        >>> attempt_store(store, 1).check(["address"])
+        False
+    """
+    return dist.PrefixStore(f"attempt_{attempt}", store)
+
+
+class Heartbeat:
+    """Says every `interval` seconds that this rank runs, and what it is doing.
+
+    Args:
+        store: shared by the ranks, e.g. a `TCPStore`; None: that of the default process group.
+        rank: this one.
+        world: how many there are.
+        interval: seconds between two signs of life.
+        patience: seconds of silence after which a rank counts as silent.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from samplex_cuda.distributed import Heartbeat
+        >>> store = dist.HashStore()
+        >>> with Heartbeat(store, rank=0, world=2, interval=0.05, patience=0.2) as beat:
+        ...     beat.doing("step 7")
+        ...     beat.silent()  # rank 1 has never been heard of
+        [(1, 'has not started')]
+    """
+
+    def __init__(
+        self,
+        store: dist.Store | None = None,
+        rank: int | None = None,
+        world: int | None = None,
+        *,
+        interval: float = 5.0,
+        patience: float = 30.0,
+    ) -> None:
+        check_number("Heartbeat", "interval", interval, 0.0, open_low=True)
+        check_number("Heartbeat", "patience", patience, 2 * interval)
+        if store is None:
+            store = dist.distributed_c10d._get_default_store()
+        self.store = dist.PrefixStore("heartbeat", store)
+        self.rank = dist.get_rank() if rank is None else rank
+        self.world = dist.get_world_size() if world is None else world
+        self.interval, self.patience = interval, patience
+        self._doing = "starting"
+        self._count, self._lock = 0, threading.Lock()
+        self._stop = threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._thread = threading.Thread(target=self._run, name="samplex-heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        """Starts the signs of life."""
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends them."""
+        self._stop.set()
+        self._thread.join(2 * self.interval)
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            self.store.set(str(self.rank), json.dumps([-1, self._doing]))
+
+    def doing(self, what: str) -> None:
+        """What this rank does now, for the others' messages; one write to the store, some 0.1 ms."""
+        self._doing = what
+        self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            self._count += 1
+            self.store.set(str(self.rank), json.dumps([self._count, self._doing]))
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.interval):
+            try:
+                self._write()
+            except RuntimeError:  # the store is gone: so is the run
+                return
+
+    def silent(self) -> list[tuple[int, str]]:
+        """(rank, what it last did) of the ranks that gave no sign for `patience` seconds; it takes that long to know.
+
+        A process that is stopped or dead gives none. One whose main thread hangs still does: what it does then tells.
+        """
+        end = time.monotonic() + self.patience
+        waiting = {rank for rank in range(self.world) if rank != self.rank}
+        first = {rank: self._read(rank) for rank in waiting}
+        while waiting and time.monotonic() < end:
+            time.sleep(min(self.interval, max(0.01, end - time.monotonic())))
+            waiting = {rank for rank in waiting if self._read(rank) == first[rank]}
+        return [(rank, _words(first[rank])) for rank in sorted(waiting)]
+
+    def _read(self, rank: int) -> str:
+        try:
+            return self.store.get(str(rank)).decode() if self.store.check([str(rank)]) else ""
+        except RuntimeError:
+            return ""
+
+    @contextlib.contextmanager
+    def watch(self, what: str) -> Iterator[None]:
+        """Around collectives: an error of the transport becomes one that names the ranks that have fallen silent.
+
+        Args:
+            what: what this rank does meanwhile, e.g. "step 100".
+        """
+        self.doing(what)
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            if not _of_transport(error):
+                raise
+            found = self.silent()
+            if not found:
+                raise
+            names = "; ".join(f"rank {rank}, which last said {text!r}" for rank, text in found)
+            raise RuntimeError(f"Heartbeat: no sign of life for {self.patience:g} s from {names}") from error
+
+
+def _of_transport(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, dist.DistError) or any(
+        word in text for word in ("gloo", "Gloo", "NCCL", "timeout", "Timed out")
+    )
+
+
+def _words(text: str) -> str:
+    return str(json.loads(text)[1]) if text else "has not started"

@@ -1,0 +1,206 @@
+"""One training step of a sharded head: partial logits, the loss of their sum, partial gradients.
+
+Each rank computes the logits of the classes it holds and zeros elsewhere; their sum over the ranks has the same bits on
+any number of ranks. The fused losses then run as they are, on a table of one column that holds these logits: entry j of
+row b is class b * (P + m) + j of that table, and a draw that must not count gets the class of its row's first target,
+which every loss masks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samplex_cuda.losses import Loss
+from samplex_cuda.losses.base import weighted_rows
+from samplex_cuda.ops.loss_types import Entries, Form, Inputs, LossGrad, Plan, acc_dtype
+from samplex_cuda.ops.predict import predict_dots
+from samplex_cuda.ops.row_gradients import entries
+from samplex_cuda.optim.fusion import Fusion
+
+__all__ = ["Coefficients", "StepResult", "logits_of", "loss_of_logits", "partial_hidden", "run_step"]
+
+
+def logits_of(h: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+    """Products h . w + b of the local rows, 0 where a row is not local (-1).
+
+    Args:
+        h: [R, d].
+        weight: [n, d], this rank's table.
+        bias: [n].
+        rows: int64 [R, k], or [k] for all rows of h.
+
+    Returns:
+        [R, k] in the accumulation type.
+    """
+    acc = acc_dtype(weight.dtype)
+    if weight.shape[0] == 0:
+        return torch.zeros(h.shape[0], rows.shape[-1], dtype=acc, device=h.device)
+    safe = rows.clamp_min(0)
+    dots = predict_dots(h, weight, safe) if rows.dim() == 2 else torch.mm(h.to(acc), weight[safe].to(acc).t())
+    if bias is not None:
+        dots = dots + bias[safe].to(acc)
+    return torch.where(rows >= 0, dots, 0.0)
+
+
+class Coefficients(NamedTuple):
+    """The loss of a step, and its derivatives by the products h . w of targets [R, P] and draws [R, m]."""
+
+    loss: Tensor  # [] or [R]
+    target: Tensor
+    draws: Tensor
+    extra: Tensor | None  # [R], what the loss returns besides
+
+
+def loss_of_logits(
+    loss: Loss,
+    form: Form,
+    logits: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    log_q: Tensor,
+    class_weight: Tensor | None,
+    target_log_q: Tensor | None,
+    row_value: Tensor | None,
+    need_grad: bool,
+) -> Coefficients:
+    """The loss of given products.
+
+    Args:
+        loss: which one.
+        form: scale, reduction, what is ignored.
+        logits: [R, P + m], `h . w + b` of targets and draws; -inf for a draw that must not count.
+        target: int64 [R, P].
+        ids: int64 [R, m] or [m].
+        log_q: the shape of ids.
+        class_weight: [C].
+        target_log_q: [R, P].
+        row_value: [R].
+        need_grad: whether the derivatives are wanted.
+    """
+    rows, entries_of = logits.shape
+    targets = target.shape[1]
+    draws = entries_of - targets
+    device = logits.device
+    number = torch.arange(rows * entries_of, device=device).view(rows, entries_of)
+    valid = target != form.ignore_index
+    if targets > 1:
+        valid &= target != -100
+    own = torch.where(valid, number[:, :targets], target)
+    drawn = ids.expand(rows, draws) if ids.dim() == 1 else ids
+    if loss.needs.excludes_target:
+        # The class of the first target that counts stands for every draw that equals a target or is a known positive.
+        first = own.gather(1, valid.to(torch.int8).argmax(1, keepdim=True))
+        hit = ((drawn.unsqueeze(2) == target.unsqueeze(1)) & valid.unsqueeze(1)).any(2)
+        hit |= logits[:, targets:] == -torch.inf
+        column = torch.where(hit & valid.any(1, keepdim=True), first, number[:, targets:])
+    else:
+        column = number[:, targets:]
+    share = None
+    if class_weight is not None:
+        known = torch.cat([torch.where(valid, target, 0), drawn], 1)
+        share = class_weight[known].reshape(-1)
+    one = torch.ones(rows, 1, dtype=logits.dtype, device=device)
+    table = torch.where(logits == -torch.inf, 0.0, logits).reshape(-1, 1)
+    x = Inputs(
+        one,
+        table,
+        None,
+        own[:, 0].contiguous() if targets == 1 else own.contiguous(),
+        column.contiguous(),
+        (log_q.expand(rows, draws) if log_q.dim() == 1 else log_q).contiguous(),
+        share,
+        None,
+        None,
+        None if target_log_q is None else (target_log_q[:, 0] if targets == 1 else target_log_q).contiguous(),
+        row_value,
+    )
+    made = loss.forward(x, form, need_grad, False)
+    nothing = logits.new_empty(0)
+    if not need_grad:
+        return Coefficients(made.loss, nothing, nothing, made.extra)
+    plan = Plan(loss.name, table.shape[0], table.dtype, None, form.reduction, False, made.extra is not None)
+    upstream = torch.ones_like(made.loss)
+    found = entries(LossGrad(plan, one, x.target, x.ids, made.saved, upstream, None), False)[1]
+    return Coefficients(made.loss, found.coef_a, found.coef_b, made.extra)
+
+
+def partial_hidden(weight: Tensor, coefs: Coefficients, target: Tensor, ids: Tensor) -> Tensor:
+    """What the local rows add to the gradient of h, [R, d] in the accumulation type.
+
+    Args:
+        weight: [n, d], this rank's table.
+        coefs: of the step.
+        target: int64 [R, P], local rows or -1.
+        ids: int64 [R, m] or [m], local rows or -1.
+    """
+    acc = acc_dtype(weight.dtype)
+    total = torch.zeros(coefs.target.shape[0], weight.shape[1], dtype=acc, device=weight.device)
+    if weight.shape[0] == 0 or total.shape[0] == 0:
+        return total
+    total += weighted_rows(weight, target.clamp_min(0), torch.where(target >= 0, coefs.target, 0.0), acc)
+    local = torch.where(ids >= 0, coefs.draws, 0.0)
+    if ids.dim() == 1:
+        return total.addmm_(local, weight[ids.clamp_min(0)].to(acc))
+    return total + weighted_rows(weight, ids.clamp_min(0), local, acc)
+
+
+class StepResult(NamedTuple):
+    """What the backward of a step needs: everything has been exchanged before."""
+
+    loss: Tensor  # [], of all ranks
+    coefs: Coefficients
+    hidden: Tensor  # [R, d], of all ranks
+    target: Tensor  # int64 [R, P], local rows or -1
+    ids: Tensor  # int64 [R, m] or [m], local rows or -1
+    d_hidden: Tensor  # [B, d], of this rank's rows
+
+
+class _ShardedLoss(torch.autograd.Function):
+    """The loss of all ranks, differentiable in this rank's rows and table. Backward exchanges nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, step: StepResult, sink: Any, name: str
+    ) -> Tensor:
+        ctx.step, ctx.sink, ctx.name, ctx.version = step, sink, name, weight._version
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.size = tuple(weight.shape)
+        return step.loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{ctx.name}: double backward (create_graph=True) is not supported")
+        step: StepResult = ctx.step
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        of_hidden, of_weight, of_bias = ctx.dtypes
+        d_hidden = (step.d_hidden * grad).to(of_hidden) if need_hidden else None
+        d_weight = d_bias = None
+        if need_weight or need_bias:
+            found = _entries_of(step, grad, need_bias)
+            if isinstance(ctx.sink, Fusion):
+                ctx.sink.deliver_entries(found, ctx.version)
+            else:
+                wanted = (of_weight if need_weight else None, of_bias if need_bias else None)
+                d_weight, d_bias = ctx.sink.deliver_entries(found, ctx.size, *wanted)
+        return d_hidden, d_weight, d_bias, None, None, None
+
+
+def _entries_of(step: StepResult, grad: Tensor, with_bias: bool) -> Entries:
+    coefs, hidden = step.coefs, step.hidden
+    of_target, of_draws = coefs.target * grad, coefs.draws * grad
+    if step.ids.dim() == 2:
+        return Entries(step.target, of_target, hidden, step.ids, of_draws, hidden, None)
+    rows = torch.mm(of_draws.t(), hidden.to(of_draws.dtype))
+    bias = of_draws.sum(0) if with_bias else None
+    return Entries(step.target, of_target, hidden, step.ids, torch.ones_like(rows[:, :1]), rows, bias)
+
+
+def run_step(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, step: StepResult, sink: Fusion | Any, name: str
+) -> Tensor:
+    """The loss with its backward; `hidden` are this rank's rows."""
+    return _ShardedLoss.apply(hidden, weight, bias, step, sink, name)

@@ -1,0 +1,291 @@
+"""What the tests of sharded heads run on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import samplex_cuda as sx
+
+CLASSES, DIM, BATCH, DRAWS = 203, 8, 12, 6
+
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "shared": {"shared": True},
+    "smoothed": {"loss": sx.losses.SampledSoftmax(label_smoothing=0.2)},
+    "absolute": {"loss": sx.losses.SampledSoftmax(absolute=True)},
+    "scaled sum": {"scale": 0.5, "reduction": "sum"},
+    "negative sampling": {"loss": sx.losses.NegativeSampling(reg=1e-2)},
+    "nce": {"loss": "nce"},
+    "one-vs-each": {"loss": "one_vs_each"},
+    "augment and reduce": {"loss": sx.losses.AugmentReduce(num_examples=50)},
+    "bf16": {"dtype": torch.bfloat16},
+    "fp64": {"dtype": torch.float64},
+    "tree": {},
+}
+
+
+def make_sampler(name: str) -> torch.nn.Module:
+    """The sampler of a head by its name; the same on every rank."""
+    if name == "tree":
+        g = torch.Generator().manual_seed(0)
+        x, y = torch.randn(600, DIM, generator=g), torch.randint(CLASSES, (600,), generator=g)
+        return sx.samplers.Tree.fit(x, y, num_classes=CLASSES, dim=4, seed=1)
+    return sx.samplers.LogUniform(CLASSES)
+
+
+def make_head(name: str, device: str | None = None, **options: Any) -> sx.SampledClassifier:
+    """The unsharded head; on the CPU with the rows that a sharded head from the meta device would have."""
+    sampler = make_sampler(name)
+    settings = {**HEADS[name], **options}
+    return sx.SampledClassifier(DIM, CLASSES, sampler, DRAWS, device=device, **settings)
+
+
+def batches(steps: int = 4, targets: int = 0, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
+    """Queries and targets of all ranks, step by step."""
+    g = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(steps):
+        h = torch.randn(BATCH, DIM, generator=g).to(dtype)
+        y = torch.randint(CLASSES, (BATCH, targets) if targets else (BATCH,), generator=g)
+        y[3] = -100
+        if targets:
+            y[5, 1:] = -100
+        found.append((h, y))
+    return found
+
+
+def part_of(step: int, world: int, rank: int) -> Tensor:
+    """The rows of a rank: even parts, then all on the last rank, then one each and the rest on the last."""
+    rows = torch.arange(BATCH)
+    if step % 3 == 0:
+        return rows.tensor_split(world)[rank]
+    if step % 3 == 1:
+        return rows if rank == world - 1 else rows[:0]
+    return rows[rank : rank + 1] if rank < world - 1 else rows[world - 1 :]
+
+
+def extras(options: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """Further arguments of a call, for these rows of the batch."""
+    g = torch.Generator().manual_seed(2)
+    made: dict[str, Any] = {}
+    weights, index = torch.rand(BATCH, generator=g), torch.randperm(50, generator=g)[:BATCH]
+    if options.get("weights"):
+        made["sample_weight"] = weights[rows]
+    if options.get("index"):
+        made["index"] = index[rows]
+    if options.get("positives"):
+        known = torch.arange(40).repeat(BATCH, 1)  # classes that are drawn often
+        made["positives"] = (torch.arange(len(rows) + 1) * 40, known[rows].reshape(-1))
+    return made
+
+
+def whole(head: Any, group: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of all ranks, by class."""
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    bias = None if head.bias is None else head.bias.detach()
+    dist.all_gather_object(parts, (head.layout.classes(), head.weight.detach(), bias), group=group)
+    weight = torch.zeros(CLASSES, DIM, dtype=head.weight.dtype)
+    full = None if bias is None else torch.zeros(CLASSES, dtype=bias.dtype)
+    for classes, rows, some in parts:
+        weight[classes] = rows
+        if full is not None:
+            full[classes] = some
+    return weight, full
+
+
+def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A few steps; what is the same on any number of ranks, and this rank's gradients of h."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    head: Any = make_head(name, "meta", **options.get("head", {}))
+    head = head.shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH, order=options.get("order", "class"))
+    start = whole(head, group)
+    optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.2)
+    if options.get("fused", True):
+        head.fuse_optimizer(optimizer)
+    key, losses, grads = sx.Key(9), [], []
+    for step, (h, y) in enumerate(batches(4, options.get("targets", 0), head.weight.dtype)):
+        rows = part_of(step, world, rank)
+        mine = h[rows].requires_grad_()
+        loss = head(mine, y[rows], key=key, **extras(options, rows))
+        loss.backward()
+        if not options.get("fused", True):
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+        grads.append((rows, mine.grad))
+    head.eval()
+    h, y = batches(1, options.get("targets", 0), head.weight.dtype)[0]
+    rows = part_of(0, world, rank)
+    nll = head(h[rows], y[rows])
+    logits, ids = head.topk(h[rows], 7)
+    log_p = head.log_prob(h[rows], ids)
+    return {
+        "start": start, "losses": losses, "tables": whole(head, group), "grads": grads, "nll": nll, "rows": rows,
+        "topk": (logits, ids), "log_prob": log_p, "sent": head.exchange.sent,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+def refuse(group: Any, what: str) -> str:
+    """One rank calls the head wrongly; the message of each rank's error."""
+    rank = dist.get_rank(group)
+    head: Any = make_head("plain", "meta").shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH)
+    h, y = batches(1)[0]
+    wrong = rank == 1
+    if what == "target":
+        y = y + (1000 if wrong else 0)
+    elif what == "width":
+        h = h[:, :3] if wrong else h
+    elif what == "capacity":
+        h, y = (h.repeat(3, 1), y.repeat(3)) if wrong else (h, y)
+    elif what == "mode":
+        head.train(not wrong)
+    elif what == "gradients":
+        with torch.set_grad_enabled(not wrong):
+            return _message(lambda: head(h, y))
+    elif what == "targets":
+        y = y.unsqueeze(1).repeat(1, 2) if wrong else y
+    before = head.weight.detach().clone()
+    message = _message(lambda: head(h, y))
+    assert torch.equal(head.weight, before)
+    # The group is in step: the next batch works.
+    h, y = batches(1)[0]
+    head.train()
+    assert bool(head(h, y).isfinite())
+    return message
+
+
+def _message(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# ------------------------------------------------------------------------------------------------ with an encoder
+def with_ddp(group: Any, averaged: bool) -> list[Tensor]:
+    """Encoder in DDP, sharded head: parameters of the encoder after a few steps."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    torch.manual_seed(3)
+    encoder: Any = torch.nn.Linear(5, DIM)
+    if averaged:
+        encoder = torch.nn.parallel.DistributedDataParallel(encoder, process_group=group)
+    head: Any = make_head("plain", "meta").shard(group, encoder="average", key=sx.Key(5), batch_capacity=BATCH)
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.2))
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.5)
+    g, key = torch.Generator().manual_seed(4), sx.Key(9)
+    for _ in range(4):
+        x, y = torch.randn(BATCH, 5, generator=g), torch.randint(CLASSES, (BATCH,), generator=g)
+        rows = torch.arange(BATCH).tensor_split(world)[rank]
+        optimizer.zero_grad()
+        head(encoder(x[rows]), y[rows], key=key).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in encoder.parameters()]
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+def _training(group: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """Encoder, sharded head and their optimizers; another start for each number of ranks."""
+    torch.manual_seed(dist.get_world_size(group))
+    encoder: Any = torch.nn.Linear(5, DIM)
+    head: Any = make_head("plain", "meta", **options.get("head", {})).shard(
+        group, encoder="sum", key=sx.Key(dist.get_world_size(group)), batch_capacity=BATCH,
+        order=options.get("order", "class"),
+    )  # fmt: skip
+    rule = {"adam": sx.optim.RowAdam}.get(options.get("rule"), sx.optim.RowAdagrad)
+    rows = rule(head.parameters(), lr=0.2)
+    head.fuse_optimizer(rows)
+    return encoder, head, torch.optim.Adam(encoder.parameters(), lr=0.01), rows
+
+
+def _steps(group: Any, encoder: Any, head: Any, optimizer: Any, key: sx.Key, first: int, last: int) -> list[float]:
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    losses = []
+    for step in range(first, last):
+        g = torch.Generator().manual_seed(step)
+        x, y = torch.randn(BATCH, 5, generator=g), torch.randint(CLASSES, (BATCH,), generator=g)
+        rows = torch.arange(BATCH).tensor_split(world)[rank]
+        optimizer.zero_grad()
+        loss = head(encoder(x)[rows], y[rows], key=key)  # the encoder sees all rows: the same bits on every rank
+        loss.backward()
+        for p in encoder.parameters():
+            dist.all_reduce(p.grad, group=group)
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def save(group: Any, folder: str, options: dict[str, Any]) -> list[float]:
+    """Three steps, a checkpoint, and the losses of three more."""
+    encoder, head, optimizer, rows = _training(group, options)
+    key = sx.Key(9)
+    _steps(group, encoder, head, optimizer, key, 0, 3)
+    sx.distributed.save_checkpoint(
+        folder, {"encoder": encoder, "head": head}, {"encoder": optimizer, "head": rows},
+        extra={"step": 3, "key": key.state_dict()}, group=group,
+    )  # fmt: skip
+    return _steps(group, encoder, head, optimizer, key, 3, 6)
+
+
+def resume(group: Any, folder: str, options: dict[str, Any]) -> list[float]:
+    """The losses after the checkpoint."""
+    encoder, head, optimizer, rows = _training(group, options)
+    extra = sx.distributed.load_checkpoint(
+        folder, {"encoder": encoder, "head": head}, {"encoder": optimizer, "head": rows}, group=group
+    )
+    key = sx.Key(0)
+    key.load_state_dict(extra["key"])
+    return _steps(group, encoder, head, optimizer, key, extra["step"], extra["step"] + 3)
+
+
+def load_message(group: Any, folder: str, options: dict[str, Any]) -> str:
+    """What a refused load says; nothing may have changed."""
+    encoder, head, optimizer, rows = _training(group, options)
+    before = head.weight.detach().clone()
+    message = _message(
+        lambda: sx.distributed.load_checkpoint(
+            folder, {"encoder": encoder, "head": head}, {"encoder": optimizer, "head": rows}, group=group
+        )
+    )
+    assert torch.equal(before, head.weight)
+    return message
+
+
+def through_plain(group: Any, order: str) -> bool:
+    """State dicts: of a sharded head as DTensors, whole for a plain head, and back."""
+    head: Any = make_head("plain", "meta").shard(group, encoder="sum", key=sx.Key(5), order=order)
+    state = head.state_dict()
+    assert isinstance(state["weight"], torch.distributed.tensor.DTensor)
+    by_class, bias = whole(head, group)
+    full = state["weight"].full_tensor()
+    slots = head.layout.slot(torch.arange(CLASSES))
+    assert torch.equal(full[slots], by_class)
+    plain = make_head("plain")
+    plain.load_state_dict(head.full_state_dict())
+    assert torch.equal(plain.weight, by_class)
+    assert torch.equal(plain.bias, bias)
+    other: Any = make_head("plain", "meta").shard(group, encoder="sum", key=sx.Key(6), order=order)
+    other.load_state_dict(plain.state_dict())
+    assert torch.equal(other.weight, head.weight)
+    third: Any = make_head("plain", "meta").shard(group, encoder="sum", key=sx.Key(7), order=order)
+    third.load_state_dict(head.state_dict())
+    assert torch.equal(third.weight, head.weight)
+    with torch.no_grad():
+        plain.weight.add_(1.0)
+    from_whole: Any = plain.shard(group, encoder="sum", order=order)
+    assert torch.equal(whole(from_whole, group)[0], plain.weight)
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ health
+def disagree(group: Any) -> str:
+    """Rank 2 has another rate."""
+    rank = dist.get_rank(group)
+    sx.distributed.agree({"classes": 10, "lr": 0.1}, group)
+    return _message(lambda: sx.distributed.agree({"classes": 10, "lr": 0.2 if rank == 2 else 0.1}, group))

@@ -1,0 +1,167 @@
+"""Sharded heads on one to four gloo ranks: the same bits on any number of them, the same answers as one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rank_cases import BATCH, CLASSES, DIM, HEADS, batches, extras, make_head
+
+import samplex_cuda as sx
+from samplex_cuda.distributed import Layout
+
+WORLDS = (1, 2, 3, 4)
+
+
+# ------------------------------------------------------------------------------------------------ layout
+@pytest.mark.parametrize("order", ["class", "spread"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 64])
+@pytest.mark.parametrize("classes", [1, 2, 5, 6, 100, 1003])
+def test_every_class_has_one_row(classes, world, order):
+    layouts = [Layout(classes, world, rank, order) for rank in range(world)]
+    ids = torch.arange(classes)
+    local = torch.stack([layout.local(ids) for layout in layouts])
+    assert ((local >= 0).sum(0) == 1).all()
+    sizes = [len(part) for part in ids.chunk(world)]
+    assert [layout.rows for layout in layouts] == sizes + [0] * (world - len(sizes))
+    for layout in layouts:
+        mine = layout.classes()
+        assert torch.equal(layout.local(mine), torch.arange(layout.rows))
+    outside = torch.tensor([-1, -100, classes, 2**40])
+    assert (layouts[0].local(outside) == -1).all()
+
+
+def test_spread_balances_frequent_classes():
+    ids = sx.samplers.LogUniform(10**6).sample(None, 64, batch_size=1024, key=sx.Key(1)).ids
+    loads = {
+        order: [int((Layout(10**6, 4, rank, order).local(ids) >= 0).sum()) for rank in range(4)]
+        for order in ("class", "spread")
+    }
+    assert max(loads["class"]) > 0.85 * ids.numel()
+    assert max(loads["spread"]) <= 1.3 * ids.numel() / 4
+
+
+# ------------------------------------------------------------------------------------------------ steps
+CASES = {
+    **{name: (name, {}) for name in HEADS if name != "augment and reduce"},
+    "augment and reduce": ("augment and reduce", {"index": True}),
+    "spread": ("plain", {"order": "spread"}),
+    "unfused": ("plain", {"fused": False}),
+    "unfused shared": ("shared", {"fused": False}),
+    "several targets": ("plain", {"targets": 3}),
+    "several targets nce": ("nce", {"targets": 3}),
+    "positives": ("plain", {"positives": True}),
+    "positives shared": ("shared", {"positives": True}),
+    "weights": ("plain", {"weights": True}),
+    "class weights": ("smoothed", {"head": {"class_weight": torch.linspace(0.1, 2.0, CLASSES)}}),
+}
+
+
+def by_row(found, step=None):
+    """Gradients of h, or answers, of all ranks in the order of the batch."""
+    made = torch.zeros(BATCH, DIM, dtype=torch.float64)
+    for rank in found:
+        rows, grad = rank["grads"][step]
+        if grad is not None:
+            made[rows] = grad.double()
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_bits_on_any_number_of_ranks_and_as_one_process(ranks, case):
+    name, options = CASES[case]
+    of = {world: ranks.run(world, "train", name, options) for world in WORLDS}
+    one = of[1][0]
+    for world in WORLDS[1:]:
+        for rank in of[world]:
+            assert [a.item() for a in rank["losses"]] == [a.item() for a in one["losses"]]
+            for mine, other in zip(rank["tables"] + rank["start"], one["tables"] + one["start"], strict=True):
+                assert (mine is None) == (other is None)
+                assert mine is None or torch.equal(mine, other)
+            torch.testing.assert_close(rank["nll"], one["nll"], rtol=1e-5, atol=1e-6)
+            logits, ids = rank["topk"]
+            assert torch.equal(ids, one["topk"][1][rank["rows"]])
+            torch.testing.assert_close(logits, one["topk"][0][rank["rows"]], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(rank["log_prob"], one["log_prob"][rank["rows"]], rtol=1e-5, atol=1e-5)
+        for step in range(4):
+            close = 1e-2 if name == "bf16" else 1e-5
+            torch.testing.assert_close(by_row(of[world], step), by_row(of[1], step), rtol=close, atol=close)
+    compare_with_one_process(name, options, one)
+
+
+def compare_with_one_process(name, options, one):
+    """The same steps of an unsharded head."""
+    head = make_head(name, **options.get("head", {}))
+    with torch.no_grad():
+        head.weight.copy_(one["start"][0])
+        if head.bias is not None:
+            head.bias.copy_(one["start"][1])
+    optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.2)
+    head.fuse_optimizer(optimizer)
+    key, everything = sx.Key(9), torch.arange(BATCH)
+    close = {"bf16": 2e-2}.get(name, 1e-5)
+    for step, (h, y) in enumerate(batches(4, options.get("targets", 0), head.weight.dtype)):
+        h = h.requires_grad_()
+        loss = head(h, y, key=key, **extras(options, everything))
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), one["losses"][step], rtol=close, atol=close)
+        torch.testing.assert_close(h.grad.double(), by_row([one], step), rtol=close, atol=close)
+    head.eval()
+    h, y = batches(1, options.get("targets", 0), head.weight.dtype)[0]
+    torch.testing.assert_close(head(h, y), one["nll"], rtol=close, atol=close)
+    logits, ids = head.topk(h, 7)
+    torch.testing.assert_close(logits, one["topk"][0], rtol=close, atol=close)
+    if name != "bf16":
+        assert torch.equal(ids, one["topk"][1])
+        torch.testing.assert_close(head.log_prob(h).gather(1, ids), one["log_prob"], rtol=close, atol=close)
+
+
+def test_initial_rows_are_those_of_a_linear_layer(ranks):
+    weight, bias = ranks.run(3, "train", "plain", {})[0]["start"]
+    bound = DIM**-0.5
+    for table in (weight, bias):
+        assert table.abs().max() <= bound
+        assert abs(float(table.double().mean())) < 5 * bound / (3 * table.numel()) ** 0.5
+        assert abs(float(table.double().square().mean()) / (bound**2 / 3) - 1) < 0.2
+    assert weight.unique().numel() > 0.99 * weight.numel()
+
+
+def test_an_averaging_encoder_learns_as_one_process(ranks):
+    (alone,) = ranks.run(1, "with_ddp", False)
+    for world in (2, 4):
+        for rank in ranks.run(world, "with_ddp", True):
+            for mine, other in zip(rank, alone, strict=True):
+                torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+REFUSED = {
+    "target": ("IndexError: SampledClassifier: y must be in [0, 203)", "rank 1 of the group refused its batch"),
+    "width": ("ValueError: SampledClassifier: h must be [*, 8]", "rank 1 of the group refused its batch"),
+    "capacity": ("batch_capacity = 12 rows, got 36", "rank 1 of the group refused its batch"),
+    "mode": ("RuntimeError: ", "must call the head in the same way"),
+    "gradients": ("RuntimeError: ", "must call the head in the same way"),
+    "targets": ("RuntimeError: ", "must call the head in the same way"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_batch_that_one_rank_refuses_stops_every_rank(ranks, what):
+    own, others = REFUSED[what]
+    messages = ranks.run(3, "refuse", what)
+    assert own in messages[1]
+    for message in (messages[0], messages[2]):
+        assert others in message
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match="torchrun"):
+        make_head("plain").shard(encoder="average")
+
+
+def test_options_that_do_not_fit():
+    with pytest.raises(ValueError, match="encoder must be one of average, sum"):
+        make_head("plain").shard(encoder="both")
+    with pytest.raises(ValueError, match="batch_capacity"):
+        make_head("plain").shard(encoder="sum", batch_capacity=0)
+    with pytest.raises(ValueError, match="order must be one of"):
+        Layout(10, 2, 0, "random")

@@ -1,0 +1,88 @@
+"""Ranks that differ, and ranks that fall silent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch.distributed as dist
+
+from samplex_cuda.distributed import Heartbeat, attempt_store
+
+
+def test_ranks_of_another_configuration_stop_everyone(ranks):
+    for message in ranks.run(3, "disagree"):
+        assert message.startswith("ValueError: agree: all ranks must have the same configuration")
+        assert message.endswith("got lr = 0.1 on rank 0 and 0.2 on rank 2")
+
+
+STOPPED = """
+    import os, signal, sys, torch, torch.distributed as dist
+    from datetime import timedelta
+    from samplex_cuda.distributed import Heartbeat
+    rank, port = int(sys.argv[1]), int(sys.argv[2])
+    store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=4))
+    with Heartbeat(interval=0.2, patience=2.0) as beat:
+        for step in range(5):
+            with beat.watch(f"step {step}"):
+                if rank == 2 and step == 3:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                dist.all_reduce(torch.ones(3))
+"""
+
+
+def test_a_stopped_rank_is_named(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(textwrap.dedent(STOPPED))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for rank in range(3):
+        with (tmp_path / f"{rank}.err").open("w") as file:
+            command = [sys.executable, str(script), str(rank), str(port)]
+            started.append(subprocess.Popen(command, stderr=file, env=os.environ))
+    try:
+        started[1].wait(timeout=90)
+        text = (tmp_path / "1.err").read_text()
+        assert "rank 2, which last said 'step 3'" in text
+        assert started[1].returncode == 1
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def test_a_rank_that_lives_is_not_silent():
+    store = dist.HashStore()
+    with (
+        Heartbeat(store, 0, 2, interval=0.05, patience=1.0) as one,
+        Heartbeat(store, 1, 2, interval=0.05, patience=1.0),
+    ):
+        begin = time.monotonic()
+        assert one.silent() == []
+        assert time.monotonic() - begin < 0.9  # it does not wait longer than it needs
+
+
+def test_other_errors_pass():
+    store = dist.HashStore()
+    with (
+        Heartbeat(store, 0, 2, interval=0.05, patience=0.2) as beat,
+        pytest.raises(RuntimeError, match="my own"),
+        beat.watch("step 1"),
+    ):
+        raise RuntimeError("my own")
+
+
+def test_an_attempt_does_not_see_the_one_before():
+    store = dist.HashStore()
+    attempt_store(store, 0).set("address", "a")
+    assert not attempt_store(store, 1).check(["address"])
+    assert attempt_store(store, 0).get("address") == b"a"

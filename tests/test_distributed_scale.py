@@ -1,0 +1,82 @@
+"""A step on 64 ranks and 10^8 classes: a fake process group and fake tensors, so shapes and sizes but no numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import samplex_cuda as sx
+
+CLASSES, DIM, BATCH, DRAWS, WORLD = 10**8, 128, 256, 64, 64
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that ops have made and that are still held; `peak` is the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for t in tree_leaves(made):
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                if storage._cdata not in self.seen:
+                    self.seen.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return made
+
+    def _gone(self, which: int, size: int) -> None:
+        self.seen.discard(which)
+        self.now -= size
+
+
+@pytest.fixture
+def fake_ranks(monkeypatch):
+    """A group of 64 ranks in which nobody answers, and CPU tensors that take the way of a GPU."""
+    monkeypatch.setattr("samplex_cuda._device.host_waits", lambda _: True)
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=WORLD)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_on_64_ranks(fake_ranks, shared):
+    """Fake tensors raise where a number is asked for: `.item()`, `nonzero`, a boolean mask."""
+    held = LiveBytes()
+    with contextlib.ExitStack() as stack:
+        head = sx.SampledClassifier(
+            DIM, CLASSES, sx.samplers.LogUniform(CLASSES), DRAWS, shared=shared, device="meta"
+        ).shard(encoder="average", batch_capacity=BATCH, order="spread", key=torch.tensor([1, 2]))
+        head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+        assert head.weight.shape == (CLASSES // WORLD, DIM)
+        h, y = torch.randn(BATCH, DIM, requires_grad=True), torch.randint(CLASSES, (BATCH,))
+        head(h, y, key=torch.tensor([1, 2])).backward()  # makes the optimizer's state
+        h.grad, head.exchange.sent = None, 0
+        held.seen |= {p.untyped_storage()._cdata for p in head.parameters()}  # a view of them is not new
+        stack.enter_context(held)
+        loss = head(h, y, key=torch.tensor([1, 2]))
+        loss.backward()
+    assert loss.shape == ()
+    assert h.grad.shape == h.shape
+    # Of the table in docs/scale.md: queries to rows, logits summed.
+    bytes_sent = (WORLD - 1) * BATCH * (8 * DIM + 8 + 8 * (DRAWS + 1))
+    assert head.exchange.sent == pytest.approx(bytes_sent, rel=0.05)
+    queries, logits = WORLD * BATCH * DIM * 4, WORLD * BATCH * (DRAWS + 1) * 4
+    table = CLASSES // WORLD * (DIM + 1) * 4
+    print(f"{held.peak / 1e6:.0f} MB beside {2 * table / 1e6:.0f} MB of table and state")
+    assert held.peak < 5 * queries + 20 * logits
+    assert held.peak < 0.1 * 2 * table
