@@ -270,7 +270,6 @@ __global__ void __launch_bounds__(kPredictThreads) predict_dots_kernel(PredictDo
     const T* h = static_cast<const T*>(p.hidden) + at / p.num_ids * p.dim;
     const T* w = static_cast<const T*>(p.weight) + (known ? id : 0) * p.dim;
     A dot = 0;
-#pragma unroll 4
     for (int64_t c = lane_id() * kWidth; c < p.dim; c += kWarpSize * kWidth) {
       A x[kWidth], y[kWidth];
       load_columns<kWidth>(h + c, x);
