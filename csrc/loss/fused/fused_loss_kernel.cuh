@@ -97,20 +97,12 @@ __global__ void __launch_bounds__(kGatherThreads) gather_rows_kernel(GatherRowsP
   for (int64_t c = lane_id(); c < words; c += kWarpSize) to[c] = inside ? from[c] : fill;
 }
 
-// x as high + low of 16 bits each. An infinity has no rest, or inf - inf would be nan.
-template <typename T>
-SX_DEVICE inline void split(float x, T& high, T& low) {
-  high = from_acc<T>(x);
-  const float kept = to_acc(high);
-  low = from_acc<T>(is_finite(kept) ? x - kept : 0.0f);
-}
-
 template <typename T>
 __global__ void __launch_bounds__(kBwdThreads) split_kernel(SplitParams p) {
   const int64_t b = blockIdx.x;
   T* high = static_cast<T*>(p.parts) + b * 2 * p.width;
   for (int64_t k = threadIdx.x; k < p.width; k += kBwdThreads) {
-    split(k < p.columns ? static_cast<const float*>(p.from)[b * p.stride + k] : 0.0f, high[k], high[p.width + k]);
+    split16(k < p.columns ? static_cast<const float*>(p.from)[b * p.stride + k] : 0.0f, high[k], high[p.width + k]);
   }
 }
 
@@ -130,7 +122,7 @@ __global__ void __launch_bounds__(kBwdThreads) loss_bwd_kernel(LossBwdParams p) 
       static_cast<A*>(p.coef_draw)[b * m + k - P] = coef;
     if constexpr (std::is_same_v<T, BFloat16>) {
       BFloat16* high = static_cast<BFloat16*>(p.draw_parts) + b * 2 * p.parts_width;
-      if (p.draw_parts != nullptr && k >= P) split(coef, high[k - P], high[p.parts_width + k - P]);
+      if (p.draw_parts != nullptr && k >= P) split16(coef, high[k - P], high[p.parts_width + k - P]);
     }
   }
   T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;

@@ -149,6 +149,14 @@ __global__ void __launch_bounds__(kPredictThreads, kPredictResident<A>) predict_
         if (column == Tile::column(tile, j / kWidth, j % kWidth)) grad[j] -= target_coef[t] * row.map.slope_at(s[j]);
       }
     }
+    if constexpr (sizeof(A) == 4) {
+      if (p.parts != nullptr) {
+        BFloat16* high = static_cast<BFloat16*>(p.parts) + b * p.parts_width;
+        BFloat16* low = high + p.chunk.batch * p.parts_width;
+        predict_store_parts(high, low, tile, end, inside && predict_aligned(high) && predict_aligned(low), grad);
+        continue;
+      }
+    }
     Tile::store(row.dots, tile, end, inside && row.aligned, grad);
   }
 }

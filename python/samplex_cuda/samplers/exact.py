@@ -29,6 +29,7 @@ from samplex_cuda.ops.exact_sample import (
     exact_mass,
 )
 from samplex_cuda.ops.static_sample import sort_exclude
+from samplex_cuda.products import wide_dtype
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import MAX_SAMPLES, Exclude, Sampler, check_int64
 from samplex_cuda.samplers.stored import finite_error, shape_error
@@ -112,7 +113,7 @@ class ExactSampler(Sampler):
             return Draw(ids, log_q)
         weight, bias = self._rows()
         kind, scale, alpha = self._law()
-        for rows, part, mass in self._masses(flat, excluded):
+        for rows, part, _, mass in self._masses(flat, excluded):
             lse, place = exact_blocks(mass, pair, rows.start, count)
             self._check_lse(lse, part, rows.start)
             found = exact_draw(part, weight, bias, lse, place, pair, kind, scale, alpha, *excluded, rows.start)
@@ -140,7 +141,7 @@ class ExactSampler(Sampler):
         excluded = self._excluded(exclude, flat)
         out = torch.empty(wanted.shape, dtype=torch.float32, device=flat.device)
         if out.numel():
-            for rows, part, mass in self._masses(flat, excluded):
+            for rows, part, _, mass in self._masses(flat, excluded):
                 lse = self._lse(mass, part, rows.start)
                 out[rows] = self._log_q(part, lse, wanted[rows].contiguous(), excluded, rows.start)
         return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
@@ -150,9 +151,9 @@ class ExactSampler(Sampler):
         """Log-probability of every class, [B, C] float32."""
         flat = self._check_h(h, None)
         out = torch.empty((flat.shape[0], self.num_classes), dtype=torch.float32, device=flat.device)
-        for rows, part, mass in self._masses(flat, (None, None)):
+        for rows, part, factor, mass in self._masses(flat, (None, None)):
             lse = self._lse(mass, part, rows.start)
-            for chunk in self._chunks(part):
+            for chunk in self._chunks(factor):
                 values = self._log_weight(chunk.logits())
                 out[rows, chunk.first : chunk.first + values.shape[1]] = (values - lse[:, None]).clamp_(max=0).float()
         return out
@@ -234,12 +235,15 @@ class ExactSampler(Sampler):
         raise NotImplementedError
 
     def _chunks(self, h: Tensor) -> Iterator[Chunk]:
-        """The products of some rows of h with all classes, whole blocks of them at a time."""
+        """The products of a block of `row_blocks` with all classes, whole blocks of classes at a time."""
         weight, bias = self._table()
         return logit_chunks(h, weight, bias, self.scale, False, chunk_size=self.chunk_size, multiple=BLOCK)
 
     def _mass(self, h: Tensor, *lists: _Lists, row: int = 0) -> list[Tensor]:
-        """Log of the weight of each block of classes, [B, ceil(C / 256)] float64, without each of `lists`."""
+        """Log of the weight of each block of classes, [B, ceil(C / 256)] float64, without each of `lists`.
+
+        `h` is a block of `row_blocks`.
+        """
         blocks = -(-self.num_classes // BLOCK)
         masses = [torch.empty((h.shape[0], blocks), dtype=torch.float64, device=h.device) for _ in lists]
         for chunk in self._chunks(h):
@@ -247,11 +251,13 @@ class ExactSampler(Sampler):
                 exact_mass(chunk.dots, chunk.bias, chunk.first, self.num_classes, *self._law(), *excluded, row, mass)
         return masses
 
-    def _masses(self, h: Tensor, excluded: _Lists) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(rows, h of these rows, masses of their blocks), some rows at a time."""
+    def _masses(self, h: Tensor, excluded: _Lists) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """(rows, h of these rows as the ops take it, h as a factor, masses of their blocks), some rows at a time."""
         weight, _ = self._table()
-        for rows, part, _ in row_blocks(h, weight):
-            yield rows, part.contiguous(), self._mass(part, excluded, row=rows.start)[0]
+        wide = wide_dtype(h, weight)
+        for rows, factor, _ in row_blocks(h, weight):
+            part = factor if factor.dtype == wide else h[rows].to(wide)
+            yield rows, part.contiguous(), factor, self._mass(factor, excluded, row=rows.start)[0]
 
     def _lse(self, mass: Tensor, h: Tensor, first: int) -> Tensor:
         """log of the weight of each row, [B] float64."""
@@ -302,7 +308,7 @@ class ExactSampler(Sampler):
             raise ValueError(f"{self._op}: bias must be [{weight.shape[0]}] floating point, got {describe(bias)}")
 
     def _check_h(self, h: Tensor | None, batch_size: int | None) -> Tensor:
-        """h as [B, d], in float32 or, where h or the table is, float64."""
+        """h as [B, d]."""
         weight, _ = self._table()
         if h is None or not isinstance(h, Tensor) or h.dim() < 1 or h.shape[-1] != self.dim:
             raise ValueError(f"{self._op}: h must be [*, {self.dim}], got {describe(h)}")
@@ -311,8 +317,7 @@ class ExactSampler(Sampler):
         if h.device != weight.device:
             raise ValueError(f"{self._op}: h must be on {weight.device}, where the class table is, got {h.device}")
         self._check_batch(h, batch_size, None)
-        wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
-        return h.detach().reshape(-1, self.dim).to(wide)
+        return h.detach().reshape(-1, self.dim)
 
     def _check_range(self, name: str, ids: Tensor, least: int) -> None:
         """IndexError for an id that is not a class. The ops pass over one, so on CUDA a draw need not look."""
