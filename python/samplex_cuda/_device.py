@@ -1,11 +1,13 @@
-"""What is to be known of a device before work is given to it."""
+"""What is to be known of a device before work is given to it, and what it can tell without being waited for."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["captured", "host_waits", "multiplies_narrow"]
+__all__ = ["Mailbox", "Notices", "captured", "host_waits", "multiplies_narrow"]
 
 
 def host_waits(t: Tensor) -> bool:
@@ -28,3 +30,78 @@ def multiplies_narrow(t: Tensor) -> bool:
 def captured(device: torch.device) -> bool:
     """Whether work on this device goes into a CUDA graph now."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Mailbox:
+    """Numbers that a device sends to the host, which reads whatever has arrived and never waits.
+
+    Args:
+        size: how many.
+        device: who sends them.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda._device import Mailbox
+        >>> box = Mailbox(2, torch.device("cpu"))
+        >>> box.send(1, torch.tensor(3.0))
+        >>> box[0], box[1]
+        (0.0, 3.0)
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._made = size, device
+        self._sent = torch.zeros(size, pin_memory=device.type == "cuda")
+        self._seen = self._sent.numpy()  # the same memory, read without an op
+
+    def send(self, which: int, value: Tensor) -> None:
+        """Sends a number; not while a CUDA graph is captured, which would repeat it."""
+        if not captured(value.device):
+            self._sent[which].copy_(value, non_blocking=True)
+
+    def clear(self, which: int) -> None:
+        """Forgets a number that has arrived."""
+        self._seen[which] = 0.0
+
+    def __getitem__(self, which: int) -> float:
+        """The number that arrived last; 0 before the first."""
+        return float(self._seen[which])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is empty."""
+        return Mailbox, self._made
+
+
+class Notices:
+    """How many things a device had to refuse: counted there and sent to the host, which never waits.
+
+    Args:
+        device: who counts.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda._device import Notices
+        >>> notices = Notices(torch.device("cpu"))
+        >>> notices.add(torch.tensor([True, False, True]))
+        >>> notices.arrived
+        2
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._count = torch.zeros((), device=device)
+        self._mail = Mailbox(1, device)
+
+    def add(self, refused: Tensor) -> None:
+        """Counts the entries of a boolean tensor that are true."""
+        self._count += refused.sum()
+        self._mail.send(0, self._count)
+
+    @property
+    def arrived(self) -> int:
+        """The count, as far as the host knows it."""
+        return int(self._mail[0])
+
+    def clear(self) -> None:
+        """Counts from 0 again."""
+        self._count.zero_()
+        self._mail.clear(0)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from samplex_cuda import _device
 from samplex_cuda._checks import check_dense, check_int, describe
 from samplex_cuda.chunking import Chunk, logit_chunks, row_blocks
 from samplex_cuda.draw import Draw
@@ -33,6 +34,7 @@ from samplex_cuda.products import wide_dtype
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import MAX_SAMPLES, Exclude, Sampler, check_int64
 from samplex_cuda.samplers.stored import finite_error, shape_error
+from samplex_cuda.samplers.table_rows import last_of_equal, replace_rows
 
 __all__ = ["ExactSampler", "Quartic", "Softmax"]
 
@@ -74,6 +76,7 @@ class ExactSampler(Sampler):
         self._source = None if copy else (weight, bias)
         self.follows_rows = copy
         self.has_bias = copy and bias is not None
+        self._notices: _device.Notices | None = None  # ids and rows that were refused on a device
         self.register_buffer("weight", weight.detach().clone().contiguous() if copy else None)
         self.register_buffer("bias", bias.detach().clone() if copy and bias is not None else None)
 
@@ -136,7 +139,7 @@ class ExactSampler(Sampler):
             raise ValueError(f"{self._op}: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
         if ids.device != flat.device:
             raise ValueError(f"{self._op}: ids must be on {flat.device}, got {ids.device}")
-        if _on_host(wanted):
+        if not _device.host_waits(wanted):
             self._check_range("ids", wanted, 0)
         excluded = self._excluded(exclude, flat)
         out = torch.empty(wanted.shape, dtype=torch.float32, device=flat.device)
@@ -162,6 +165,9 @@ class ExactSampler(Sampler):
     def update(self, ids: Tensor, rows: Tensor, bias: Tensor | None = None) -> None:
         """Take over changed rows of the class table; with `copy=False` there is nothing to do.
 
+        On a GPU the host does not wait: an id that is no class, or a row that is not finite, leaves the table as it is
+        there, and a later `update` raises.
+
         Args:
             ids: int64 [n]; of equal ids the last counts.
             rows: [n, d].
@@ -179,16 +185,70 @@ class ExactSampler(Sampler):
         if bias is not None and (table_bias is None or bias.shape != ids.shape):
             wanted = "None" if table_bias is None else f"[{ids.shape[0]}]"
             raise ValueError(f"{self._op}: bias must be {wanted}, got {describe(bias)}")
+        if _device.host_waits(table):
+            self._update_on_device(ids, rows, bias)
+            return
         self._check_range("ids", ids, 0)
         for name, values in (("rows", rows), ("bias", bias)):
             if values is not None and not bool(values.isfinite().all()):
                 raise ValueError(f"{self._op}: {name} must be finite, got nan or inf")
         if self._source is not None or ids.numel() == 0:
             return
-        last = _last_of_equal(ids)
+        last = last_of_equal(ids)
         table[ids[last]] = rows.detach()[last].to(table)
         if bias is not None and table_bias is not None:
             table_bias[ids[last]] = bias.detach()[last].to(table_bias)
+
+    def _update_on_device(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> None:
+        if self._source is not None or ids.numel() == 0:
+            return
+        notices = self._noticed()
+        if refused := notices.arrived:
+            notices.clear()
+            raise ValueError(
+                f"{self._op}: ids must be in [0, {self.num_classes}) and rows finite, got {refused} that were not "
+                "in earlier calls, and were left out; rebuild(weight) takes over the whole table"
+            )
+        outside, unfit = self._replace(ids, rows, bias)
+        notices.add(outside | unfit)
+
+    def _replace(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        table, table_bias = self._table()
+        changes = [(table, rows.detach().to(table.device))]
+        if bias is not None and table_bias is not None:
+            changes.append((table_bias, bias.detach().to(table.device)))
+        return replace_rows(ids.to(table.device), changes)
+
+    def _noticed(self) -> _device.Notices:
+        table, _ = self._table()
+        if self._notices is None or self._notices.device != table.device:
+            self._notices = _device.Notices(table.device)
+        return self._notices
+
+    @torch.no_grad()
+    def follow(self, ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """These rows of the class table may have changed; see `Sampler.follow`.
+
+        On a GPU the host does not wait. A row that is not finite is left out there; a later call then raises, if the
+        table still has one, and takes over the whole table otherwise.
+        """
+        table, table_bias = self._table()
+        if not _device.host_waits(table):
+            super().follow(ids, weight, bias)
+            return
+        if self._source is not None or ids.numel() == 0:
+            return
+        notices = self._noticed()
+        if notices.arrived:
+            for name, values in (("weight", weight), ("bias", bias)):
+                if values is not None and not bool(values.isfinite().all()):
+                    raise ValueError(f"{self._op}: {name} must be finite, got nan or inf")
+            self.rebuild(weight, bias if table_bias is not None else None)
+            return
+        some = ids.clamp(0, self.num_classes - 1)
+        with_bias = bias is not None and table_bias is not None
+        _, unfit = self._replace(ids, weight[some], bias[some] if with_bias and bias is not None else None)
+        notices.add(unfit)
 
     @torch.no_grad()
     def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -200,6 +260,8 @@ class ExactSampler(Sampler):
             raise ValueError(f"{self._op}: weight must be {list(table.shape)}, got {describe(weight)}")
         if bias is not None and table_bias is None:
             raise ValueError(f"{self._op}: bias must be None, got {describe(bias)}")
+        if self._notices is not None:
+            self._notices.clear()
         if self._source is None:
             table.copy_(weight.detach())
             if bias is not None and table_bias is not None:
@@ -284,7 +346,7 @@ class ExactSampler(Sampler):
 
     def _check_lse(self, lse: Tensor, h: Tensor, first: int) -> None:
         """ValueError where lse [B] is not finite although h and the table are; on CUDA log_q is nan instead."""
-        if not _on_host(lse):
+        if _device.host_waits(lse):
             return
         bad = ~lse.isfinite() & (lse != -torch.inf)  # -inf: nothing is left of the row
         if bool(bad.any()):
@@ -348,7 +410,7 @@ class ExactSampler(Sampler):
         exclude = self._check_exclude(exclude, h.device, h.shape[0])
         if exclude is None:
             return None, None
-        if _on_host(h):
+        if not _device.host_waits(h):
             if not isinstance(exclude, Tensor):
                 self._check_offsets(*exclude)
             self._check_range("exclude", exclude if isinstance(exclude, Tensor) else exclude[1], -1)
@@ -458,25 +520,10 @@ class Quartic(ExactSampler):
 
     def _log_weight(self, s: Tensor) -> Tensor:
         value = s.square().square_().mul_(self.alpha).log1p_()
-        if self.alpha > 0.0 and bool(value.isinf().any()):
+        if self.alpha > 0.0 and (_device.host_waits(value) or bool(value.isinf().any())):
             value = torch.where(value.isinf(), 4.0 * s.abs().log() + math.log(self.alpha), value)
         return value
 
     def extra_repr(self) -> str:
         """Sizes and options."""
         return super().extra_repr() + f", alpha={self.alpha:g}"
-
-
-# ---------------------------------------------------------------------------------------------------- helpers
-def _on_host(t: Tensor) -> bool:
-    """Whether a look at the numbers of `t` does not wait for a device."""
-    return t.device.type == "cpu"
-
-
-def _last_of_equal(ids: Tensor) -> Tensor:
-    """Positions that keep of equal ids the last: assignment by index leaves their order open."""
-    order = ids.argsort(stable=True)
-    ordered = ids[order]
-    last = torch.ones_like(ordered, dtype=torch.bool)
-    last[:-1] = ordered[1:] != ordered[:-1]
-    return order[last]
