@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Mailbox", "Notices", "captured", "host_waits", "multiplies_narrow"]
+from samplex_cuda._driver import kernels_for
+from samplex_cuda._library import _native
+
+__all__ = ["Mailbox", "Notices", "captured", "fuses_products", "host_waits", "multiplies_narrow"]
 
 
 def host_waits(t: Tensor) -> bool:
@@ -25,6 +29,22 @@ def multiplies_narrow(t: Tensor) -> bool:
     torch has such a product for GPUs alone; tests replace this function to go the way of a GPU with CPU tensors.
     """
     return t.device.type != "cpu"
+
+
+def fuses_products(t: Tensor) -> bool:
+    """Whether kernels of this build use the tensor cores of the device of `t` themselves; tests replace it.
+
+    They need code for compute capability 8.0 or later; PTX of 7.5, which a newer GPU runs too, has none.
+    """
+    return t.device.type == "cuda" and _kernels_arch(t.device) >= 80
+
+
+@functools.cache
+def _kernels_arch(device: torch.device) -> int:
+    """90 for a GPU that runs code made for 9.0; 0 if that is not known."""
+    capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    _, arch = kernels_for(capability, [arch for arch in _native.build_info()["cuda_archs"].split(",") if arch])
+    return 0 if arch is None else int(arch.rpartition("_")[2])
 
 
 def captured(device: torch.device) -> bool:

@@ -1,4 +1,5 @@
 #include "sampler/exact_sample/exact_sample_kernel.cuh"
+#include "sampler/exact_sample/exact_sample_product_kernel.cuh"
 
 namespace samplex::SX_BACKEND_NS {
 namespace {
@@ -31,6 +32,19 @@ void launch_exact_mass(const ExactMassParams& p, void* stream) {
     SX_LAUNCH("exact_mass", (exact_mass_kernel<float, true>), grid, kExactThreads, 0, stream, p);
   else
     SX_LAUNCH("exact_mass", (exact_mass_kernel<float, false>), grid, kExactThreads, 0, stream, p);
+}
+
+void launch_exact_product_mass(const ExactProductMassParams& p, void* stream) {
+  const int64_t tiles = (p.table.batch + kProductRows - 1) / kProductRows;
+  const unsigned grid = exact_grid(tiles * p.blocks);
+  const auto launch = [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (p.table.wide)
+      SX_LAUNCH("exact_product_mass", (exact_product_mass_kernel<T, true>), grid, kProductThreads, 0, stream, p);
+    else
+      SX_LAUNCH("exact_product_mass", (exact_product_mass_kernel<T, false>), grid, kProductThreads, 0, stream, p);
+  };
+  p.table.dtype == DType::kBFloat16 ? launch(TypeTag<BFloat16>{}) : launch(TypeTag<Half>{});
 }
 
 void launch_exact_blocks(const ExactBlocksParams& p, void* stream) {

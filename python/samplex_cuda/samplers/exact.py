@@ -28,6 +28,7 @@ from samplex_cuda.ops.exact_sample import (
     exact_draw,
     exact_log_prob,
     exact_mass,
+    exact_product_mass,
 )
 from samplex_cuda.ops.static_sample import sort_exclude
 from samplex_cuda.products import wide_dtype
@@ -308,6 +309,12 @@ class ExactSampler(Sampler):
         """
         blocks = -(-self.num_classes // BLOCK)
         masses = [torch.empty((h.shape[0], blocks), dtype=torch.float64, device=h.device) for _ in lists]
+        kind, scale, _ = self._law()
+        if kind != QUARTIC and h.element_size() == 2 and _device.fuses_products(h):
+            weight, bias = self._rows()
+            for excluded, mass in zip(lists, masses, strict=True):
+                exact_product_mass(h.contiguous(), weight, bias, kind, scale, *excluded, row, mass)
+            return masses
         for chunk in self._chunks(h):
             for excluded, mass in zip(lists, masses, strict=True):
                 exact_mass(chunk.dots, chunk.bias, chunk.first, self.num_classes, *self._law(), *excluded, row, mass)
