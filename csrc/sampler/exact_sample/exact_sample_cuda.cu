@@ -56,7 +56,7 @@ void launch_exact_draw(const ExactDrawParams& p, void* stream) {
     using T = typename decltype(t)::type;
     using A = typename decltype(h)::type;
     SX_LAUNCH("exact_draw", (exact_draw_kernel<T, A, decltype(width)::value>),
-              exact_grid(p.table.batch * p.num_samples), kExactThreads, 0, stream, p);
+              exact_grid((p.table.batch * p.num_samples + p.window - 1) / p.window), kExactThreads, 0, stream, p);
   });
 }
 

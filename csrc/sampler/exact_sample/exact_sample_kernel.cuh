@@ -2,9 +2,10 @@
 //
 //   exact_mass_kernel      a warp has a row and a block of 256 classes, eight of them a lane
 //   exact_blocks_kernel    a thread block has a row: sum of the weights of its blocks, running sums, then the draws
-//   exact_draw_kernel      a thread block has a run of equal (block, row) among the sorted draws: 256 products, running
-//                          sums in shared memory, then the draws of the run. Runs of one block of classes follow each
-//                          other, so its rows are in the L2 cache for all but the first
+//   exact_draw_kernel      a thread block has the runs of equal (block, row) that begin in a window of the sorted
+//   draws.
+//                          For up to four of one block of classes, whose rows it reads once: 256 products each, running
+//                          sums in shared memory, then the draws of each run
 //   exact_log_prob_kernel  a warp has an id
 #pragma once
 
@@ -175,67 +176,116 @@ SX_DEVICE inline void exact_load_row(const H* row, A* out) {
   }
 }
 
-// This lane's part of h . rows[j] for Count rows, summed in A.
-template <int Width, int Count, typename A, typename T, typename H>
-SX_DEVICE inline void exact_parts(const H* h, const T* const* rows, int64_t dim, A* parts) {
+// This lane's parts of h[q] . rows[j] for Queries rows of h and Count class rows, summed in A.
+template <int Width, int Queries, int Count, typename A, typename T, typename H>
+SX_DEVICE inline void exact_parts(const H* const* h, const T* const* rows, int64_t dim, A (&parts)[Queries][Count]) {
 #pragma unroll
-  for (int j = 0; j < Count; ++j) parts[j] = A(0);
+  for (int q = 0; q < Queries; ++q) {
+#pragma unroll
+    for (int j = 0; j < Count; ++j) parts[q][j] = A(0);
+  }
 #pragma unroll 1
   for (int64_t c = lane_id() * Width; c < dim; c += kWarpSize * Width) {
-    A query[Width], row[Count][Width];
-    exact_load_row<Width>(h + c, query);
+    A row[Count][Width];
 #pragma unroll
     for (int j = 0; j < Count; ++j) exact_load_row<Width>(rows[j] + c, row[j]);
 #pragma unroll
-    for (int j = 0; j < Count; ++j) {
+    for (int q = 0; q < Queries; ++q) {
+      A query[Width];
+      exact_load_row<Width>(h[q] + c, query);
 #pragma unroll
-      for (int i = 0; i < Width; ++i) parts[j] += query[i] * row[j][i];
+      for (int j = 0; j < Count; ++j) {
+#pragma unroll
+        for (int i = 0; i < Width; ++i) parts[q][j] += query[i] * row[j][i];
+      }
     }
   }
 }
 
+// The products of a block of classes, from `first` on, with Queries rows of h: into sizes[q][class].
+template <int Width, int Queries, typename A, typename T>
+SX_DEVICE inline void exact_block_products(const ExactDrawParams& p, const int64_t* rows_of_h, int64_t first, int count,
+                                           A (*sizes)[kExactBlock]) {
+  const int64_t dim = p.table.dim;
+  const T* weight = static_cast<const T*>(p.table.weight) + first * dim;
+  const A* h[Queries];
+#pragma unroll
+  for (int q = 0; q < Queries; ++q) h[q] = static_cast<const A*>(p.table.hidden) + rows_of_h[q] * dim;
+  for (int c = warp_id() * kWarpSize; c < (warp_id() + 1) * kWarpSize; c += kExactRows) {
+    const T* rows[kExactRows];
+#pragma unroll
+    for (int j = 0; j < kExactRows; ++j) rows[j] = weight + (c + j < count ? c + j : count - 1) * dim;
+    A dots[Queries][kExactRows];
+    exact_parts<Width, Queries, kExactRows>(h, rows, dim, dots);
+#pragma unroll
+    for (int q = 0; q < Queries; ++q) {
+      const A dot = exact_sums(dots[q]);
+      if (lane_id() % kExactLanes == 0) sizes[q][c + lane_id() / kExactLanes] = dot;
+    }
+  }
+}
+
+// Two blocks: four queries of double take many registers.
 template <typename T, typename A, int Width>
-__global__ void __launch_bounds__(kExactThreads) exact_draw_kernel(ExactDrawParams p) {
-  __shared__ A size[kExactBlock];
+__global__ void __launch_bounds__(kExactThreads, 2) exact_draw_kernel(ExactDrawParams p) {
+  constexpr int kTogether = sizeof(A) == 8 ? 1 : 4;  // runs
+  __shared__ A sizes[kTogether][kExactBlock];
   __shared__ uint64_t running[kExactBlock];
   __shared__ A parts[kExactWarps];
   __shared__ uint64_t sums[kExactWarps];
   const ExactMap<A> map(p.law);
-  const int64_t total = p.table.batch * p.num_samples, dim = p.table.dim;
+  const PhiloxKey key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
+  const int64_t total = p.table.batch * p.num_samples, windows = (total + p.window - 1) / p.window;
   const int own = threadIdx.x;
-  for (int64_t i = blockIdx.x; i < total; i += gridDim.x) {
-    const int64_t place = p.sorted[i];
-    if (i > 0 && p.sorted[i - 1] == place) continue;  // the whole thread block
-    const int64_t b = p.order[i] / p.num_samples;
-    const int64_t first = exact_first_class(place, p.table.batch, p.law.num_classes);
-    const int count = int(p.law.num_classes - first < kExactBlock ? p.law.num_classes - first : kExactBlock);
-    const A* h = static_cast<const A*>(p.table.hidden) + b * dim;
-    const T* weight = static_cast<const T*>(p.table.weight) + first * dim;
-    __syncthreads();  // the run before is done with the shared memory
-    for (int c = warp_id() * kWarpSize; c < (warp_id() + 1) * kWarpSize; c += kExactRows) {
-      const T* rows[kExactRows];
+  for (int64_t w = blockIdx.x; w < windows; w += gridDim.x) {
+    const int64_t end = (w + 1) * p.window < total ? (w + 1) * p.window : total;
+    int64_t next = w * p.window;
+    while (next < end) {
+      // The next runs of one block of classes; the same in every thread.
+      int64_t begins[kTogether], rows_of_h[kTogether], first = -1;
+      int found = 0;
+      for (; next < end && found < kTogether; ++next) {
+        const int64_t place = p.sorted[next];
+        if (next > 0 && p.sorted[next - 1] == place) continue;
+        const int64_t from = exact_first_class(place, p.table.batch, p.law.num_classes);
+        if (found > 0 && from != first) break;
+        first = from;
+        const int64_t b = p.order[next] / p.num_samples;
 #pragma unroll
-      for (int j = 0; j < kExactRows; ++j) rows[j] = weight + (c + j < count ? c + j : count - 1) * dim;
-      A dots[kExactRows];
-      exact_parts<Width, kExactRows>(h, rows, dim, dots);
-      const A dot = exact_sums(dots);
-      if (lane_id() % kExactLanes == 0) size[c + lane_id() / kExactLanes] = dot;
-    }
-    __syncthreads();
-    A mine = exact_none<A>();
-    if (own < count) mine = map.size(size[own], load_scalar<A>(p.table.bias, first + own, A(0)));
-    const ExactList list = exact_list(p.law, b);
-    list.columns(first, count, [&](int column) { mine = column == own ? exact_none<A>() : mine; });
-    const ExactScale<A> scale(p.law, block_max<kExactWarps>(mine, parts));
-    uint64_t sum;
-    running[own] = exact_running(exact_units(scale.weight(mine)), sums, sum);
-    __syncthreads();
-    const PhiloxKey key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
-    // Nothing left of the row: the first excluded class stands in.
-    const int64_t alone = p.lse[b] == negative_infinity<double>() ? list.first(p.law.num_classes) : -1;
-    for (int64_t j = i + own; j < total && p.sorted[j] == place; j += kExactThreads) {
-      const uint64_t point = exact_point(key, p.law.row + b, p.order[j] % p.num_samples, 1, sum);
-      p.ids[p.order[j]] = alone >= 0 ? alone : first + exact_locate(running, count, point);
+        for (int q = 0; q < kTogether; ++q) {  // no index that is known at run time only
+          begins[q] = q == found || found == 0 ? next : begins[q];
+          rows_of_h[q] = q == found || found == 0 ? b : rows_of_h[q];
+        }
+        ++found;
+      }
+      if (found == 0) break;
+      const int count = int(p.law.num_classes - first < kExactBlock ? p.law.num_classes - first : kExactBlock);
+      __syncthreads();  // the runs before are done with the shared memory
+      if (found == 1)
+        exact_block_products<Width, 1, A, T>(p, rows_of_h, first, count, sizes);
+      else
+        exact_block_products<Width, kTogether, A, T>(p, rows_of_h, first, count, sizes);
+      __syncthreads();
+      const A bias = own < count ? load_scalar<A>(p.table.bias, first + own, A(0)) : A(0);
+#pragma unroll
+      for (int q = 0; q < kTogether; ++q) {
+        if (q >= found) break;
+        const int64_t b = rows_of_h[q], place = p.sorted[begins[q]];
+        A mine = own < count ? map.size(sizes[q][own], bias) : exact_none<A>();
+        const ExactList list = exact_list(p.law, b);
+        list.columns(first, count, [&](int column) { mine = column == own ? exact_none<A>() : mine; });
+        const ExactScale<A> scale(p.law, block_max<kExactWarps>(mine, parts));
+        uint64_t sum;
+        running[own] = exact_running(exact_units(scale.weight(mine)), sums, sum);
+        __syncthreads();
+        // Nothing left of the row: the first excluded class stands in.
+        const int64_t alone = p.lse[b] == negative_infinity<double>() ? list.first(p.law.num_classes) : -1;
+        for (int64_t j = begins[q] + own; j < total && p.sorted[j] == place; j += kExactThreads) {
+          const uint64_t point = exact_point(key, p.law.row + b, p.order[j] % p.num_samples, 1, sum);
+          p.ids[p.order[j]] = alone >= 0 ? alone : first + exact_locate(running, count, point);
+        }
+        __syncthreads();  // the running sums are read
+      }
     }
   }
 }
@@ -249,9 +299,10 @@ __global__ void __launch_bounds__(kExactThreads) exact_log_prob_kernel(ExactLogP
     const int64_t b = at / p.num_ids, id = p.ids[at];
     const bool known = in_range(id, p.law.num_classes);
     const T* row = static_cast<const T*>(p.table.weight) + (known ? id : 0) * p.table.dim;
-    double dot;
-    exact_parts<Width, 1>(static_cast<const H*>(p.table.hidden) + b * p.table.dim, &row, p.table.dim, &dot);
-    dot = group_sum<kWarpSize>(dot);
+    const H* h = static_cast<const H*>(p.table.hidden) + b * p.table.dim;
+    double parts[1][1];
+    exact_parts<Width, 1, 1>(&h, &row, p.table.dim, parts);
+    const double dot = group_sum<kWarpSize>(parts[0][0]);
     if (lane_id() != 0) continue;
     const double size = map.size(dot, load_scalar<double>(p.table.bias, known ? id : 0, 0.0));
     p.log_q[at] = known ? exact_given(p.law, exact_list(p.law, b), id, size, p.lse[b]) : quiet_nan<float>();

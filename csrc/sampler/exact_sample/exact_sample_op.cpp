@@ -4,6 +4,7 @@
 //   exact_blocks    -> lse [B] float64, place [B, m] int64
 //   exact_draw      -> ids [B, m] int64
 //   exact_log_prob  -> log_q [B, n] float32
+#include <algorithm>
 #include <tuple>
 
 #include "common/calls.h"
@@ -16,6 +17,8 @@ namespace samplex::glue {
 namespace {
 
 using MaybeTensor = std::optional<Tensor>;
+
+constexpr int64_t kExactDrawBlocks = 512, kExactDrawWindow = 16;
 
 int64_t blocks_of(int64_t num_classes) { return (num_classes - 1) / kExactBlock + 1; }
 
@@ -248,6 +251,8 @@ Tensor exact_draw(Tensor hidden, Tensor weight, MaybeTensor bias, Tensor lse, Te
   const Tensor places_sorted = tensor_of(sorted[0]), order = tensor_of(sorted[1]);
   p.sorted = in<int64_t>(places_sorted);
   p.order = in<int64_t>(order);
+  // A window of 16 has several rows for most blocks of classes; few draws go to as many thread blocks as there are.
+  p.window = std::clamp<int64_t>(batch * num_samples / kExactDrawBlocks, 1, kExactDrawWindow);
   p.ids = out<int64_t>(ids);
   SX_RUN(op, hidden, launch_exact_draw, p);
   return ids;

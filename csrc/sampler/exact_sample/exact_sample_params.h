@@ -82,6 +82,7 @@ struct ExactDrawParams {
   const int64_t* key;     // [2]
   const int64_t* sorted;  // [B * m] places, ascending
   const int64_t* order;   // [B * m] their positions in [B, m]
+  int64_t window;         // GPU only: sorted draws of a thread block
   int64_t* ids;           // [B, m] out
 };
 
