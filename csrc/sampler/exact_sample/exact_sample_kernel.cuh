@@ -204,13 +204,14 @@ SX_DEVICE inline void exact_parts(const H* const* h, const T* const* rows, int64
 
 // The products of a block of classes, from `first` on, with Queries rows of h: into sizes[q][class].
 template <int Width, int Queries, typename A, typename T>
-SX_DEVICE inline void exact_block_products(const ExactDrawParams& p, const int64_t* rows_of_h, int64_t first, int count,
-                                           A (*sizes)[kExactBlock]) {
+SX_DEVICE inline void exact_block_products(const ExactDrawParams& p, const int64_t* order, const int* begins,
+                                           int64_t first, int count, A (*sizes)[kExactBlock]) {
   const int64_t dim = p.table.dim;
   const T* weight = static_cast<const T*>(p.table.weight) + first * dim;
   const A* h[Queries];
 #pragma unroll
-  for (int q = 0; q < Queries; ++q) h[q] = static_cast<const A*>(p.table.hidden) + rows_of_h[q] * dim;
+  for (int q = 0; q < Queries; ++q)
+    h[q] = static_cast<const A*>(p.table.hidden) + order[begins[q]] / p.num_samples * dim;
   for (int c = warp_id() * kWarpSize; c < (warp_id() + 1) * kWarpSize; c += kExactRows) {
     const T* rows[kExactRows];
 #pragma unroll
@@ -228,7 +229,7 @@ SX_DEVICE inline void exact_block_products(const ExactDrawParams& p, const int64
 // Two blocks: four queries of double take many registers.
 template <typename T, typename A, int Width>
 __global__ void __launch_bounds__(kExactThreads, 2) exact_draw_kernel(ExactDrawParams p) {
-  constexpr int kTogether = sizeof(A) == 8 ? 1 : 4;  // runs
+  constexpr int kTogether = sizeof(A) == 8 ? 1 : Width == 8 ? 3 : 4;  // runs; as many as the registers hold
   __shared__ A sizes[kTogether][kExactBlock];
   __shared__ uint64_t running[kExactBlock];
   __shared__ A parts[kExactWarps];
@@ -238,23 +239,22 @@ __global__ void __launch_bounds__(kExactThreads, 2) exact_draw_kernel(ExactDrawP
   const int64_t total = p.table.batch * p.num_samples, windows = (total + p.window - 1) / p.window;
   const int own = threadIdx.x;
   for (int64_t w = blockIdx.x; w < windows; w += gridDim.x) {
-    const int64_t end = (w + 1) * p.window < total ? (w + 1) * p.window : total;
-    int64_t next = w * p.window;
+    const int64_t start = w * p.window, *sorted = p.sorted + start, *order = p.order + start;
+    const int end = int(p.window < total - start ? p.window : total - start);
+    int next = 0;
     while (next < end) {
       // The next runs of one block of classes; the same in every thread.
-      int64_t begins[kTogether], rows_of_h[kTogether], first = -1;
-      int found = 0;
+      int64_t first = -1;
+      int begins[kTogether], found = 0;
       for (; next < end && found < kTogether; ++next) {
-        const int64_t place = p.sorted[next];
-        if (next > 0 && p.sorted[next - 1] == place) continue;
+        const int64_t place = sorted[next];
+        if (start + next > 0 && sorted[next - 1] == place) continue;
         const int64_t from = exact_first_class(place, p.table.batch, p.law.num_classes);
         if (found > 0 && from != first) break;
         first = from;
-        const int64_t b = p.order[next] / p.num_samples;
 #pragma unroll
         for (int q = 0; q < kTogether; ++q) {  // no index that is known at run time only
           begins[q] = q == found || found == 0 ? next : begins[q];
-          rows_of_h[q] = q == found || found == 0 ? b : rows_of_h[q];
         }
         ++found;
       }
@@ -262,15 +262,15 @@ __global__ void __launch_bounds__(kExactThreads, 2) exact_draw_kernel(ExactDrawP
       const int count = int(p.law.num_classes - first < kExactBlock ? p.law.num_classes - first : kExactBlock);
       __syncthreads();  // the runs before are done with the shared memory
       if (found == 1)
-        exact_block_products<Width, 1, A, T>(p, rows_of_h, first, count, sizes);
+        exact_block_products<Width, 1, A, T>(p, order, begins, first, count, sizes);
       else
-        exact_block_products<Width, kTogether, A, T>(p, rows_of_h, first, count, sizes);
+        exact_block_products<Width, kTogether, A, T>(p, order, begins, first, count, sizes);
       __syncthreads();
       const A bias = own < count ? load_scalar<A>(p.table.bias, first + own, A(0)) : A(0);
 #pragma unroll
       for (int q = 0; q < kTogether; ++q) {
         if (q >= found) break;
-        const int64_t b = rows_of_h[q], place = p.sorted[begins[q]];
+        const int64_t b = order[begins[q]] / p.num_samples, place = sorted[begins[q]];
         A mine = own < count ? map.size(sizes[q][own], bias) : exact_none<A>();
         const ExactList list = exact_list(p.law, b);
         list.columns(first, count, [&](int column) { mine = column == own ? exact_none<A>() : mine; });
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kExactThreads, 2) exact_draw_kernel(ExactDrawP
         __syncthreads();
         // Nothing left of the row: the first excluded class stands in.
         const int64_t alone = p.lse[b] == negative_infinity<double>() ? list.first(p.law.num_classes) : -1;
-        for (int64_t j = begins[q] + own; j < total && p.sorted[j] == place; j += kExactThreads) {
+        for (int64_t j = start + begins[q] + own; j < total && p.sorted[j] == place; j += kExactThreads) {
           const uint64_t point = exact_point(key, p.law.row + b, p.order[j] % p.num_samples, 1, sum);
           p.ids[p.order[j]] = alone >= 0 ? alone : first + exact_locate(running, count, point);
         }

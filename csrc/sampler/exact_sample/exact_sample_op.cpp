@@ -171,6 +171,8 @@ void exact_product_mass(Tensor hidden, Tensor weight, MaybeTensor bias, int64_t 
   p.parts = p.table.dim > 0 ? hidden.size(1) / p.table.dim : 1;
   check_value(p.parts >= 1 && hidden.size(1) == p.parts * p.table.dim, op, ": hidden must have d = ", p.table.dim,
               " columns or a multiple of it, got ", describe(hidden));
+  check_value(hidden.size(1) < int64_t(1) << 31, op, ": hidden must have fewer than 2^31 columns, got ",
+              describe(hidden));
   if (bias) {
     p.table.bias.dtype = dtype_tag(op, "bias", *bias);
     check_tensor(op, "bias", *bias, {weight.size(0)}, "[C]", bias->scalar_type(), weight);
