@@ -44,7 +44,9 @@ CONSUMER = Gpu("RTX 4090", 1.01e12, 82.6e12, 165e12, 128, 2.52e9, 2)
 
 # What kernels usually reach of the data sheet, and what a launch costs.
 OF_BANDWIDTH, OF_FP32, OF_TENSOR = 0.85, 0.75, 0.60
-OF_TENSOR_OWN = 0.35  # of the tensor cores, by a kernel of this project: no pipeline of asynchronous copies as cuBLAS has
+OF_TENSOR_OWN = (
+    0.35  # of the tensor cores, by a kernel of this project: no pipeline of asynchronous copies as cuBLAS has
+)
 L2 = 1.65  # bandwidth of the L2 cache, times that of the memory
 GRAPH_LAUNCH = 1.5e-6  # start and end of a kernel inside a CUDA graph
 HOST_LAUNCH = 5e-6  # an op launched from Python, which the host needs whether or not the GPU has work
@@ -221,7 +223,10 @@ def top_k(s: Shape) -> list[Work]:
     ]
 
 
-BLOCK, TILE, TOGETHER = 256, 128, 3  # classes of a block, rows of a tile of its product, rows that share a block's rows
+BLOCK, TILE = 256, 128  # classes of a block, rows of a tile of its product
+# Instructions that a logit costs after the product, counted on nvcc's code (26 with it); each in the place of an fma.
+PER_LOGIT = 22
+TOGETHER = {2: 3, 4: 4}  # rows that share the reads of a block, by bytes of a number
 
 
 def softmax_draws(s: Shape) -> list[Work]:
@@ -238,14 +243,14 @@ def softmax_draws(s: Shape) -> list[Work]:
         read = tiles * (TILE + BLOCK) * s.dim * s.size
         weigh = [
             Work("products", table + 8 * s.batch * blocks, product, tensor=True, cached=read, own=True),
-            Work("exponentials of them", 0, 12 * logits, launches=0),
+            Work("exponentials of them", 0, 2 * PER_LOGIT * logits, launches=0),
         ]
     else:
         weigh = [
             Work("logits", table + 4 * logits, product, n),
             Work("weights of blocks", 4 * logits + 8 * s.batch * blocks, 4 * logits, n),
         ]
-    together = min(TOGETHER, max(1.0, draws / blocks))
+    together = min(TOGETHER[s.size], max(1.0, draws / blocks))
     return [
         *weigh,
         Work("block of each draw", 40 * s.batch * blocks + 8 * draws),
@@ -285,12 +290,12 @@ def seconds(step: list[Work], gpu: Gpu) -> float:
 
 def even_classes(other: Callable[[Shape], list[Work]], size: int) -> int:
     """Up to how many classes exact softmax draws on an H100 take no longer than those of another sampler; one digit."""
-    even, gpu = 0, GPUS[1]
-    for count in (digit * 10**power for power in range(3, 9) for digit in range(1, 10)):
-        if seconds(softmax_draws(Shape(classes=count, size=size)), gpu) > seconds(other(Shape(classes=count)), gpu):
-            break
-        even = count
-    return even
+
+    def earlier(count: int) -> bool:
+        mine, theirs = softmax_draws(Shape(classes=count, size=size)), other(Shape(classes=count))
+        return seconds(mine, GPUS[1]) <= seconds(theirs, GPUS[1])
+
+    return max(filter(earlier, (digit * 10**power for power in range(3, 9) for digit in range(1, 10))), default=0)
 
 
 # ----------------------------------------------------------------------------------------------------- fp64 in draws
@@ -427,8 +432,9 @@ def page() -> str:
                 {even_classes(kernel_draws, 2):,} classes with D = 128 features and up to some
                 {even_classes(functools.partial(kernel_draws, features=1024), 2):,} with D = 1024, the default of
                 `RandomFourier`; with an fp32 table, whose logits pass through device memory, up to some
-                {even_classes(kernel_draws, 4):,} and {even_classes(functools.partial(kernel_draws, features=1024), 4):,}.
-                A decision tree does not follow the rows, and its draws are cheaper at any C."""
+                {even_classes(kernel_draws, 4):,} and
+                {even_classes(functools.partial(kernel_draws, features=1024), 4):,}. A decision tree does not
+                follow the rows, and its draws are cheaper at any C."""
             ),
             bullet(
                 """The full softmax in chunks takes about as long as eager torch in fp32 and up to twice as long in
