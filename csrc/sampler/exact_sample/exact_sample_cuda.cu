@@ -1,5 +1,4 @@
 #include "sampler/exact_sample/exact_sample_kernel.cuh"
-#include "sampler/exact_sample/exact_sample_product_kernel.cuh"
 
 namespace samplex::SX_BACKEND_NS {
 namespace {
