@@ -1,10 +1,11 @@
 // Schemas, checks and allocation of exact_sample; see exact_sample_params.h.
 //   exact_mass      writes into mass [B, ceil(C / 256)] float64
-//   exact_product_mass  the same, on a GPU
+//   exact_product_mass  the same
 //   exact_blocks    -> lse [B] float64, place [B, m] int64
 //   exact_draw      -> ids [B, m] int64
 //   exact_log_prob  -> log_q [B, n] float32
 #include <algorithm>
+#include <array>
 #include <tuple>
 
 #include "common/calls.h"
@@ -182,9 +183,19 @@ void exact_product_mass(Tensor hidden, Tensor weight, MaybeTensor bias, int64_t 
   p.blocks = blocks_of(weight.size(0));
   check_tensor(op, "mass", mass, {p.table.batch, p.blocks}, "[B, ceil(C / 256)]", ScalarType::Double, weight);
   take_exclude(op, p.law, exclude, exclude_offsets, p.table.batch, weight);
-  check_value(backend_of(op, weight) != Backend::kCpu, op, ": weight must be on a GPU, got ", describe(weight),
-              "; exact_mass is for the CPU");
   if (p.table.batch == 0) return;
+  if (backend_of(op, weight) == Backend::kCpu) {  // a [B, C], for tests: samplers go by chunks there
+    Tensor rows = torch::stable::to(hidden, ScalarType::Float);
+    if (p.parts > 1) {
+      const std::array<int64_t, 1> over_parts{1};
+      rows = torch::stable::sum(torch::stable::view(rows, {p.table.batch, p.parts, p.table.dim}), over_parts);
+    }
+    const Tensor dots = empty(weight, {p.table.batch, weight.size(0)}, ScalarType::Float);
+    const Tensor table = torch::stable::transpose(torch::stable::to(weight, ScalarType::Float), 0, 1);
+    call_op("aten::mm", "out", rows, table, dots);
+    const MaybeTensor wide = bias ? MaybeTensor(torch::stable::to(*bias, ScalarType::Float)) : std::nullopt;
+    return exact_mass(dots, wide, 0, weight.size(0), kind, scale, 0.0, exclude, exclude_offsets, row, mass);
+  }
   p.table.hidden = in_any(hidden);
   p.table.weight = in_any(weight);
   if (bias) p.table.bias.data = in_any(*bias);

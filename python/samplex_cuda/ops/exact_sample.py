@@ -86,7 +86,9 @@ def exact_product_mass(
     row: int,
     mass: Tensor,
 ) -> None:
-    """`exact_mass` of all classes with the products inside it, on tensor cores: no logit is written. Not on the CPU.
+    """`exact_mass` of all classes with the products inside it: on a GPU by tensor cores, and no logit is written.
+
+    The CPU makes all logits at once: for tests.
 
     Args:
         hidden: [B, d] like weight, or [B, n d]: n parts whose sum is meant (`samplex_cuda.products`).
@@ -104,7 +106,9 @@ def exact_product_mass(
         >>> from samplex_cuda.ops.exact_sample import SOFTMAX, exact_product_mass
         >>> h, weight = torch.zeros(1, 8, dtype=torch.bfloat16), torch.zeros(300, 8, dtype=torch.bfloat16)
         >>> mass = torch.empty(1, 2, dtype=torch.float64)
-        >>> exact_product_mass(h, weight, None, SOFTMAX, 1.0, None, None, 0, mass)  # doctest: +SKIP
+        >>> exact_product_mass(h, weight, None, SOFTMAX, 1.0, None, None, 0, mass)
+        >>> mass.exp().round().tolist()
+        [[256.0, 44.0]]
     """
     torch.ops.samplex.exact_product_mass(hidden, weight, bias, kind, scale, exclude, exclude_offsets, row, mass)
 
