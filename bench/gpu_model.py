@@ -44,6 +44,10 @@ CONSUMER = Gpu("RTX 4090", 1.01e12, 82.6e12, 165e12, 128, 2.52e9, 2)
 
 # What kernels usually reach of the data sheet, and what a launch costs.
 OF_BANDWIDTH, OF_FP32, OF_TENSOR = 0.85, 0.75, 0.60
+OF_TENSOR_OWN = (
+    0.35  # of the tensor cores, by a kernel of this project: no pipeline of asynchronous copies as cuBLAS has
+)
+L2 = 1.65  # bandwidth of the L2 cache, times that of the memory
 GRAPH_LAUNCH = 1.5e-6  # start and end of a kernel inside a CUDA graph
 HOST_LAUNCH = 5e-6  # an op launched from Python, which the host needs whether or not the GPU has work
 CHUNK = 256 << 20  # bytes of logits at a time
@@ -59,11 +63,18 @@ class Work:
     flops: float = 0.0
     launches: int = 1
     tensor: bool = False  # whether the flops are those of tensor cores
+    cached: float = 0.0  # bytes from the L2 cache
+    own: bool = False  # whether tensor cores are used by a kernel of this project, not by cuBLAS
+
+    def memory_seconds(self, gpu: Gpu) -> float:
+        """The slower of device memory and L2 cache."""
+        return max(self.bytes, self.cached / L2) / (gpu.bandwidth * OF_BANDWIDTH)
 
     def seconds(self, gpu: Gpu) -> float:
         """The slower of memory and arithmetic."""
-        peak = gpu.tensor * OF_TENSOR if self.tensor else gpu.fp32 * OF_FP32
-        return max(self.bytes / (gpu.bandwidth * OF_BANDWIDTH), self.flops / peak)
+        share = OF_TENSOR_OWN if self.own else OF_TENSOR
+        peak = gpu.tensor * share if self.tensor else gpu.fp32 * OF_FP32
+        return max(self.memory_seconds(gpu), self.flops / peak)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,16 +147,21 @@ def chunks(s: Shape) -> int:
 
 
 def full_softmax(s: Shape) -> list[Work]:
-    """All classes by chunks of logits, formed again in backward; dense Adagrad over the table."""
+    """All classes by chunks of logits, formed again in backward; dense Adagrad over the table.
+
+    With a bf16 table the gradient of a logit is two bf16 numbers; the gradient of rows is summed in fp32, then rounded.
+    """
     n, logits, table = chunks(s), s.batch * s.classes, s.classes * s.dim
-    product = 2 * logits * s.dim
+    product, parts = 2 * logits * s.dim, 2 if s.tensor else 1
+    rounded = [Work("rounding of that", 6 * table, launches=n)] if s.tensor else []
     return [
         Work("logits", table * s.size + 4 * logits, product, n, s.tensor),
         Work("log-sum-exp", 4 * logits, 4 * logits, n),
         Work("logits again", table * s.size + 4 * logits, product, n, s.tensor),
         Work("softmax", 8 * logits, 4 * logits, n),
-        Work("gradient of h", table * s.size + 4 * logits, product, n, s.tensor),
-        Work("gradient of rows", 4 * table + 4 * logits, product, n, s.tensor),
+        Work("gradient of h", table * s.size + 4 * logits, parts * product, parts * n, s.tensor),
+        Work("gradient of rows", 4 * table + 4 * logits, parts * product, n, s.tensor),
+        *rounded,
         Work("Adagrad", table * (2 * s.size + 2 * 4 + 4)),
     ]
 
@@ -167,30 +183,31 @@ def eager_softmax(s: Shape) -> list[Work]:
 TREE_FEATURES = 16
 
 
-def tree(s: Shape) -> list[Work]:
-    """Per-row step with draws from a decision tree of 16 features: a node per draw and level, none shared."""
+def with_draws(draws: Callable[[Shape], list[Work]], s: Shape) -> list[Work]:
+    """The per-row step with other draws."""
+    return [w for w in per_row(s) if w.what != "draw"] + draws(s)
+
+
+def tree_draws(s: Shape) -> list[Work]:
+    """Draws from a decision tree of 16 features: a node per draw and level, none shared."""
     levels = math.ceil(math.log2(s.classes))
-    draw = Work("tree draw", s.batch * s.samples * levels * (TREE_FEATURES + 1) * 4, launches=2)
-    return [w for w in per_row(s) if w.what != "draw"] + [draw]
+    return [Work("tree draw", s.batch * s.samples * levels * (TREE_FEATURES + 1) * 4, launches=2)]
 
 
-KERNEL_FEATURES, LEAF = 128, 16
+LEAF = 16
 
 
-def kernel_tree(s: Shape) -> list[Work]:
-    """Per-row step with draws from a kernel tree (D = 128: 256 sums per node) that follows the updated rows."""
+def kernel_draws(s: Shape, features: int = 128) -> list[Work]:
+    """Draws from a kernel tree of D features (2 D sums per node), and following the updated rows."""
     levels = math.ceil(math.log2(s.classes / LEAF))
     pairs = sum(min(1 << level, s.samples) for level in range(levels))
-    sums = 2 * KERNEL_FEATURES * 4
+    sums = 2 * features * 4
     leaves = s.samples * LEAF * s.dim * 4
     entries = s.batch * (s.samples + 1)  # at most: every updated row
     return [
-        *(w for w in per_row(s) if w.what != "draw"),
-        Work("features of h", s.batch * sums, 2 * s.batch * s.dim * KERNEL_FEATURES),
+        Work("features of h", s.batch * sums, 2 * s.batch * s.dim * features),
         Work("kernel tree draw", s.batch * (pairs * 2 * sums + leaves), s.batch * (pairs * 2 * sums + leaves) / 2),
-        Work(
-            "features of rows, old and new", 2 * entries * (s.dim * 4 + sums), 4 * entries * s.dim * KERNEL_FEATURES, 2
-        ),
+        Work("features of rows, old and new", 2 * entries * (s.dim * 4 + sums), 4 * entries * s.dim * features, 2),
         Work("sums of leaves", entries * 2 * sums),
         Work("sums above", 3 * sums * entries * 2, launches=levels),
     ]
@@ -205,14 +222,42 @@ def top_k(s: Shape) -> list[Work]:
     ]
 
 
+BLOCK, TILE = 256, 128  # classes of a block, rows of a tile of its product
+# Instructions that a logit costs after the product, counted on nvcc's code (26 with it); each in the place of an fma.
+PER_LOGIT = 22
+TOGETHER = {2: 3, 4: 4}  # rows that share the reads of a block, by bytes of a number
+
+
 def softmax_draws(s: Shape) -> list[Work]:
-    """Exact draws from the softmax inside the chunked product, then the per-row step."""
-    n, logits = chunks(s), s.batch * s.classes
-    draw = [
-        Work("logits", s.classes * s.dim * s.size + 4 * logits, 2 * logits * s.dim, n, s.tensor),
-        Work("draws and log-sum-exp", 4 * logits, 4 * logits, n),
-    ]
-    return [w for w in per_row(s) if w.what != "draw"] + draw
+    """Exact draws from the softmax.
+
+    16 bits: one kernel multiplies and weighs blocks of classes; tiles of 128 rows read the table from the L2 cache.
+    fp32: logits by chunks, then a pass over them. A draw computes the logits of its block once more; there are at most
+    B m pairs of row and block, and rows of one block share the reads of its class rows where there are several.
+    """
+    n, logits, blocks = chunks(s), s.batch * s.classes, math.ceil(s.classes / BLOCK)
+    table, product, draws = s.classes * s.dim * s.size, 2 * s.batch * s.classes * s.dim, s.batch * s.samples
+    if s.tensor:
+        tiles = math.ceil(s.batch / TILE) * blocks
+        read = tiles * (TILE + BLOCK) * s.dim * s.size
+        weigh = [
+            Work("products", table + 8 * s.batch * blocks, product, tensor=True, cached=read, own=True),
+            Work("exponentials of them", 0, 2 * PER_LOGIT * logits, launches=0),
+        ]
+    else:
+        weigh = [
+            Work("logits", table + 4 * logits, product, n),
+            Work("weights of blocks", 4 * logits + 8 * s.batch * blocks, 4 * logits, n),
+        ]
+    together = min(TOGETHER[s.size], max(1.0, draws / blocks))
+    return [
+        *weigh,
+        Work("block of each draw", 40 * s.batch * blocks + 8 * draws),
+        Work("sort by block", 8 * 2 * 16 * draws),
+        Work("classes in their blocks", 24 * draws, 2 * draws * BLOCK * s.dim,
+             cached=draws * BLOCK * s.dim * s.size / together),
+        Work("log q", draws * s.dim * s.size, 2 * draws * s.dim),
+    ]  # fmt: skip
 
 
 STEPS: list[tuple[str, Callable[[Shape], list[Work]], Shape]] = [
@@ -222,10 +267,11 @@ STEPS: list[tuple[str, Callable[[Shape], list[Work]], Shape]] = [
     ("shared, m = 512", shared, Shape(samples=512)),
     ("shared, m = 2048", shared, Shape(samples=2048)),
     ("shared, m = 2048, bf16", shared, Shape(samples=2048, size=2)),
-    ("tree, m = 64", tree, Shape()),
-    ("kernel tree, m = 64", kernel_tree, Shape()),
-    ("exact softmax draws, m = 64", softmax_draws, Shape()),
-    ("exact softmax draws, m = 64, bf16", softmax_draws, Shape(size=2)),
+    ("tree, m = 64", functools.partial(with_draws, tree_draws), Shape()),
+    ("kernel tree, m = 64", functools.partial(with_draws, kernel_draws), Shape()),
+    ("kernel tree, D = 1024", functools.partial(with_draws, functools.partial(kernel_draws, features=1024)), Shape()),
+    ("exact softmax draws, m = 64", functools.partial(with_draws, softmax_draws), Shape()),
+    ("exact softmax draws, m = 64, bf16", functools.partial(with_draws, softmax_draws), Shape(size=2)),
     ("full softmax", full_softmax, Shape()),
     ("full softmax, bf16", full_softmax, Shape(size=2)),
     ("eager torch, full softmax", eager_softmax, Shape()),
@@ -241,14 +287,14 @@ def seconds(step: list[Work], gpu: Gpu) -> float:
     return sum(work.seconds(gpu) + work.launches * GRAPH_LAUNCH for work in step)
 
 
-def even_classes(other: Callable[[Shape], list[Work]]) -> int:
-    """Classes at which exact softmax draws (bf16, H100) take as long as those of another sampler; one digit."""
-    gpu, wide = GPUS[1], Shape(size=2)
-    rest = seconds([w for w in per_row(wide) if w.what != "draw"], gpu)
-    ratio = (seconds(other(Shape()), gpu) - rest) / (seconds(softmax_draws(wide), gpu) - rest)
-    count = ratio * wide.classes  # exact draws are linear in C, the others nearly constant
-    digit = 10 ** int(math.log10(count))
-    return round(count / digit) * digit
+def even_classes(other: Callable[[Shape], list[Work]], size: int) -> int:
+    """Up to how many classes exact softmax draws on an H100 take no longer than those of another sampler; one digit."""
+
+    def earlier(count: int) -> bool:
+        mine, theirs = softmax_draws(Shape(classes=count, size=size)), other(Shape(classes=count))
+        return seconds(mine, GPUS[1]) <= seconds(theirs, GPUS[1])
+
+    return max(filter(earlier, (digit * 10**power for power in range(3, 9) for digit in range(1, 10))), default=0)
 
 
 # ----------------------------------------------------------------------------------------------------- fp64 in draws
@@ -312,8 +358,7 @@ def work_table(name: str, step: list[Work]) -> list[str]:
     lines = [f"### {name}", "", "| part | bytes | flops | launches | H100 | bound by |", "|---|---|---|---|---|---|"]
     gpu = GPUS[1]
     for work in step:
-        memory = work.bytes / (gpu.bandwidth * OF_BANDWIDTH)
-        time = work.seconds(gpu)
+        memory, time = work.memory_seconds(gpu), work.seconds(gpu)
         bound = "launch" if time < work.launches * GRAPH_LAUNCH else "memory" if time <= memory else "arithmetic"
         lines.append(
             f"| {work.what} | {work.bytes / 1e6:,.1f} MB | {work.flops / 1e9:,.2f} G | {work.launches} | "
@@ -346,7 +391,7 @@ def page() -> str:
     ]
     details = [
         line
-        for name, function, shape in STEPS[:1] + STEPS[3:4] + STEPS[7:8]
+        for name, function, shape in STEPS[:1] + STEPS[3:4] + STEPS[7:8] + STEPS[10:11]
         for line in work_table(name, function(shape))
     ]
     return "\n".join(
@@ -382,9 +427,13 @@ def page() -> str:
             ),
             bullet(
                 f"""Exact draws from the softmax grow with C, draws from trees with log C. On an H100 with a bf16
-                table they are cheaper than the kernel tree up to some {even_classes(kernel_tree):,} classes, and
-                than the decision tree up to some {even_classes(tree):,}. The logits pass through device memory
-                here; a kernel that keeps them on chip would move both figures up."""
+                table they are cheaper than a kernel tree that follows its rows up to some
+                {even_classes(kernel_draws, 2):,} classes with D = 128 features and up to some
+                {even_classes(functools.partial(kernel_draws, features=1024), 2):,} with D = 1024, the default of
+                `RandomFourier`; with an fp32 table, whose logits pass through device memory, up to some
+                {even_classes(kernel_draws, 4):,} and
+                {even_classes(functools.partial(kernel_draws, features=1024), 4):,}. A decision tree does not
+                follow the rows, and its draws are cheaper at any C."""
             ),
             bullet(
                 """The full softmax in chunks takes about as long as eager torch in fp32 and up to twice as long in
@@ -421,7 +470,9 @@ def page() -> str:
                 the tensor cores. A launch costs {micro(GRAPH_LAUNCH)} in a graph and {micro(HOST_LAUNCH)} from
                 Python. Logits are cut into chunks of {CHUNK >> 20} MiB. A kernel takes the longer of its memory and
                 arithmetic time; kernels do not overlap. Data sheet figures are the vendor's; fp32 products do not
-                use TF32."""
+                use TF32. The L2 cache has {L2:g} times the bandwidth of the memory, and the product kernel of exact
+                draws, which is not cuBLAS, reaches {OF_TENSOR_OWN:.0%} of the tensor cores: both are guesses that a
+                clock should replace first."""
             ),
             "",
         ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from gpu_calls import Calls
 
 import samplex_cuda as sx
 from samplex_cuda import chunking, prediction
@@ -15,22 +14,6 @@ from samplex_cuda.ops.predict import MOST_K
 
 # A device that is no CPU and needs none: shapes are worked out, nothing is computed.
 GPU = torch.device("meta")
-
-
-NO_KERNEL = ("aten::empty", "aten::promote_types", "samplex::predict_buffer")
-
-
-class _Calls(TorchDispatchMode):
-    """Calls that are kernels on a GPU: not those that only make a view or memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view and func._schema.name not in NO_KERNEL:
-            self.made[func._schema.name.split("::")[1]] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -44,12 +27,26 @@ def test_a_million_classes_on_a_gpu_take_few_chunks(no_autocast, rows, chunks):
     # A chunk is one product and one call of predict_topk, of one kernel with 1,024 rows and of two with fewer: 3 and 32
     # launches.
     h, weight, bias = (torch.empty(*size, device=GPU) for size in ((rows, 128), (10**6, 128), (10**6,)))
-    with _Calls() as calls:
+    with Calls() as calls:
         prediction.exact_topk(h, weight, 10, bias)
     assert calls.made == {"mm": chunks, "predict_topk": chunks}
-    with _Calls() as calls:
+    with Calls() as calls:
         prediction.exact_topk(h, weight, MOST_K, bias)
     assert calls.made == {"mm": chunks, "predict_topk": chunks}
+
+
+@pytest.mark.parametrize(("rows", "chunks", "fewer"), [(64, 1, 1), (1024, 16, 8)])
+def test_tables_of_16_bits_take_no_more_launches(no_autocast, rows, chunks, fewer):
+    """Rows of the same type multiply as they are. Float32 rows take a copy of the class rows, so chunks are larger."""
+    weight, bias = torch.empty(10**6, 128, device=GPU, dtype=torch.bfloat16), torch.empty(10**6, device=GPU)
+    with Calls() as calls:
+        prediction.exact_topk(torch.empty(rows, 128, device=GPU, dtype=torch.bfloat16), weight, 10, bias)
+    assert calls.made == {"mm": chunks, "predict_topk": chunks}
+    with Calls() as calls:
+        prediction.exact_topk(torch.empty(rows, 128, device=GPU), weight, 10, bias)
+    parts = {"sub": 1, "nan_to_num_": 1, "sub_": 1} if rows > 64 else {}
+    assert calls.made == {"mm": fewer, "predict_topk": fewer, "copy_": fewer + len(parts), **parts}
+    assert sum(calls.made.values()) <= 32
 
 
 def test_sizes():

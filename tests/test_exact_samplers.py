@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from host_syncs import no_host_sync
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samplex_cuda as sx
-from samplex_cuda import chunking
-from samplex_cuda.samplers import exact
+from samplex_cuda import _device, chunking
 
 KINDS = ["softmax", "absolute", "quartic"]
 
@@ -216,7 +218,7 @@ WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzer
 @pytest.mark.parametrize("form", ["none", "target", "padded", "csr"])
 def test_nothing_waits_for_the_device(monkeypatch, kind, form):
     """As on CUDA, where the checks that look at numbers are left out."""
-    monkeypatch.setattr(exact, "_on_host", lambda t: False)
+    monkeypatch.setattr(_device, "host_waits", lambda t: True)
     weight, bias, h = table()
     sampler = make(kind, weight, bias)
     exclude = None if form == "none" else EXCLUDES[form][0]
@@ -341,6 +343,90 @@ def test_update_and_rebuild():
     assert not torch.equal(weight, changed)  # a copy of its own
     sampler.rebuild(weight, bias)
     assert torch.equal(sampler.log_prob_all(h), sx.samplers.Softmax(weight, bias).log_prob_all(h))
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """CPU tensors take the code of CUDA tensors."""
+    monkeypatch.setattr(_device, "host_waits", lambda t: True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_device_nothing_waits_for_the_table(as_on_gpu, kind, dtype):
+    """update, follow, rebuild and a training step: the table is what the CPU makes of it."""
+    weight, bias, h = table(dtype=dtype)
+    sampler = make(kind, weight, bias)
+    want, want_bias = weight.clone(), bias.clone()
+    g = torch.Generator().manual_seed(2)
+    for size in (1, 3, 900):
+        ids = torch.randint(700, (size,), generator=g)
+        rows, shifts = torch.randn(size, 5, generator=g).to(dtype), torch.randn(size, generator=g).to(dtype)
+        with no_host_sync():
+            sampler.update(ids, rows, shifts)
+            sampler.log_prob_all(h)
+        for k, i in enumerate(ids.tolist()):
+            want[i], want_bias[i] = rows[k], shifts[k]
+        assert torch.equal(sampler.weight, want)
+        assert torch.equal(sampler.bias, want_bias)
+    changed, changed_bias = torch.randn(700, 5, generator=g).to(dtype), torch.randn(700, generator=g).to(dtype)
+    touched = torch.tensor([4, -100, 4, 699, 700, 0])
+    with no_host_sync():
+        sampler.follow(touched, changed, changed_bias)
+        sampler.follow(torch.tensor([-1, 700]), changed * torch.nan)
+        sampler.update(touched[:0], changed[:0])
+    for i in (4, 699, 0):
+        want[i], want_bias[i] = changed[i], changed_bias[i]
+    assert torch.equal(sampler.weight, want)
+    assert torch.equal(sampler.bias, want_bias)
+    with no_host_sync():
+        sampler.rebuild(weight, bias)
+    assert torch.equal(sampler.weight, weight)
+
+
+def test_on_a_device_bad_rows_are_left_out_and_reported(as_on_gpu):
+    weight, bias, _ = table()
+    sampler = sx.samplers.Softmax(weight, bias)
+    ids, rows, shifts = torch.tensor([3, 700, -1, 8, 9]), torch.ones(5, 5), torch.ones(5)
+    rows[3, 2], shifts[4] = torch.nan, torch.inf
+    with no_host_sync():
+        sampler.update(ids, rows, shifts)
+    want, want_bias = weight.clone(), bias.clone()
+    want[3], want_bias[3] = 1.0, 1.0
+    assert torch.equal(sampler.weight, want)
+    assert torch.equal(sampler.bias, want_bias)
+    with pytest.raises(ValueError, match=r"softmax: ids must be in \[0, 700\) and rows finite, got 4 that were not"):
+        sampler.update(ids[:1], rows[:1], shifts[:1])
+    sampler.update(ids[:1], 2 * rows[:1], shifts[:1])  # said once
+    assert sampler.weight[3].eq(2).all()
+    # A step of training records it, and raises as the CPU does, or mends.
+    bad = weight.clone()
+    bad[5] = torch.nan
+    sampler.follow(torch.tensor([5, 6]), bad, bias)
+    assert torch.equal(sampler.weight[5], weight[5])
+    with pytest.raises(ValueError, match="softmax: weight must be finite, got nan or inf"):
+        sampler.follow(torch.tensor([6]), bad, bias)
+    sampler.follow(torch.tensor([6]), weight, bias)
+    assert torch.equal(sampler.weight, weight)
+    sampler.follow(torch.tensor([6]), bad, bias)  # the notice is gone
+    copied = copy.deepcopy(sampler)
+    copied.update(torch.tensor([1]), torch.zeros(1, 5))
+    assert copied.weight[1].eq(0).all()
+
+
+def test_on_a_device_a_head_follows_without_waiting(as_on_gpu):
+    torch.manual_seed(1)
+    head = sx.SampledClassifier(5, 300, sx.samplers.Softmax(torch.zeros(300, 5)), num_samples=7, bias=False)
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+    h, y = torch.randn(4, 5), torch.randint(300, (4,))
+    head(h, y).backward()
+    for _ in range(3):
+        loss = head(h, y)
+        with no_host_sync():
+            loss.backward()
+    with no_host_sync():
+        head(h, y)
+    assert torch.equal(head.sampler.weight, head.weight)
 
 
 def test_without_a_copy_the_law_follows_the_model():

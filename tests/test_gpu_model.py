@@ -52,6 +52,17 @@ def test_steps_read_what_they_must(model):
     assert sum(work.launches for work in model.shared(half)) == 10
 
 
+def test_exact_draws_write_no_logits_of_a_16_bit_table(model):
+    shape = model.Shape(batch=1024, dim=128, classes=10**6, samples=64)
+    wide, half = model.softmax_draws(shape), model.softmax_draws(model.dataclasses.replace(shape, size=2))
+    logits = 4 * 1024 * 10**6
+    assert sum(work.bytes for work in wide) > 2 * logits > 10 * sum(work.bytes for work in half)
+    assert sum(work.launches for work in half) < 10 < sum(work.launches for work in wide)
+    gpu = model.Gpu("x", bandwidth=1e12, fp32=1e12, tensor=1e13, sms=1, clock=1e9, fp64_lanes=2)
+    assert model.Work("", 0, cached=85e9 * model.L2).seconds(gpu) == pytest.approx(0.1)
+    assert model.Work("", 0, 3.5e12, tensor=True, own=True).seconds(gpu) == pytest.approx(0.35 / model.OF_TENSOR_OWN)
+
+
 def test_distinct_classes_are_those_of_real_draws(model):
     import samplex_cuda as sx
 

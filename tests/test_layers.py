@@ -14,7 +14,7 @@ import samplex_cuda
 
 PACKAGE = Path(samplex_cuda.__file__).parent
 CORE = """heads losses optim samplers tree_fit distributed draw rng tables _checks ops reference rff functional
-    prediction chunking contrastive pooling fusion _library _eager _driver _device info graphs"""
+    prediction chunking products contrastive pooling fusion _library _eager _driver _device info graphs"""
 TOOLKIT = "training data metrics diagnostics cli integrations sklearn index testing"
 PAPERS = "reproduce demo"
 COMPILED = ("_native",)

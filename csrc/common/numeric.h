@@ -64,6 +64,14 @@ SX_HOST_DEVICE inline bool is_finite(double x) {
   return (bit_copy<uint64_t>(x) & 0x7FF0000000000000ull) != 0x7FF0000000000000ull;
 }
 
+// x as high + low of 16 bits each. An infinity has no rest, or inf - inf would be nan.
+template <typename T>
+SX_HOST_DEVICE inline void split16(float x, T& high, T& low) {
+  high = from_acc<T>(x);
+  const float kept = to_acc(high);
+  low = from_acc<T>(is_finite(kept) ? x - kept : 0.0f);
+}
+
 SX_HOST_DEVICE inline float exp_acc(float x) { return ::expf(x); }
 SX_HOST_DEVICE inline double exp_acc(double x) { return ::exp(x); }
 SX_HOST_DEVICE inline float log_acc(float x) { return ::logf(x); }

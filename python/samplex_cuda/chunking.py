@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda.ops.predict import predict_buffer
+from samplex_cuda.products import class_factor, needs_copy, product, row_factor
 
 __all__ = [
     "Chunk",
@@ -23,7 +24,6 @@ __all__ = [
     "kept_bytes",
     "logit_chunks",
     "row_blocks",
-    "wide_dtype",
 ]
 
 Prior: TypeAlias = Callable[[slice], Tensor]
@@ -37,8 +37,9 @@ _CPU_BYTES = {
 # top-10 of 1,024 rows over a million classes is 32 of them.
 _GPU_BYTES = 256 << 20
 
-# An up-cast chunk of weight rows takes at most this many times the memory of a chunk of logits.
-_CAST_CHUNKS = 2
+# The class rows of a chunk, where a product needs a copy of them, take at most this many times the memory of a chunk of
+# logits. On a GPU such a chunk is this many times as large: the copy is one launch more.
+_COPY_CHUNKS = 2
 # A chunk has at least this many classes, however many rows there are.
 _LEAST_CLASSES = 256
 # Beyond this many rows a GEMM gains nothing from more of them.
@@ -61,17 +62,21 @@ def kept_bytes(device: torch.device) -> int:
     return 16 << 20 if device.type == "cpu" else _GPU_BYTES
 
 
-def _classes_per_chunk(h: Tensor, num_classes: int, dim: int, cast: bool) -> int:
-    """Classes per chunk of the logits of `h`; `cast`: the class rows are up-cast, a chunk of them at a time."""
-    elements = chunk_bytes(h.device) // h.element_size()
-    size = max(_LEAST_CLASSES, elements // max(h.shape[0], 1))
-    if cast:
-        size = min(size, max(_LEAST_CLASSES, _CAST_CHUNKS * elements // max(dim, 1)))
+def _classes_per_chunk(rows: int, num_classes: int, like: Tensor, copied: int = 0) -> int:
+    """Classes per chunk of the logits of some rows; `like` has their dtype and device.
+
+    `copied`: bytes of a class row, if a chunk of them is copied for the product.
+    """
+    total, item = chunk_bytes(like.device), like.element_size()
+    most = total * _COPY_CHUNKS if copied and like.device.type != "cpu" else total
+    size = max(_LEAST_CLASSES, most // item // max(rows, 1))
+    if copied:
+        size = min(size, max(_LEAST_CLASSES, _COPY_CHUNKS * total // copied))
     if size >= num_classes:
         return num_classes
     # Equal chunks of whole cache lines. Rows of logits a power of two apart would fall into the same few sets of the
     # cache, and the product with the transposed logits would take an eighth longer.
-    line, far = 64 // h.element_size(), 1024 // h.element_size()
+    line, far = 64 // item, 1024 // item
     size -= size % line
     size -= line if size % far == 0 else 0
     size = -(-num_classes // -(-num_classes // size) // line) * line
@@ -91,13 +96,13 @@ class KeptLogits:
         self._left = kept_bytes(device)
         self._chunks: dict[tuple[int, int], Tensor] = {}
 
-    def make(self, row: int, first: int, like: Tensor, count: int) -> Tensor | None:
-        """Memory for the products of the rows `like` with `count` classes; None if they do not fit."""
-        nbytes = like.shape[0] * count * like.element_size()
+    def make(self, row: int, first: int, rows: int, count: int, like: Tensor) -> Tensor | None:
+        """Memory for the products of some rows with `count` classes, of dtype as `like`; None if it does not fit."""
+        nbytes = rows * count * like.element_size()
         if nbytes > self._left:
             return None
         self._left -= nbytes
-        self._chunks[row, first] = dots = predict_buffer(like, like.shape[0], count)
+        self._chunks[row, first] = dots = predict_buffer(like, rows, count)
         return dots
 
     def take(self, row: int, first: int) -> Tensor | None:
@@ -105,18 +110,12 @@ class KeptLogits:
         return self._chunks.pop((row, first), None)
 
 
-def wide_dtype(h: Tensor, weight: Tensor) -> torch.dtype:
-    """What logits are computed in: at least fp32."""
-    return torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
-
-
 def row_blocks(h: Tensor, weight: Tensor, prior: Prior | None = None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Blocks of rows of `h`, up-cast to the dtype the logits are computed in, and their prior."""
-    wide = wide_dtype(h, weight)
+    """Blocks of rows of `h` as factors of products with class rows (`products.row_factor`), and their prior."""
     size = _BLOCK_ROWS if prior is None else max(1, min(_BLOCK_ROWS, _PRIOR_ELEMENTS // weight.shape[0]))
     for begin in range(0, h.shape[0], size):
         rows = slice(begin, min(begin + size, h.shape[0]))
-        yield rows, cut(h, rows).to(wide), None if prior is None else prior(rows)
+        yield rows, row_factor(cut(h, rows), weight), None if prior is None else prior(rows)
 
 
 def cut(x: Tensor, rows: slice) -> Tensor:
@@ -132,7 +131,7 @@ class Chunk(NamedTuple):
     bias: Tensor | None  # [n]
     scale: float
     absolute: bool
-    rows: Tensor  # [n, d], the class rows in the dtype of dots
+    rows: Tensor  # [n, d], the class rows as a factor (`products.class_factor`)
 
     def logits(self) -> Tensor:
         """The logits in place of the products."""
@@ -160,7 +159,7 @@ def logit_chunks(
     """The chunks of one block of rows, in ascending order of classes. A chunk lives until the next, unless kept.
 
     Args:
-        h: [rows, d] in the dtype the logits are computed in.
+        h: the block, from `row_blocks`.
         weight: [C, d].
         bias: [C].
         scale: inverse temperature.
@@ -172,30 +171,28 @@ def logit_chunks(
         kept: products of a pass before over the same blocks and chunks.
         multiple: every chunk but the last has a multiple of this many classes.
     """
-    num_classes, dim = weight.shape
-    cast = weight.dtype != h.dtype
+    num_classes, copies = weight.shape[0], needs_copy(weight, h)
+    like = h if h.element_size() > 2 else h.new_empty(0, dtype=torch.float32)  # of the logits
     if chunk_size is None:
-        chunk_size = _classes_per_chunk(h, num_classes, dim, cast)
+        copied = max(h.shape[1], 1) * h.element_size() if copies else 0
+        chunk_size = _classes_per_chunk(h.shape[0], num_classes, like, copied)
     chunk_size = min(max(multiple, chunk_size // multiple * multiple), num_classes)
-    rows = torch.empty(chunk_size, dim, dtype=h.dtype, device=h.device) if cast else None
+    memory = h.new_empty(chunk_size, h.shape[1]) if copies else None
     if bias is not None:
-        bias = bias.to(h.dtype).contiguous()
+        bias = bias.to(like.dtype).contiguous()
     buffer: Tensor | None = None  # one for all chunks that are not kept
     for begin in range(0, num_classes, chunk_size):
         count = min(chunk_size, num_classes - begin)
         classes = slice(begin, begin + count)
-        part = cut(weight, classes)
-        if rows is not None:
-            part = rows[:count].copy_(part)
+        part = class_factor(cut(weight, classes), h, memory)
         dots = None if kept is None else kept.take(row, begin)
         if dots is None:
-            dots = None if keep is None else keep.make(row, begin, h, count)
+            dots = None if keep is None else keep.make(row, begin, h.shape[0], count, like)
             if dots is None:
                 if buffer is None:
-                    buffer = predict_buffer(h, h.shape[0], chunk_size).view(-1)
+                    buffer = predict_buffer(like, h.shape[0], chunk_size).view(-1)
                 dots = buffer[: h.shape[0] * count].view(h.shape[0], count)
-            # Not `@`: under autocast that would answer in half precision, and in new memory.
-            torch.mm(h, part.t(), out=dots)
+            product(h, part.t(), dots)
         chunk = Chunk(begin, dots, None if bias is None else cut(bias, classes), scale, absolute, part)
         if prior is not None:
             chunk.logits().add_(prior[:, begin : begin + count])

@@ -1,9 +1,9 @@
 """Exact answers over all classes, in chunks: normaliser, NLL, log-probabilities and top-k of a linear classifier.
 
 Everything here costs O(C) per row and belongs to evaluation, not to a training step. Logits are
-`s = scale * (h @ weight.T + bias)` (`|s|` with `absolute=True`), computed in fp32 whatever the storage dtype (in fp64
+`s = scale * (h @ weight.T + bias)` (`|s|` with `absolute=True`), summed in fp32 whatever the storage dtype (in fp64
 where an input is fp64), one block of rows and one chunk of classes at a time, so that no [B, C] exists unless it is
-asked for. No function here records gradients.
+asked for. How factors of 16 bits multiply is decided in `samplex_cuda.products`. No function here records gradients.
 
 `prior(rows)`, where it is given, is added to the logits: [n, C] for the rows of a slice, e.g. log p_n(y|x) of the noise
 that negative sampling learned against. It is asked for a block of rows at a time, each small enough that the block
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._checks import check_int, describe
-from samplex_cuda.chunking import KeptLogits, Prior, cut, logit_chunks, row_blocks, wide_dtype
+from samplex_cuda.chunking import KeptLogits, Prior, cut, logit_chunks, row_blocks
 from samplex_cuda.ops.predict import MOST_K, predict_dots, predict_lse, predict_topk
+from samplex_cuda.products import wide_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -54,8 +55,8 @@ def _no_target(h: Tensor) -> Tensor:
     return torch.empty(h.shape[0], 0, dtype=torch.int64, device=h.device)
 
 
-def _no_logit(h: Tensor) -> Tensor:
-    return torch.empty(h.shape[0], 0, dtype=h.dtype, device=h.device)
+def _no_logit(h: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(h.shape[0], 0, dtype=dtype, device=h.device)
 
 
 @torch.no_grad()
@@ -97,7 +98,7 @@ def exact_lse(
         for rows, block, added in row_blocks(h, weight, prior):
             lse, none = _no_mass(block), _no_target(block)
             for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
-                predict_lse(c.dots, c.bias, none, None, c.first, c.scale, c.absolute, lse, _no_logit(block))
+                predict_lse(c.dots, c.bias, none, None, c.first, c.scale, c.absolute, lse, _no_logit(block, wide))
             out[rows] = lse.to(wide)
     return out
 
@@ -263,7 +264,7 @@ def _all_classes(
                 logits = c.logits()
                 out[rows, c.first : c.first + logits.shape[1]] = logits
                 if normalised:
-                    predict_lse(logits, None, none, None, c.first, 1.0, False, lse, _no_logit(block))
+                    predict_lse(logits, None, none, None, c.first, 1.0, False, lse, _no_logit(block, wide))
             if normalised:
                 out[rows] -= lse.to(wide).unsqueeze(1)
     return out

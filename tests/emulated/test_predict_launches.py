@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from gpu_calls import Calls
 
-from samplex_cuda import chunking
+from samplex_cuda import chunking, prediction
 from samplex_cuda.ops import predict as ops
 
 
@@ -25,9 +28,23 @@ def lse(rows: int, columns: int) -> None:
 @pytest.mark.parametrize("work", [topk, lse])
 def test_launches_over_a_million_classes(ptxshim, work, rows, most):
     """A product a chunk, and what the op launches: as many kernels for a few columns as for all of a chunk."""
-    chunk = chunking._classes_per_chunk(torch.empty(rows, 1, device="meta"), 10**6, 1, cast=False)
+    chunk = chunking._classes_per_chunk(rows, 10**6, torch.empty(0, device="meta"))
     work(rows, min(chunk, 2_000_000 // rows))
     assert -(-(10**6) // chunk) * (1 + ptxshim.counters()["kernel_launches"]) <= most
+
+
+@pytest.mark.parametrize(("rows", "most"), [(64, 8), (1024, 32)])
+@pytest.mark.parametrize("h_dtype", [torch.bfloat16, torch.float32])
+def test_launches_of_top_10_with_a_16_bit_table(ptxshim, monkeypatch, h_dtype, rows, most):
+    """All ops of torch at the real shapes, on a device that computes nothing, and what each call of ours launches."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    gpu = torch.device("meta")
+    h, weight = (torch.empty(n, 128, dtype=t, device=gpu) for n, t in ((rows, h_dtype), (10**6, torch.bfloat16)))
+    with Calls() as calls:
+        prediction.exact_topk(h, weight, 10, torch.empty(10**6, device=gpu))
+    ours = calls.made.pop("predict_topk")
+    topk(rows, 2_000_000 // rows)
+    assert sum(calls.made.values()) + ours * ptxshim.counters()["kernel_launches"] <= most
 
 
 @pytest.mark.parametrize(("work", "least"), [(topk, 8192), (lse, 16384)])

@@ -103,6 +103,25 @@ def test_equals_reference(backend, kind, shape, excluding):
         assert not set(ids[b].tolist()) & set(lists[b]) or not left[b]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("C", [200, 1500])
+def test_rows_that_share_a_block_of_classes(backend, C, dtype):
+    """Thousands of draws: a thread block has several runs, of one block of classes and of more."""
+    B, m = 700, 3
+    h, weight, bias = made(backend, B, C, 8, dtype)
+    g = torch.Generator().manual_seed(5)
+    place = torch.randint(-(-C // 256), (B, m), generator=g) * B + torch.arange(B)[:, None]
+    exclude = torch.randint(C, (B, 2), generator=g).sort(1).values
+    lse = torch.zeros(B, dtype=torch.float64, device=backend.device)
+    ids = ops.exact_draw(h, weight, bias, lse, place.to(backend.device), key_on(backend.device), ops.SOFTMAX, 0.8, 0.0,
+                         exclude.to(backend.device), None, 0).cpu()  # fmt: skip
+    h, weight, bias = (t.cpu() for t in (h, weight, bias))
+    lists = lists_of(exclude, range(B))
+    want, near = plain.exact_draw(h, weight, bias, place, KEY, ops.SOFTMAX, 0.8, 0.0, lists, 0)
+    assert bool(((ids == want) | (near < band_of(h, weight, bias, 0.8))).all())
+    assert float((ids == want).double().mean()) > 0.99
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [16, 7])
 @pytest.mark.parametrize("logits", [None, torch.float64])

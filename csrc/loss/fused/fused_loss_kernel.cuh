@@ -88,21 +88,13 @@ __global__ void __launch_bounds__(kGatherThreads) gather_rows_kernel(GatherRowsP
   if (at < p.width) gather_row<Word>(p, words, at, at < p.n ? p.ids[at] : 0);  // the whole warp
 }
 
-// x as high + low of 16 bits each. An infinity has no rest, or inf - inf would be nan.
-template <typename T>
-SX_DEVICE inline void split(float x, T& high, T& low) {
-  high = from_acc<T>(x);
-  const float kept = to_acc(high);
-  low = from_acc<T>(is_finite(kept) ? x - kept : 0.0f);
-}
-
 // Coefficient of draw `draw` of row b in two parts, where they are wanted: T is the storage type.
 template <typename T, typename A>
 SX_DEVICE inline void store_parts(const DrawParts& x, int64_t b, int64_t draw, A coef) {
   if constexpr (std::is_same_v<T, BFloat16>) {
     if (x.parts == nullptr) return;
     BFloat16* const high = static_cast<BFloat16*>(x.parts) + b * 2 * x.width + draw;
-    split(coef, high[0], high[x.width]);
+    split16(coef, high[0], high[x.width]);
   }
 }
 

@@ -29,9 +29,11 @@ void launch_predict_lse(const PredictLseParams& p, void* stream) {
 void launch_predict_grad(const PredictGradParams& p, void* stream) {
   const unsigned blocks = blocks_of(p.chunk, p.cut);
   if (p.chunk.is_double)
-    SX_LAUNCH("predict_grad", predict_grad_kernel<double>, blocks, kPredictThreads, 0, stream, p);
+    SX_LAUNCH("predict_grad", (predict_grad_kernel<double, false>), blocks, kPredictThreads, 0, stream, p);
+  else if (p.parts != nullptr)
+    SX_LAUNCH("predict_grad", (predict_grad_kernel<float, true>), blocks, kPredictThreads, 0, stream, p);
   else
-    SX_LAUNCH("predict_grad", predict_grad_kernel<float>, blocks, kPredictThreads, 0, stream, p);
+    SX_LAUNCH("predict_grad", (predict_grad_kernel<float, false>), blocks, kPredictThreads, 0, stream, p);
 }
 
 void launch_predict_topk(const PredictTopkParams& p, void* stream) {

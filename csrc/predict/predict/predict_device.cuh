@@ -87,6 +87,33 @@ struct PredictTile {
 
 SX_DEVICE inline bool predict_aligned(const void* a) { return reinterpret_cast<uintptr_t>(a) % 16 == 0; }
 
+// high[columns] + low[columns] = in, as `PredictTile::store` of a block has it.
+SX_DEVICE inline void predict_store_parts(BFloat16* high, BFloat16* low, int64_t tile, int64_t end, bool whole,
+                                          const float (&in)[kPredictOwn<float>]) {
+  using Tile = PredictTile<float, kPredictThreads>;
+  constexpr int kWidth = kPredictWidth<float>;
+#pragma unroll
+  for (int i = 0; i < kPredictLoads; ++i) {
+    BFloat16 first[kWidth], rest[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) split16(in[i * kWidth + j], first[j], rest[j]);
+    if (whole) {
+      const int64_t c = Tile::column(tile, i, 0);
+      const auto pair = [](BFloat16 a, BFloat16 b) { return uint32_t(a.x) | uint32_t(b.x) << 16; };
+      *reinterpret_cast<uint2*>(high + c) = make_uint2(pair(first[0], first[1]), pair(first[2], first[3]));
+      *reinterpret_cast<uint2*>(low + c) = make_uint2(pair(rest[0], rest[1]), pair(rest[2], rest[3]));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const int64_t c = Tile::column(tile, i, j);
+        if (c >= end) continue;
+        high[c] = first[j];
+        low[c] = rest[j];
+      }
+    }
+  }
+}
+
 // A row of products and what makes logits of them.
 template <typename A>
 struct PredictRow {

@@ -113,8 +113,10 @@ __global__ void __launch_bounds__(kPredictThreads) predict_lse_merge_kernel(Pred
 }
 
 // ------------------------------------------------------------------------------------------------ gradient
-template <typename A>
-__global__ void __launch_bounds__(kPredictThreads, kPredictResident<A>) predict_grad_kernel(PredictGradParams p) {
+// Two blocks where the gradient is split: with three it spills on sm_120.
+template <typename A, bool InParts>
+__global__ void __launch_bounds__(kPredictThreads, InParts ? 2 : kPredictResident<A>)
+    predict_grad_kernel(PredictGradParams p) {
   using Tile = PredictTile<A, kPredictThreads>;
   constexpr int kOwn = kPredictOwn<A>, kWidth = kPredictWidth<A>;
   const int64_t b = blockIdx.x / p.cut.parts, part = blockIdx.x % p.cut.parts;
@@ -150,7 +152,13 @@ __global__ void __launch_bounds__(kPredictThreads, kPredictResident<A>) predict_
         if (column == Tile::column(tile, j / kWidth, j % kWidth)) grad[j] -= target_coef[t] * row.map.slope_at(s[j]);
       }
     }
-    Tile::store(row.dots, tile, end, inside && row.aligned, grad);
+    if constexpr (InParts) {
+      BFloat16* high = static_cast<BFloat16*>(p.parts) + b * p.parts_width;
+      BFloat16* low = high + p.chunk.batch * p.parts_width;
+      predict_store_parts(high, low, tile, end, inside && predict_aligned(high) && predict_aligned(low), grad);
+    } else {
+      Tile::store(row.dots, tile, end, inside && row.aligned, grad);
+    }
   }
 }
 

@@ -74,7 +74,7 @@ void predict_lse(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor class
 }
 
 void predict_grad(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor class_weight, int64_t first, double scale,
-                  bool absolute, Tensor lse, Tensor coef, Tensor target_coef, MaybeTensor smooth) {
+                  bool absolute, Tensor lse, Tensor coef, Tensor target_coef, MaybeTensor smooth, MaybeTensor parts) {
   constexpr const char* op = "predict_grad";
   begin_op();
   PredictGradParams p{};
@@ -86,8 +86,19 @@ void predict_grad(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor clas
   check_rows(op, "coef", coef, dots, acc);
   check_tensor(op, "target_coef", target_coef, {dots.size(0), p.num_targets}, "[B, P]", acc, dots);
   if (smooth) check_rows(op, "smooth", *smooth, dots, acc);
+  if (parts) {
+    check_tensor(op, "parts", *parts, {2 * dots.size(0), -1}, "[2 B, at least n]", ScalarType::BFloat16, dots);
+    check_value(parts->size(1) >= dots.size(1), op, ": parts must have at least n = ", dots.size(1), " columns, got ",
+                describe(*parts));
+    check_value(acc == ScalarType::Float, op, ": parts must be None with float64 dots, got ", describe(*parts));
+    check_value(backend_of(op, dots) != Backend::kCpu, op, ": parts must be None on the CPU, got ", describe(*parts));
+  }
   if (nothing(p.chunk)) return;
-  fill(p.chunk, out_any(dots), bias);
+  fill(p.chunk, parts ? in_any(dots) : out_any(dots), bias);
+  if (parts) {
+    p.parts = out_any(*parts);
+    p.parts_width = parts->size(1);
+  }
   p.target = in<int64_t>(target);
   p.class_weight = class_weight ? in_any(*class_weight) : nullptr;
   p.lse = in<double>(lse);
@@ -172,7 +183,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "predict_grad(Tensor(a!) dots, Tensor? bias, Tensor target, Tensor? class_weight, int first, float scale, "
-      "bool absolute, Tensor lse, Tensor coef, Tensor target_coef, Tensor? smooth) -> ()",
+      "bool absolute, Tensor lse, Tensor coef, Tensor target_coef, Tensor? smooth, Tensor(b!)? parts=None) -> ()",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "predict_topk(Tensor dots, Tensor? bias, int first, float scale, bool absolute, Tensor(a!) values, "

@@ -5,7 +5,8 @@
 //   logit        s = scale * (dot + bias), |s| with `absolute`
 //   predict_lse  lse = log(exp(lse) + sum exp s); target logits that lie in the chunk; sums of class_weight * s
 //   predict_grad dot := d loss / d dot, where
-//                loss_b = coef_b lse_b - sum over targets of target_coef s - smooth_b sum of class_weight * s
+//                loss_b = coef_b lse_b - sum over targets of target_coef s - smooth_b sum of class_weight * s;
+//                on a GPU also as factors of 16 bits: `parts`
 //   predict_topk the k largest of what is held and the chunk: descending, equal ones by id, a nan counts as the largest
 //
 //   predict_dots h . w of given classes of each row, for candidates
@@ -78,7 +79,10 @@ struct PredictGradParams {
   const void* target_coef;   // A [B, P]
   const void* smooth;        // A [B], or nullptr for 0
   int64_t num_targets;
-  PredictCut cut;  // GPU only
+  // GPU only.
+  PredictCut cut;
+  void* parts;          // bf16 [2 B, parts_width] or nullptr: in place of dots; rows [B, 2 B) hold what rounding left
+  int64_t parts_width;  // at least count
 };
 
 struct PredictTopkParams {

@@ -33,6 +33,19 @@ void launch_exact_mass(const ExactMassParams& p, void* stream) {
     SX_LAUNCH("exact_mass", (exact_mass_kernel<float, false>), grid, kExactThreads, 0, stream, p);
 }
 
+void launch_exact_product_mass(const ExactProductMassParams& p, void* stream) {
+  const int64_t tiles = (p.table.batch + kProductRows - 1) / kProductRows;
+  const unsigned grid = exact_grid(tiles * p.blocks);
+  const auto launch = [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (p.table.wide)
+      SX_LAUNCH("exact_product_mass", (exact_product_mass_kernel<T, true>), grid, kProductThreads, 0, stream, p);
+    else
+      SX_LAUNCH("exact_product_mass", (exact_product_mass_kernel<T, false>), grid, kProductThreads, 0, stream, p);
+  };
+  p.table.dtype == DType::kBFloat16 ? launch(TypeTag<BFloat16>{}) : launch(TypeTag<Half>{});
+}
+
 void launch_exact_blocks(const ExactBlocksParams& p, void* stream) {
   SX_LAUNCH("exact_blocks", exact_blocks_kernel, exact_grid(p.batch), kExactThreads, 0, stream, p);
 }
@@ -42,7 +55,7 @@ void launch_exact_draw(const ExactDrawParams& p, void* stream) {
     using T = typename decltype(t)::type;
     using A = typename decltype(h)::type;
     SX_LAUNCH("exact_draw", (exact_draw_kernel<T, A, decltype(width)::value>),
-              exact_grid(p.table.batch * p.num_samples), kExactThreads, 0, stream, p);
+              exact_grid((p.table.batch * p.num_samples + p.window - 1) / p.window), kExactThreads, 0, stream, p);
   });
 }
 

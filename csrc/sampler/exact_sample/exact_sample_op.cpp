@@ -1,8 +1,11 @@
 // Schemas, checks and allocation of exact_sample; see exact_sample_params.h.
 //   exact_mass      writes into mass [B, ceil(C / 256)] float64
+//   exact_product_mass  the same
 //   exact_blocks    -> lse [B] float64, place [B, m] int64
 //   exact_draw      -> ids [B, m] int64
 //   exact_log_prob  -> log_q [B, n] float32
+#include <algorithm>
+#include <array>
 #include <tuple>
 
 #include "common/calls.h"
@@ -15,6 +18,8 @@ namespace samplex::glue {
 namespace {
 
 using MaybeTensor = std::optional<Tensor>;
+
+constexpr int64_t kExactDrawBlocks = 512, kExactDrawWindow = 16;
 
 int64_t blocks_of(int64_t num_classes) { return (num_classes - 1) / kExactBlock + 1; }
 
@@ -149,6 +154,56 @@ void exact_mass(Tensor dots, MaybeTensor bias, int64_t first, int64_t num_classe
   SX_RUN(op, dots, launch_exact_mass, p);
 }
 
+void exact_product_mass(Tensor hidden, Tensor weight, MaybeTensor bias, int64_t kind, double scale, MaybeTensor exclude,
+                        MaybeTensor exclude_offsets, int64_t row, Tensor mass) {
+  constexpr const char* op = "exact_product_mass";
+  begin_op();
+  check_given(op, "weight", weight);
+  const ScalarType dtype = weight.scalar_type();
+  check_type(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, op,
+             ": weight must be [C, d] bfloat16 or float16, got ", describe(weight));
+  check_tensor(op, "weight", weight, {-1, -1}, "[C, d]", dtype, weight);
+  check_tensor(op, "hidden", hidden, {-1, -1}, "[B, d] or [B, parts of d]", dtype, weight);
+  check_value(weight.size(0) >= 1, op, ": weight must have at least one class, got ", describe(weight));
+  ExactProductMassParams p{};
+  p.table.batch = hidden.size(0);
+  p.table.dim = weight.size(1);
+  p.table.dtype = dtype_tag(op, "weight", weight);
+  p.parts = p.table.dim > 0 ? hidden.size(1) / p.table.dim : 1;
+  check_value(p.parts >= 1 && hidden.size(1) == p.parts * p.table.dim, op, ": hidden must have d = ", p.table.dim,
+              " columns or a multiple of it, got ", describe(hidden));
+  check_value(hidden.size(1) < int64_t(1) << 31, op, ": hidden must have fewer than 2^31 columns, got ",
+              describe(hidden));
+  if (bias) {
+    p.table.bias.dtype = dtype_tag(op, "bias", *bias);
+    check_tensor(op, "bias", *bias, {weight.size(0)}, "[C]", bias->scalar_type(), weight);
+  }
+  p.law = law_of(op, ScalarType::Float, weight.size(0), kind, scale, 0.0, row, p.table.batch);
+  check_value(p.law.kind != ExactKind::kQuartic, op, ": kind must be 0 (softmax) or 1 (absolute), got ", kind);
+  p.blocks = blocks_of(weight.size(0));
+  check_tensor(op, "mass", mass, {p.table.batch, p.blocks}, "[B, ceil(C / 256)]", ScalarType::Double, weight);
+  take_exclude(op, p.law, exclude, exclude_offsets, p.table.batch, weight);
+  if (p.table.batch == 0) return;
+  if (backend_of(op, weight) == Backend::kCpu) {  // a [B, C], for tests: samplers go by chunks there
+    Tensor rows = torch::stable::to(hidden, ScalarType::Float);
+    if (p.parts > 1) {
+      const std::array<int64_t, 1> over_parts{1};
+      rows = torch::stable::sum(torch::stable::view(rows, {p.table.batch, p.parts, p.table.dim}), over_parts);
+    }
+    const Tensor dots = empty(weight, {p.table.batch, weight.size(0)}, ScalarType::Float);
+    const Tensor table = torch::stable::transpose(torch::stable::to(weight, ScalarType::Float), 0, 1);
+    call_op("aten::mm", "out", rows, table, dots);
+    const MaybeTensor wide = bias ? MaybeTensor(torch::stable::to(*bias, ScalarType::Float)) : std::nullopt;
+    return exact_mass(dots, wide, 0, weight.size(0), kind, scale, 0.0, exclude, exclude_offsets, row, mass);
+  }
+  p.table.hidden = in_any(hidden);
+  p.table.weight = in_any(weight);
+  if (bias) p.table.bias.data = in_any(*bias);
+  p.table.wide = p.table.dim % 8 == 0 && aligned(p.table.hidden) && aligned(p.table.weight);
+  p.mass = out<double>(mass);
+  SX_RUN_DEVICE(op, weight, launch_exact_product_mass, p);
+}
+
 std::tuple<Tensor, Tensor> exact_blocks(Tensor mass, Tensor key, int64_t row, int64_t num_samples) {
   constexpr const char* op = "exact_blocks";
   begin_op();
@@ -209,6 +264,8 @@ Tensor exact_draw(Tensor hidden, Tensor weight, MaybeTensor bias, Tensor lse, Te
   const Tensor places_sorted = tensor_of(sorted[0]), order = tensor_of(sorted[1]);
   p.sorted = in<int64_t>(places_sorted);
   p.order = in<int64_t>(order);
+  // A window of 16 has several rows for most blocks of classes; few draws go to as many thread blocks as there are.
+  p.window = std::clamp<int64_t>(batch * num_samples / kExactDrawBlocks, 1, kExactDrawWindow);
   p.ids = out<int64_t>(ids);
   SX_RUN(op, hidden, launch_exact_draw, p);
   return ids;
@@ -245,6 +302,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "exact_mass(Tensor dots, Tensor? bias, SymInt first, SymInt num_classes, int kind, float scale, float alpha, "
       "Tensor? exclude, Tensor? exclude_offsets, SymInt row, Tensor(a!) mass) -> ()",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+  m.def(
+      "exact_product_mass(Tensor hidden, Tensor weight, Tensor? bias, int kind, float scale, Tensor? exclude, "
+      "Tensor? exclude_offsets, SymInt row, Tensor(a!) mass) -> ()",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def("exact_blocks(Tensor mass, Tensor key, SymInt row, SymInt num_samples) -> (Tensor lse, Tensor place)",
         {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
@@ -258,12 +319,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {
   m.impl("exact_mass", TORCH_BOX(&samplex::glue::exact_mass));
+  m.impl("exact_product_mass", TORCH_BOX(&samplex::glue::exact_product_mass));
   m.impl("exact_blocks", TORCH_BOX(&samplex::glue::exact_blocks));
   m.impl("exact_draw", TORCH_BOX(&samplex::glue::exact_draw));
   m.impl("exact_log_prob", TORCH_BOX(&samplex::glue::exact_log_prob));
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) {
   m.impl("exact_mass", TORCH_BOX(&samplex::glue::exact_mass));
+  m.impl("exact_product_mass", TORCH_BOX(&samplex::glue::exact_product_mass));
   m.impl("exact_blocks", TORCH_BOX(&samplex::glue::exact_blocks));
   m.impl("exact_draw", TORCH_BOX(&samplex::glue::exact_draw));
   m.impl("exact_log_prob", TORCH_BOX(&samplex::glue::exact_log_prob));

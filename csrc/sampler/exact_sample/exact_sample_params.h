@@ -8,6 +8,7 @@
 // Classes are taken in blocks of 256. Of a row only the log weight of each block is kept, never [B, C]:
 //
 //   exact_mass      a chunk of products h . w -> the log weights of its blocks, without the excluded classes
+//   exact_product_mass  the same of all classes from 16-bit factors, products and all: a GPU has tensor cores for it
 //   exact_blocks    log of the sum over all blocks; for every draw a block, by inversion
 //   exact_draw      the logits of those blocks once more -> a class in the block, by inversion
 //   exact_log_prob  log-probabilities of given ids
@@ -56,6 +57,14 @@ struct ExactMassParams {
   double* mass;          // [B, blocks] out, the columns of the chunk
 };
 
+// GPU only. `table`: hidden is T [B, parts d], 16 bits as weight is; its parts stand for their sum.
+struct ExactProductMassParams {
+  ExactLaw law;  // softmax or absolute
+  ExactTable table;
+  int64_t parts, blocks;
+  double* mass;  // [B, blocks] out
+};
+
 struct ExactBlocksParams {
   const double* mass;  // [B, blocks]
   const int64_t* key;  // [2] seed, offset
@@ -73,6 +82,7 @@ struct ExactDrawParams {
   const int64_t* key;     // [2]
   const int64_t* sorted;  // [B * m] places, ascending
   const int64_t* order;   // [B * m] their positions in [B, m]
+  int64_t window;         // GPU only: sorted draws of a thread block
   int64_t* ids;           // [B, m] out
 };
 
@@ -86,6 +96,7 @@ struct ExactLogProbParams {
 };
 
 SX_DECLARE_LAUNCHER(launch_exact_mass, ExactMassParams)
+SX_DECLARE_CUDA_LAUNCHER(launch_exact_product_mass, ExactProductMassParams)
 SX_DECLARE_LAUNCHER(launch_exact_blocks, ExactBlocksParams)
 SX_DECLARE_LAUNCHER(launch_exact_draw, ExactDrawParams)
 SX_DECLARE_LAUNCHER(launch_exact_log_prob, ExactLogProbParams)

@@ -17,7 +17,17 @@ from torch import Tensor
 
 from samplex_cuda._library import register_fake
 
-__all__ = ["ABSOLUTE", "BLOCK", "QUARTIC", "SOFTMAX", "exact_blocks", "exact_draw", "exact_log_prob", "exact_mass"]
+__all__ = [
+    "ABSOLUTE",
+    "BLOCK",
+    "QUARTIC",
+    "SOFTMAX",
+    "exact_blocks",
+    "exact_draw",
+    "exact_log_prob",
+    "exact_mass",
+    "exact_product_mass",
+]
 
 BLOCK = 256
 SOFTMAX, ABSOLUTE, QUARTIC = 0, 1, 2
@@ -63,6 +73,44 @@ def exact_mass(
         [[255.0, 44.0]]
     """
     _exact_mass(dots, bias, first, num_classes, kind, scale, alpha, exclude, exclude_offsets, row, mass)
+
+
+def exact_product_mass(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kind: int,
+    scale: float,
+    exclude: Tensor | None,
+    exclude_offsets: Tensor | None,
+    row: int,
+    mass: Tensor,
+) -> None:
+    """`exact_mass` of all classes with the products inside it: on a GPU by tensor cores, and no logit is written.
+
+    The CPU makes all logits at once: for tests.
+
+    Args:
+        hidden: [B, d] like weight, or [B, n d]: n parts whose sum is meant (`samplex_cuda.products`).
+        weight: [C, d] bfloat16 or float16.
+        bias: [C] of any floating dtype.
+        kind: `SOFTMAX` or `ABSOLUTE`.
+        scale: as in `exact_mass`.
+        exclude: as in `exact_mass`.
+        exclude_offsets: as in `exact_mass`.
+        row: as in `exact_mass`.
+        mass: as in `exact_mass`; all columns are written.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.ops.exact_sample import SOFTMAX, exact_product_mass
+        >>> h, weight = torch.zeros(1, 8, dtype=torch.bfloat16), torch.zeros(300, 8, dtype=torch.bfloat16)
+        >>> mass = torch.empty(1, 2, dtype=torch.float64)
+        >>> exact_product_mass(h, weight, None, SOFTMAX, 1.0, None, None, 0, mass)
+        >>> mass.exp().round().tolist()
+        [[256.0, 44.0]]
+    """
+    torch.ops.samplex.exact_product_mass(hidden, weight, bias, kind, scale, exclude, exclude_offsets, row, mass)
 
 
 def exact_blocks(mass: Tensor, key: Tensor, row: int, num_samples: int) -> tuple[Tensor, Tensor]:
@@ -177,6 +225,11 @@ def exact_log_prob(
 
 
 @register_fake("samplex::exact_mass")
+def _(*arguments: Any) -> None:
+    return None
+
+
+@register_fake("samplex::exact_product_mass")
 def _(*arguments: Any) -> None:
     return None
 

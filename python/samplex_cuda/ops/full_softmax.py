@@ -20,6 +20,7 @@ from samplex_cuda.ops.loss_types import acc_dtype
 from samplex_cuda.ops.predict import predict_buffer, predict_grad
 from samplex_cuda.ops.transforms import refuse_forward_mode, refuse_functional
 from samplex_cuda.prediction import flat_targets, mean_weight, softmax_sums, valid_targets
+from samplex_cuda.products import add_product, product, splits_coefficients
 
 __all__ = ["full_softmax"]
 
@@ -155,6 +156,16 @@ def _forward(
     return loss.to(acc), lse
 
 
+def _even(count: int) -> int:
+    """Columns of a 16-bit factor whose rows begin at multiples of 16 bytes, as cuBLAS wants them."""
+    return -(-count // 8) * 8
+
+
+def _parts_memory(weight: Tensor, rows: int, count: int) -> Tensor:
+    """Memory for the coefficients of a chunk in two parts of 16 bits."""
+    return predict_buffer(weight, 2 * rows, _even(count)).view(-1)
+
+
 def _gradients(
     grad: Tensor,
     hidden: Tensor,
@@ -172,7 +183,7 @@ def _gradients(
     need_hidden, need_weight, need_bias = asked
     num_classes, dim = weight.shape
     batch, acc = hidden.shape[0], acc_dtype(weight.dtype)
-    h, smooth = hidden.to(acc), None
+    h, smooth = hidden, None
     if weights is None:
         coef = grad.to(acc).contiguous()
         target_coef = coef.unsqueeze(1)
@@ -188,10 +199,10 @@ def _gradients(
 
     blocks = list(row_blocks(h, weight))
     # Where the gradient is of a narrow type, a chunk of it is summed in `acc` first, over several blocks of rows all.
-    wide = weight.dtype == acc
-    d_hidden = torch.empty_like(h) if need_hidden else None
+    wide, split, like = weight.dtype == acc, splits_coefficients(weight), h.new_empty(0, dtype=acc)
+    d_hidden = torch.empty(batch, dim, dtype=acc, device=h.device) if need_hidden else None
     d_weight = predict_buffer(weight, num_classes, dim) if need_weight else None
-    sums = predict_buffer(h, num_classes, dim) if need_weight and not wide and len(blocks) > 1 else d_weight
+    sums = predict_buffer(like, num_classes, dim) if need_weight and not wide and len(blocks) > 1 else d_weight
     d_bias = torch.empty(num_classes, dtype=acc, device=h.device) if need_bias else None
     if batch == 0:
         for table in (d_weight, sums, d_bias):
@@ -199,12 +210,16 @@ def _gradients(
                 table.zero_()
     for part, block, _ in blocks:
         mine = (cut(lse, part), cut(coef, part), cut(target_coef, part), None if smooth is None else cut(smooth, part))
-        wanted = cut(target, part)
+        wanted, rows = cut(target, part), block.shape[0]
         d_block = None if d_hidden is None else cut(d_hidden, part)
-        ones = None if d_bias is None else h.new_ones(block.shape[0])
-        # What a result held before is left out by beta = 0, a nan too.
-        again = int(part.start > 0)
+        if split:  # the coefficients are two parts, one below the other
+            factor, total = torch.cat((block, block)), None if d_block is None else d_block.new_empty(2 * rows, dim)
+        else:
+            factor, total = block.to(acc), d_block
+        ones = None if d_bias is None else factor.new_ones(factor.shape[0])
+        again = part.start > 0
         narrow: Tensor | None = None
+        memory: Tensor | None = None
         for c in logit_chunks(
             block,
             weight,
@@ -215,22 +230,33 @@ def _gradients(
             row=part.start,
             kept=kept,
         ):
-            classes = slice(c.first, c.first + len(c.rows))
+            count = len(c.rows)
+            classes = slice(c.first, c.first + count)
             cw = None if class_weight is None else cut(class_weight, classes)
-            predict_grad(c.dots, c.bias, wanted, cw, c.first, c.scale, c.absolute, *mine)
-            if d_block is not None:
-                torch.addmm(d_block, c.dots, c.rows, beta=int(c.first > 0), out=d_block)
+            coefs, parts = c.dots, None
+            if split:
+                memory = _parts_memory(weight, rows, count) if memory is None else memory
+                parts = memory[: 2 * rows * _even(count)].view(2 * rows, -1)
+                coefs = parts[:, :count]
+            predict_grad(c.dots, c.bias, wanted, cw, c.first, c.scale, c.absolute, *mine, parts)
+            if total is not None:
+                add_product(coefs, c.rows.to(coefs.dtype), total, again=c.first > 0)
             if sums is not None:
-                rows = cut(sums, classes)
+                to = cut(sums, classes)
                 if sums.dtype == acc:
-                    torch.addmm(rows, c.dots.t(), block, beta=again, out=rows)
+                    add_product(coefs.t(), factor, to, again)
                 else:
                     if narrow is None:
-                        narrow = predict_buffer(h, len(c.rows), dim)
-                    rows.copy_(torch.mm(c.dots.t(), block, out=narrow[: len(c.rows)]))
+                        narrow = predict_buffer(like, count, dim)
+                    to.copy_(product(coefs.t(), factor, narrow[:count]))
             if d_bias is not None and ones is not None:
                 to = cut(d_bias, classes)
-                torch.addmv(to, c.dots.t(), ones, beta=again, out=to)
+                if split:
+                    add_product(ones.unsqueeze(0), coefs, to.unsqueeze(0), again)
+                else:
+                    torch.addmv(to, coefs.t(), ones, beta=int(again), out=to)
+        if split and d_block is not None and total is not None:
+            torch.add(total[:rows], total[rows:], out=d_block)
     if d_weight is not None and sums is not None and sums is not d_weight:
         d_weight.copy_(sums)
     return (

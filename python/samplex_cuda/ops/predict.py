@@ -75,6 +75,7 @@ def predict_grad(
     coef: Tensor,
     target_coef: Tensor,
     smooth: Tensor | None = None,
+    parts: Tensor | None = None,
 ) -> None:
     """Turns the products of a chunk into the gradient with respect to them.
 
@@ -82,7 +83,7 @@ def predict_grad(
     row whose `coef` and `smooth` are 0 gets zeros whatever it holds.
 
     Args:
-        dots: [B, n] float32 or float64, overwritten.
+        dots: [B, n] float32 or float64, overwritten unless `parts` is given.
         bias: [n] like dots.
         target: int64 [B, P].
         class_weight: [n] like dots.
@@ -93,6 +94,8 @@ def predict_grad(
         coef: [B] like dots.
         target_coef: [B, P] like dots.
         smooth: [B] like dots.
+        parts: bfloat16 [2 B, at least n], not on the CPU: gets the gradient as a factor of 16 bits. Rows [0, B) hold
+            the rounded numbers, rows [B, 2 B) what rounding left of them, rounded; columns from n on are not written.
 
     Example:
         >>> import torch
@@ -103,7 +106,7 @@ def predict_grad(
         >>> dots
         tensor([[ 0.2500,  0.2500, -0.7500,  0.2500]])
     """
-    _predict_grad(dots, bias, target, class_weight, first, scale, absolute, lse, coef, target_coef, smooth)
+    _predict_grad(dots, bias, target, class_weight, first, scale, absolute, lse, coef, target_coef, smooth, parts)
 
 
 def predict_topk(

@@ -1,9 +1,9 @@
 """Exact samplers that look at every class: Softmax and Quartic.
 
-A draw costs O(C d) per row: the logits of all classes, by a product over chunks of classes. Only the log weight of each
-block of 256 classes is kept. A draw chooses a block by those weights, computes the logits of the block once more and
-chooses inside it (`samplex_cuda.ops.exact_sample`). Held at a time: B x chunk_size logits, B x C / 256 block weights
-and B x num_samples draws. Nothing waits for the device.
+A draw costs O(C d) per row: the logits of all classes, by a product over chunks of classes, or inside one kernel of a
+GPU (`exact_product_mass`). Only the log weight of each block of 256 classes is kept. A draw chooses a block by those
+weights, computes the logits of the block once more and chooses inside it (`samplex_cuda.ops.exact_sample`). Held at a
+time: B x chunk_size logits, B x C / 256 block weights and B x num_samples draws. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from samplex_cuda import _device
 from samplex_cuda._checks import check_dense, check_int, describe
 from samplex_cuda.chunking import Chunk, logit_chunks, row_blocks
 from samplex_cuda.draw import Draw
@@ -27,11 +28,14 @@ from samplex_cuda.ops.exact_sample import (
     exact_draw,
     exact_log_prob,
     exact_mass,
+    exact_product_mass,
 )
 from samplex_cuda.ops.static_sample import sort_exclude
+from samplex_cuda.products import wide_dtype
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import MAX_SAMPLES, Exclude, Sampler, check_int64
 from samplex_cuda.samplers.stored import finite_error, shape_error
+from samplex_cuda.samplers.table_rows import last_of_equal, replace_rows
 
 __all__ = ["ExactSampler", "Quartic", "Softmax"]
 
@@ -73,6 +77,7 @@ class ExactSampler(Sampler):
         self._source = None if copy else (weight, bias)
         self.follows_rows = copy
         self.has_bias = copy and bias is not None
+        self._notices: _device.Notices | None = None  # ids and rows that were refused on a device
         self.register_buffer("weight", weight.detach().clone().contiguous() if copy else None)
         self.register_buffer("bias", bias.detach().clone() if copy and bias is not None else None)
 
@@ -112,7 +117,7 @@ class ExactSampler(Sampler):
             return Draw(ids, log_q)
         weight, bias = self._rows()
         kind, scale, alpha = self._law()
-        for rows, part, mass in self._masses(flat, excluded):
+        for rows, part, _, mass in self._masses(flat, excluded):
             lse, place = exact_blocks(mass, pair, rows.start, count)
             self._check_lse(lse, part, rows.start)
             found = exact_draw(part, weight, bias, lse, place, pair, kind, scale, alpha, *excluded, rows.start)
@@ -135,12 +140,12 @@ class ExactSampler(Sampler):
             raise ValueError(f"{self._op}: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
         if ids.device != flat.device:
             raise ValueError(f"{self._op}: ids must be on {flat.device}, got {ids.device}")
-        if _on_host(wanted):
+        if not _device.host_waits(wanted):
             self._check_range("ids", wanted, 0)
         excluded = self._excluded(exclude, flat)
         out = torch.empty(wanted.shape, dtype=torch.float32, device=flat.device)
         if out.numel():
-            for rows, part, mass in self._masses(flat, excluded):
+            for rows, part, _, mass in self._masses(flat, excluded):
                 lse = self._lse(mass, part, rows.start)
                 out[rows] = self._log_q(part, lse, wanted[rows].contiguous(), excluded, rows.start)
         return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
@@ -150,9 +155,9 @@ class ExactSampler(Sampler):
         """Log-probability of every class, [B, C] float32."""
         flat = self._check_h(h, None)
         out = torch.empty((flat.shape[0], self.num_classes), dtype=torch.float32, device=flat.device)
-        for rows, part, mass in self._masses(flat, (None, None)):
+        for rows, part, factor, mass in self._masses(flat, (None, None)):
             lse = self._lse(mass, part, rows.start)
-            for chunk in self._chunks(part):
+            for chunk in self._chunks(factor):
                 values = self._log_weight(chunk.logits())
                 out[rows, chunk.first : chunk.first + values.shape[1]] = (values - lse[:, None]).clamp_(max=0).float()
         return out
@@ -160,6 +165,9 @@ class ExactSampler(Sampler):
     @torch.no_grad()
     def update(self, ids: Tensor, rows: Tensor, bias: Tensor | None = None) -> None:
         """Take over changed rows of the class table; with `copy=False` there is nothing to do.
+
+        On a GPU the host does not wait: an id that is no class, or a row that is not finite, leaves the table as it is
+        there, and a later `update` raises.
 
         Args:
             ids: int64 [n]; of equal ids the last counts.
@@ -178,16 +186,70 @@ class ExactSampler(Sampler):
         if bias is not None and (table_bias is None or bias.shape != ids.shape):
             wanted = "None" if table_bias is None else f"[{ids.shape[0]}]"
             raise ValueError(f"{self._op}: bias must be {wanted}, got {describe(bias)}")
+        if _device.host_waits(table):
+            self._update_on_device(ids, rows, bias)
+            return
         self._check_range("ids", ids, 0)
         for name, values in (("rows", rows), ("bias", bias)):
             if values is not None and not bool(values.isfinite().all()):
                 raise ValueError(f"{self._op}: {name} must be finite, got nan or inf")
         if self._source is not None or ids.numel() == 0:
             return
-        last = _last_of_equal(ids)
+        last = last_of_equal(ids)
         table[ids[last]] = rows.detach()[last].to(table)
         if bias is not None and table_bias is not None:
             table_bias[ids[last]] = bias.detach()[last].to(table_bias)
+
+    def _update_on_device(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> None:
+        if self._source is not None or ids.numel() == 0:
+            return
+        notices = self._noticed()
+        if refused := notices.arrived:
+            notices.clear()
+            raise ValueError(
+                f"{self._op}: ids must be in [0, {self.num_classes}) and rows finite, got {refused} that were not "
+                "in earlier calls, and were left out; rebuild(weight) takes over the whole table"
+            )
+        outside, unfit = self._replace(ids, rows, bias)
+        notices.add(outside | unfit)
+
+    def _replace(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        table, table_bias = self._table()
+        changes = [(table, rows.detach().to(table.device))]
+        if bias is not None and table_bias is not None:
+            changes.append((table_bias, bias.detach().to(table.device)))
+        return replace_rows(ids.to(table.device), changes)
+
+    def _noticed(self) -> _device.Notices:
+        table, _ = self._table()
+        if self._notices is None or self._notices.device != table.device:
+            self._notices = _device.Notices(table.device)
+        return self._notices
+
+    @torch.no_grad()
+    def follow(self, ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """These rows of the class table may have changed; see `Sampler.follow`.
+
+        On a GPU the host does not wait. A row that is not finite is left out there; a later call then raises, if the
+        table still has one, and takes over the whole table otherwise.
+        """
+        table, table_bias = self._table()
+        if not _device.host_waits(table):
+            super().follow(ids, weight, bias)
+            return
+        if self._source is not None or ids.numel() == 0:
+            return
+        notices = self._noticed()
+        if notices.arrived:
+            for name, values in (("weight", weight), ("bias", bias)):
+                if values is not None and not bool(values.isfinite().all()):
+                    raise ValueError(f"{self._op}: {name} must be finite, got nan or inf")
+            self.rebuild(weight, bias if table_bias is not None else None)
+            return
+        some = ids.clamp(0, self.num_classes - 1)
+        with_bias = bias is not None and table_bias is not None
+        _, unfit = self._replace(ids, weight[some], bias[some] if with_bias and bias is not None else None)
+        notices.add(unfit)
 
     @torch.no_grad()
     def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -199,6 +261,8 @@ class ExactSampler(Sampler):
             raise ValueError(f"{self._op}: weight must be {list(table.shape)}, got {describe(weight)}")
         if bias is not None and table_bias is None:
             raise ValueError(f"{self._op}: bias must be None, got {describe(bias)}")
+        if self._notices is not None:
+            self._notices.clear()
         if self._source is None:
             table.copy_(weight.detach())
             if bias is not None and table_bias is not None:
@@ -234,24 +298,35 @@ class ExactSampler(Sampler):
         raise NotImplementedError
 
     def _chunks(self, h: Tensor) -> Iterator[Chunk]:
-        """The products of some rows of h with all classes, whole blocks of them at a time."""
+        """The products of a block of `row_blocks` with all classes, whole blocks of classes at a time."""
         weight, bias = self._table()
         return logit_chunks(h, weight, bias, self.scale, False, chunk_size=self.chunk_size, multiple=BLOCK)
 
     def _mass(self, h: Tensor, *lists: _Lists, row: int = 0) -> list[Tensor]:
-        """Log of the weight of each block of classes, [B, ceil(C / 256)] float64, without each of `lists`."""
+        """Log of the weight of each block of classes, [B, ceil(C / 256)] float64, without each of `lists`.
+
+        `h` is a block of `row_blocks`.
+        """
         blocks = -(-self.num_classes // BLOCK)
         masses = [torch.empty((h.shape[0], blocks), dtype=torch.float64, device=h.device) for _ in lists]
+        kind, scale, _ = self._law()
+        if kind != QUARTIC and h.element_size() == 2 and _device.fuses_products(h):
+            weight, bias = self._rows()
+            for excluded, mass in zip(lists, masses, strict=True):
+                exact_product_mass(h.contiguous(), weight, bias, kind, scale, *excluded, row, mass)
+            return masses
         for chunk in self._chunks(h):
             for excluded, mass in zip(lists, masses, strict=True):
                 exact_mass(chunk.dots, chunk.bias, chunk.first, self.num_classes, *self._law(), *excluded, row, mass)
         return masses
 
-    def _masses(self, h: Tensor, excluded: _Lists) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(rows, h of these rows, masses of their blocks), some rows at a time."""
+    def _masses(self, h: Tensor, excluded: _Lists) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """(rows, h of these rows as the ops take it, h as a factor, masses of their blocks), some rows at a time."""
         weight, _ = self._table()
-        for rows, part, _ in row_blocks(h, weight):
-            yield rows, part.contiguous(), self._mass(part, excluded, row=rows.start)[0]
+        wide = wide_dtype(h, weight)
+        for rows, factor, _ in row_blocks(h, weight):
+            part = factor if factor.dtype == wide else h[rows].to(wide)
+            yield rows, part.contiguous(), factor, self._mass(factor, excluded, row=rows.start)[0]
 
     def _lse(self, mass: Tensor, h: Tensor, first: int) -> Tensor:
         """log of the weight of each row, [B] float64."""
@@ -278,7 +353,7 @@ class ExactSampler(Sampler):
 
     def _check_lse(self, lse: Tensor, h: Tensor, first: int) -> None:
         """ValueError where lse [B] is not finite although h and the table are; on CUDA log_q is nan instead."""
-        if not _on_host(lse):
+        if _device.host_waits(lse):
             return
         bad = ~lse.isfinite() & (lse != -torch.inf)  # -inf: nothing is left of the row
         if bool(bad.any()):
@@ -302,7 +377,7 @@ class ExactSampler(Sampler):
             raise ValueError(f"{self._op}: bias must be [{weight.shape[0]}] floating point, got {describe(bias)}")
 
     def _check_h(self, h: Tensor | None, batch_size: int | None) -> Tensor:
-        """h as [B, d], in float32 or, where h or the table is, float64."""
+        """h as [B, d]."""
         weight, _ = self._table()
         if h is None or not isinstance(h, Tensor) or h.dim() < 1 or h.shape[-1] != self.dim:
             raise ValueError(f"{self._op}: h must be [*, {self.dim}], got {describe(h)}")
@@ -311,8 +386,7 @@ class ExactSampler(Sampler):
         if h.device != weight.device:
             raise ValueError(f"{self._op}: h must be on {weight.device}, where the class table is, got {h.device}")
         self._check_batch(h, batch_size, None)
-        wide = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
-        return h.detach().reshape(-1, self.dim).to(wide)
+        return h.detach().reshape(-1, self.dim)
 
     def _check_range(self, name: str, ids: Tensor, least: int) -> None:
         """IndexError for an id that is not a class. The ops pass over one, so on CUDA a draw need not look."""
@@ -343,7 +417,7 @@ class ExactSampler(Sampler):
         exclude = self._check_exclude(exclude, h.device, h.shape[0])
         if exclude is None:
             return None, None
-        if _on_host(h):
+        if not _device.host_waits(h):
             if not isinstance(exclude, Tensor):
                 self._check_offsets(*exclude)
             self._check_range("exclude", exclude if isinstance(exclude, Tensor) else exclude[1], -1)
@@ -355,7 +429,8 @@ class Softmax(ExactSampler):
 
     With the sampler's `scale` and `absolute` equal to those of the loss, every single sample has the normaliser of the
     full softmax, whatever `num_samples` is (Blanc & Rendle 2018, Theorem 1). It costs O(C d) per row: the yardstick for
-    the other samplers, and up to some 10^5 classes cheaper than a tree that follows the weights.
+    the other samplers, and cheaper than a kernel tree that follows the weights up to some 10^5 classes on a CPU and, by
+    the arithmetic of docs/samplers/exact.md, 3 x 10^5 to 4 x 10^6 on a GPU with a 16-bit table.
 
     Args:
         weight: [C, d] class table, float32, float64, bfloat16 or float16.
@@ -453,25 +528,10 @@ class Quartic(ExactSampler):
 
     def _log_weight(self, s: Tensor) -> Tensor:
         value = s.square().square_().mul_(self.alpha).log1p_()
-        if self.alpha > 0.0 and bool(value.isinf().any()):
+        if self.alpha > 0.0 and (_device.host_waits(value) or bool(value.isinf().any())):
             value = torch.where(value.isinf(), 4.0 * s.abs().log() + math.log(self.alpha), value)
         return value
 
     def extra_repr(self) -> str:
         """Sizes and options."""
         return super().extra_repr() + f", alpha={self.alpha:g}"
-
-
-# ---------------------------------------------------------------------------------------------------- helpers
-def _on_host(t: Tensor) -> bool:
-    """Whether a look at the numbers of `t` does not wait for a device."""
-    return t.device.type == "cpu"
-
-
-def _last_of_equal(ids: Tensor) -> Tensor:
-    """Positions that keep of equal ids the last: assignment by index leaves their order open."""
-    order = ids.argsort(stable=True)
-    ordered = ids[order]
-    last = torch.ones_like(ordered, dtype=torch.bool)
-    last[:-1] = ordered[1:] != ordered[:-1]
-    return order[last]

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import _device, chunking
+from samplex_cuda._device import Mailbox
 from samplex_cuda.ops import kernel_tree as ops
 from samplex_cuda.samplers.base import Sampler
 
-__all__ = ["DeviceFollowing", "Mailbox", "packed_ids"]
+__all__ = ["DeviceFollowing", "packed_ids"]
 
 MOST_SUM = 1e30  # of features over all classes: a product with the features of a query must stay in float32
 MOST_ROW = 1e15  # of the numbers of a row: its distance from a query must stay in float32
@@ -51,45 +52,6 @@ def packed_ids(ids: Tensor, num_classes: int) -> Tensor:
     rank = first.cumsum(0)
     place = torch.where(first, rank + (count - rank[-1:]), 0)  # in [1, count]; 0 is for what is dropped
     return ids.new_full((count + 1,), -1).scatter_(0, place, key.long())[1:]
-
-
-class Mailbox:
-    """Numbers that a device sends to the host, which reads whatever has arrived and never waits.
-
-    Args:
-        size: how many.
-        device: who sends them.
-
-    Example:
-        >>> import torch
-        >>> from samplex_cuda.samplers.kernel_follow import Mailbox
-        >>> box = Mailbox(2, torch.device("cpu"))
-        >>> box.send(1, torch.tensor(3.0))
-        >>> box[0], box[1]
-        (0.0, 3.0)
-    """
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._made = size, device
-        self._sent = torch.zeros(size, pin_memory=device.type == "cuda")
-        self._seen = self._sent.numpy()  # the same memory, read without an op
-
-    def send(self, which: int, value: Tensor) -> None:
-        """Sends a number; not while a CUDA graph is captured, which would repeat it."""
-        if not _device.captured(value.device):
-            self._sent[which].copy_(value, non_blocking=True)
-
-    def clear(self, which: int) -> None:
-        """Forgets a number that has arrived."""
-        self._seen[which] = 0.0
-
-    def __getitem__(self, which: int) -> float:
-        """The number that arrived last; 0 before the first."""
-        return float(self._seen[which])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is empty."""
-        return Mailbox, self._made
 
 
 class DeviceFollowing(Sampler):

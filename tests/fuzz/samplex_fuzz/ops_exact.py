@@ -78,6 +78,35 @@ def _mass(d: Dice) -> Call:
     return op_call("exact_mass", args, check, mutable=("mass",), words=_WORDS)
 
 
+@generator("exact_product_mass")
+def _product_mass(d: Dice) -> Call:
+    dtype = d.pick((torch.bfloat16, torch.float16))
+    row, batch, dim, parts = d.pick((0, 0, 2)), d.size(), d.pick((1, 7, 8, 16, 33)), d.pick((1, 1, 3))
+    classes = d.pick((1, 30, 256, 257, 600))
+    exclude, offsets = make_exclude(d, row + batch, classes)
+    args = {
+        "hidden": d.normal(batch, parts * dim, dtype=dtype), "weight": d.normal(classes, dim, dtype=dtype),
+        "bias": None if d.maybe(0.5) else d.normal(classes, dtype=d.pick((torch.float32, dtype))),
+        "kind": d.pick((0, 1)), "scale": d.pick((1.0, 0.5, -2.0)), "exclude": exclude, "exclude_offsets": offsets,
+        "row": row, "mass": torch.full((batch, -(-classes // 256)), 5.0, dtype=torch.float64),
+    }  # fmt: skip
+
+    def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
+        if is_meta(*a.values()) or not all_ordinary(a.hidden, a.weight, a.bias, a.scale):
+            return
+        batch, dim = a.hidden.shape[0], a.weight.shape[1]
+        lists = _lists(a, batch)
+        if lists is None or batch == 0 or dim == 0:
+            return
+        h, weight = a.hidden.double().view(batch, -1, dim), a.weight.double()
+        bias = None if a.bias is None else a.bias.double()
+        want = plain.exact_mass(h.sum(1) @ weight.T, bias, a.kind, a.scale, 0.0, 0, lists)
+        terms = float((h.abs().sum(1) @ weight.abs().T).max())
+        near("mass", after.mass, want, 1e-5 * (10.0 + abs(a.scale) * terms))
+
+    return op_call("exact_product_mass", args, check, mutable=("mass",), words=_WORDS)
+
+
 @generator("exact_blocks")
 def _blocks(d: Dice) -> Call:
     mass = d.normal(d.size(), d.pick((1, 2, 5, 256, 300)), dtype=torch.float64, scale=3.0)

@@ -1,0 +1,65 @@
+"""Rows of a sampler's own copy of the class table, replaced without the host waiting for the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["last_of_equal", "replace_rows"]
+
+
+def last_of_equal(ids: Tensor) -> Tensor:
+    """Positions that keep of equal ids the last: assignment by index leaves their order open. The CPU's way.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.samplers.table_rows import last_of_equal
+        >>> last_of_equal(torch.tensor([5, 2, 5]))
+        tensor([1, 2])
+    """
+    order = ids.argsort(stable=True)
+    ordered = ids[order]
+    last = torch.ones_like(ordered, dtype=torch.bool)
+    last[:-1] = ordered[1:] != ordered[:-1]
+    return order[last]
+
+
+def replace_rows(ids: Tensor, changes: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Writes new rows into tables, of equal ids the last. All sizes are those of the arguments: nothing waits.
+
+    An id that is no class is passed over. Where a number of a class's new rows is not finite, the class keeps its rows
+    in all tables.
+
+    Args:
+        ids: int64 [n], n >= 1.
+        changes: (table [C, ...], new rows [n, ...]).
+
+    Returns:
+        Two bool [n]: which ids are no classes; which of the others have new rows that are not finite.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.samplers.table_rows import replace_rows
+        >>> table = torch.zeros(4, 1)
+        >>> replace_rows(torch.tensor([2, 9, 2, 0]), [(table, torch.tensor([[1.0], [2.0], [3.0], [torch.inf]]))])
+        (tensor([False,  True, False, False]), tensor([False, False, False,  True]))
+        >>> table.flatten()
+        tensor([0., 0., 3., 0.])
+    """
+    count, classes = ids.shape[0], changes[0][0].shape[0]
+    outside, unfit = (ids < 0) | (ids >= classes), torch.zeros_like(ids, dtype=torch.bool)
+    for _, rows in changes:
+        unfit |= ~rows.reshape(count, -1).isfinite().all(1)
+    key = torch.where(outside, -1, ids)
+    if classes < 1 << 31:
+        key = key.to(torch.int32)  # half the passes of a radix sort
+    ordered, order = key.sort(stable=True)
+    # Entries that write to one class all write the row of the last of them. One that is no class does what the entry of
+    # the largest id does; if there is no class at all, class 0 gets the row it has.
+    last = torch.where(ordered < 0, count - 1, torch.searchsorted(ordered, ordered, right=True) - 1)
+    at, source = ordered[last].clamp_min(0).long(), order[last]
+    taken = (ordered[-1:] >= 0) & ~unfit[source]
+    for table, rows in changes:
+        mask = taken.view(-1, *(1,) * (table.dim() - 1))
+        table.index_copy_(0, at, torch.where(mask, rows[source].to(table.dtype), table[at]))
+    return outside, unfit & ~outside
