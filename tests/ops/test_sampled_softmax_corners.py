@@ -235,6 +235,5 @@ def test_a_loss_scale_of_zero(backend, shared, m, scale):
     coefs = torch.ops.samplex.loss_entries(
         one, None, h, target, ids, saved, 1, False, False, False, grad_scale, found_inf
     )[1]
-    # Without draws the loss is 0, and so is its gradient; with some, nothing finite is left of it.
-    assert bool(found_inf) == (m > 0)
-    assert bool((coefs == 0).all()) == (m == 0)
+    assert float(found_inf) == 1.0
+    assert not bool(coefs.isfinite().any())
