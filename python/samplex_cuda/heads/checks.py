@@ -13,6 +13,7 @@ from samplex_cuda.losses import Loss
 
 if TYPE_CHECKING:
     from samplex_cuda.heads.classifier import SampledClassifier
+    from samplex_cuda.heads.module import HeadModule
 
 __all__ = ["check_sampler", "explain_mismatch", "like_weight", "refuse_moved", "refuse_replicas"]
 
@@ -71,7 +72,7 @@ def check_sampler(
 
 
 def explain_mismatch(
-    head: SampledClassifier,
+    head: HeadModule,
     state_dict: dict[str, Any],
     prefix: str,
     metadata: Any,

@@ -16,9 +16,9 @@ from samplex_cuda._checks import check_choice, check_dense, check_int, check_num
 from samplex_cuda.draw import COPIES, Draw
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.functional.full import full_softmax
-from samplex_cuda.heads.checks import check_sampler, explain_mismatch, like_weight, refuse_moved, refuse_replicas
-from samplex_cuda.heads.exact import ExactAnswers
-from samplex_cuda.heads.follow import Staleness, TableFollower
+from samplex_cuda.heads.checks import check_sampler, like_weight, refuse_moved, refuse_replicas
+from samplex_cuda.heads.follow import TableFollower
+from samplex_cuda.heads.module import HeadModule
 from samplex_cuda.losses import Loss, Needs
 from samplex_cuda.ops.fused_loss import run_loss
 from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, StaticInputs
@@ -27,7 +27,6 @@ from samplex_cuda.ops.transforms import transformed
 from samplex_cuda.optim.fusion import Fusion
 from samplex_cuda.prediction import mean_weight, valid_targets
 from samplex_cuda.rng import Key, key_tensor
-from samplex_cuda.samplers.base import refuse_classes
 from samplex_cuda.samplers.static import StaticSampler
 from samplex_cuda.tables import empty_table
 
@@ -65,7 +64,7 @@ class LossSpec(NamedTuple):
     draws_static: bool  # the op of the loss draws by itself, from the sampler's `law()`
 
 
-class SampledClassifier(ExactAnswers):
+class SampledClassifier(HeadModule):
     """A linear classifier over C classes that trains on sampled classes and evaluates exactly.
 
     In training mode `head(h, y)` draws `num_samples` classes per row (or once for the batch, with `shared=True`) and
@@ -608,177 +607,3 @@ class SampledClassifier(ExactAnswers):
     def fused(self) -> Fusion | None:
         """What `fuse_optimizer` made: `fused.optimizer`, `fused.accumulate`, `fused.pending`; None if not fused."""
         return self._fusion
-
-    # -------------------------------------------------------------------------------------------- the sampler
-    def set_sampler(
-        self, sampler: nn.Module, *, num_samples: int | None = None, update: str | int | None = "auto"
-    ) -> None:
-        """Give the head another sampler, checked as in the constructor; nothing changes if it is refused.
-
-        Args:
-            sampler: for the same number of classes.
-            num_samples: the new number of draws; by default as before.
-            update: as `sampler_update` of the constructor.
-
-        Example:
-            >>> import torch, samplex_cuda as sx
-            >>> head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
-            >>> head.set_sampler(sx.samplers.LogUniform(100), num_samples=10)
-            >>> head.num_samples
-            10
-        """
-        if num_samples is not None:
-            check_int(f"{_NAME}.set_sampler", "num_samples", num_samples)
-        policy = check_sampler(
-            sampler, self.loss, self.num_classes, self.bias is not None, self.shared, self.stratified, update
-        )
-        self.sampler = sampler
-        self.follower = TableFollower(policy, self.num_classes, update == "auto")
-        if num_samples is not None:
-            self.num_samples = num_samples
-
-    @property
-    def sampler_update(self) -> str | int | None:
-        """The policy by which the sampler follows the class table; `set_sampler` changes it."""
-        return self.follower.policy
-
-    def staleness(self) -> Staleness:
-        """How many training forwards, and how many class rows, the sampler lags behind `weight`.
-
-        Zero for samplers that do not depend on the table. With `sampler_update=None` nothing is counted. A write in
-        place to the table that no `torch.optim.Optimizer` made (found by the tensor's version counter; writes through
-        `.data` have none) makes `rows` -1, unless `mark_changed(ids)` says which rows it was.
-
-        Example:
-            >>> import torch, samplex_cuda as sx
-            >>> sampler = sx.samplers.Quadratic(torch.zeros(100, 8))
-            >>> head = sx.SampledClassifier(8, 100, sampler, num_samples=5, bias=False)
-            >>> _ = head(torch.randn(4, 8), torch.arange(4))
-            >>> stale = head.staleness()
-            >>> stale.steps, 4 <= stale.rows <= 24
-            (1, True)
-        """
-        if self.follower.active:
-            self.follower.look(self.weight, self.bias if getattr(self.sampler, "has_bias", False) else None)
-        return self.follower.staleness()
-
-    def update_sampler(self) -> None:
-        """Bring the sampler up to date with `weight` and `bias` now: the rows touched since, or all of them.
-
-        Example:
-            >>> import torch, samplex_cuda as sx
-            >>> sampler = sx.samplers.Quadratic(torch.zeros(100, 8))
-            >>> head = sx.SampledClassifier(8, 100, sampler, num_samples=5, bias=False)
-            >>> head.update_sampler()
-            >>> torch.equal(sampler.rows, head.weight)
-            True
-        """
-        self.follower.flush(self.sampler, self.weight, self.bias)
-
-    def mark_changed(self, ids: list[Tensor] | Tensor | None = None) -> None:
-        """Tell the head that class rows changed outside of its own training step.
-
-        Args:
-            ids: int64 of any shape, or a list of them; ids out of range are skipped. None: any row may have changed,
-                and the sampler is rebuilt before the next training forward.
-
-        Example:
-            >>> import torch, samplex_cuda as sx
-            >>> head = sx.SampledClassifier(8, 100, sx.samplers.Quadratic(torch.zeros(100, 8)), 5, bias=False)
-            >>> head.update_sampler()
-            >>> head.mark_changed(torch.tensor([3, 4]))
-            >>> head.staleness().rows
-            2
-        """
-        if not self.follower.active:
-            return
-        if ids is not None:
-            several = [ids] if isinstance(ids, Tensor) else ids
-            ids = [torch.where((i >= 0) & (i < self.num_classes), i, -1).reshape(-1) for i in several]
-        self.follower.mark(ids)
-
-    def train(self, mode: bool = True) -> SampledClassifier:
-        """As in `nn.Module`; with `sampler_update="epoch"` going from eval to training marks the sampler for a rebuild.
-
-        Example:
-            >>> import samplex_cuda as sx
-            >>> sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10).train().training
-            True
-        """
-        if mode and not self.training:
-            self.follower.end_epoch()
-        return super().train(mode)
-
-    # -------------------------------------------------------------------------------------------- as a module
-    def linear(self) -> nn.Linear:
-        """An `nn.Linear` that shares `weight` and `bias`, for export; it knows no `scale` and no `absolute`.
-
-        Example:
-            >>> import torch, samplex_cuda as sx
-            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Unigram(torch.ones(50)), num_samples=10)
-            >>> sorted(head.linear().state_dict())
-            ['bias', 'weight']
-        """
-        # On meta nothing is allocated before the parameters are put in.
-        linear = nn.Linear(self.in_features, self.num_classes, bias=self.bias is not None, device="meta")
-        linear.weight = self.weight
-        if self.bias is not None:
-            linear.bias = self.bias
-        return linear
-
-    def _apply(self, fn: Any, recurse: bool = True) -> SampledClassifier:
-        names = ["class_weight"] + ([] if self._state_name is None else [self._state_name])
-        exact = {name: self.get_buffer(name) for name in names if self._buffers.get(name) is not None}
-        super()._apply(fn, recurse)
-        # `.to(bfloat16)` is about the parameters; rounded class weights would shift the loss.
-        for name, value in exact.items():
-            now = self.get_buffer(name)
-            if now.dtype != self._wide():
-                setattr(self, name, value.to(device=now.device, dtype=self._wide()))
-        return self
-
-    def _wide(self) -> torch.dtype:
-        return torch.float64 if self.weight.dtype == torch.float64 else torch.float32
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        # How far the saved sampler lags behind the saved weights, so that a resumed run draws what this one would have.
-        if (lag := self.follower.lag()) is not None:
-            destination[f"{prefix}sampler_lag"] = lag
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if self.sampler is not None and refuse_classes(self, self.num_classes, state_dict, prefix, args[-1]):
-            return
-        explain_mismatch(self, state_dict, prefix, *args)
-        # A checkpoint of nn.Linear has no `sampler.` entry at all: load it strictly all the same, and keep the sampler.
-        without = not any(name.startswith(f"{prefix}sampler.") for name in state_dict)
-        if without and self.sampler is not None:
-            state_dict.update(self.sampler.state_dict(prefix=f"{prefix}sampler."))
-            if self._state_name is not None:
-                state_dict.setdefault(f"{prefix}{self._state_name}", self.get_buffer(self._state_name))
-        # A checkpoint of this head holds the sampler and its lag; one without a sampler brings rows it has not seen.
-        self.follower.restore(state_dict.pop(f"{prefix}sampler_lag", None), self.weight.device)
-        if without:
-            self.follower.mark()
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self.follower.accept()  # what was loaded belongs to the sampler and the lag that come with it
-
-    def extra_repr(self) -> str:
-        """What `print(head)` shows; options at their defaults are left out."""
-        parts = [
-            f"in_features={self.in_features}, num_classes={self.num_classes}, num_samples={self.num_samples}",
-            f"loss={self.loss!r}, bias={self.bias is not None}",
-        ]
-        defaults = {
-            "shared": False,
-            "stratified": False,
-            "scale": 1.0,
-            "ignore_index": -100,
-            "sparse": True,
-            "reduction": "mean",
-            "sampler_update": None,
-        }
-        parts += [f"{name}={getattr(self, name)}" for name, value in defaults.items() if getattr(self, name) != value]
-        if self.class_weight is not None:
-            parts.append("class_weight=True")
-        return ", ".join(parts)

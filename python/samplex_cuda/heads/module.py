@@ -1,0 +1,96 @@
+"""A head as a module: its state dict, its conversion, what it prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from samplex_cuda.heads.checks import explain_mismatch
+from samplex_cuda.heads.sampler import SamplerOfHead
+from samplex_cuda.samplers.base import refuse_classes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["HeadModule"]
+
+
+class HeadModule(SamplerOfHead):
+    """What `SampledClassifier` has of `nn.Module` and `nn.Linear`."""
+
+    _state_name: str | None
+
+    def linear(self) -> nn.Linear:
+        """An `nn.Linear` that shares `weight` and `bias`, for export; it knows no `scale` and no `absolute`.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Unigram(torch.ones(50)), num_samples=10)
+            >>> sorted(head.linear().state_dict())
+            ['bias', 'weight']
+        """
+        # On meta nothing is allocated before the parameters are put in.
+        linear = nn.Linear(self.in_features, self.num_classes, bias=self.bias is not None, device="meta")
+        linear.weight = self.weight
+        if self.bias is not None:
+            linear.bias = self.bias
+        return linear
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        names = ["class_weight"] + ([] if self._state_name is None else [self._state_name])
+        exact = {name: self.get_buffer(name) for name in names if self._buffers.get(name) is not None}
+        super()._apply(fn, recurse)
+        # `.to(bfloat16)` is about the parameters; rounded class weights would shift the loss.
+        for name, value in exact.items():
+            now = self.get_buffer(name)
+            if now.dtype != self._wide():
+                setattr(self, name, value.to(device=now.device, dtype=self._wide()))
+        return self
+
+    def _wide(self) -> torch.dtype:
+        return torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # How far the saved sampler lags behind the saved weights, so that a resumed run draws what this one would have.
+        if (lag := self.follower.lag()) is not None:
+            destination[f"{prefix}sampler_lag"] = lag
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.sampler is not None and refuse_classes(self, self.num_classes, state_dict, prefix, args[-1]):
+            return
+        explain_mismatch(self, state_dict, prefix, *args)
+        # A checkpoint of nn.Linear has no `sampler.` entry at all: load it strictly all the same, and keep the sampler.
+        without = not any(name.startswith(f"{prefix}sampler.") for name in state_dict)
+        if without and self.sampler is not None:
+            state_dict.update(self.sampler.state_dict(prefix=f"{prefix}sampler."))
+            if self._state_name is not None:
+                state_dict.setdefault(f"{prefix}{self._state_name}", self.get_buffer(self._state_name))
+        # A checkpoint of this head holds the sampler and its lag; one without a sampler brings rows it has not seen.
+        self.follower.restore(state_dict.pop(f"{prefix}sampler_lag", None), self.weight.device)
+        if without:
+            self.follower.mark()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.follower.accept()  # what was loaded belongs to the sampler and the lag that come with it
+
+    def extra_repr(self) -> str:
+        """What `print(head)` shows; options at their defaults are left out."""
+        parts = [
+            f"in_features={self.in_features}, num_classes={self.num_classes}, num_samples={self.num_samples}",
+            f"loss={self.loss!r}, bias={self.bias is not None}",
+        ]
+        defaults = {
+            "shared": False,
+            "stratified": False,
+            "scale": 1.0,
+            "ignore_index": -100,
+            "sparse": True,
+            "reduction": "mean",
+            "sampler_update": None,
+        }
+        parts += [f"{name}={getattr(self, name)}" for name, value in defaults.items() if getattr(self, name) != value]
+        if self.class_weight is not None:
+            parts.append("class_weight=True")
+        return ", ".join(parts)
