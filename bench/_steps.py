@@ -366,6 +366,59 @@ class Gemms:
         return self.d_rows
 
 
+class RawOps:
+    """The three ops of a fused step inside an empty autograd Function: no head, no checks, no key of its own.
+
+    What Python around the ops could at best be cut to: the floor of a step's overhead. The draws repeat.
+    """
+
+    name = "raw ops"
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        ours = Ours(sizes, device)
+        weight, sampler = ours.head.weight, ours.head.sampler
+        ours.step(
+            torch.randn(sizes.batch, sizes.dim, device=device),
+            torch.zeros(sizes.batch, dtype=torch.int64, device=device),
+        )
+        at: Any = ours.optimizer.begin(weight)
+        law: Any = sampler.law()  # type: ignore[union-attr, operator]
+        key = torch.tensor([1, 2], device=device)
+        draw, entries = torch.ops.samplex.sampled_softmax_static.default, torch.ops.samplex.loss_entries.default
+        update, below = torch.ops.samplex.row_update_.default, torch._C._AutoDispatchBelowAutograd
+
+        class Step(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, h: Tensor, y: Tensor, table: Tensor) -> Tensor:
+                with below():
+                    loss, ids, saved = draw(
+                        h, table, y, key, law.number, sizes.m, sizes.shared, law.table, law.prefix, None, None, 1.0,
+                        0.0, -100, 1, False, True, True,
+                    )  # fmt: skip
+                ctx.kept = h, y, ids, saved
+                return loss
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+                h, y, ids, saved = ctx.kept
+                with below():
+                    d_h, coef_a, coef_b, rows_b, _, _ = entries(grad, None, h, y, ids, saved, 1, False, False)
+                    update(
+                        weight, at.state0, None, None, None, None, y, coef_a, h, ids, coef_b,
+                        rows_b if sizes.shared else h, None, None, at.rule, (),
+                    )  # fmt: skip
+                return d_h, None, None
+
+        self._apply = super(torch.autograd.Function, Step).apply
+        self._table = weight
+
+    def step(self, h: Tensor, y: Tensor) -> Tensor:
+        h.grad = None
+        loss = self._apply(h, y, self._table)
+        loss.backward()
+        return loss.detach()
+
+
 def rivals(sizes: Sizes, device: torch.device) -> tuple[list[Eager], str]:
     """The other sides that this machine can run, and a note on those that it cannot."""
     sides: list[Eager] = [Eager(sizes, device)]

@@ -4,6 +4,8 @@ Rows (--only takes any part of a name), C = 1,000, d = 16, B = 8, m = 8, uniform
   fused_per_row, fused_shared       whole step with the update inside backward, vs eager torch with torch.optim.Adagrad
   unfused_per_row, unfused_shared   the same head with its sparse gradient and RowAdagrad.step()
   ..._bias                          each of them with a bias, as heads have one by default
+  floor_per_row, floor_shared       the ops of a fused step with no head around them, vs eager torch: no Python could be
+                                    faster than that
   context_unigram                   fused step with `context=` given, as `samplex train` gives it on text / without it
   context_bigram                    fused step with a Bigram sampler and its context / with a Unigram sampler without
   context_text                      context_unigram in the shape of text: h [2, 4, 16], y [2, 4], one context per token
@@ -44,7 +46,7 @@ from _harness import (
     wanted,
     write_readme,
 )
-from _steps import SETS, Eager, Ours, Sizes, make_inputs, refcheck, timed
+from _steps import SETS, Eager, Ours, RawOps, Sizes, make_inputs, refcheck, timed
 
 CLASSES, DIM, BATCH, M = 1_000, 16, 8, 8
 TARGETS = {("fused", False): 5.0, ("fused", True): 4.0, ("unfused", False): 3.0, ("unfused", True): 3.0}
@@ -89,6 +91,9 @@ class Bench:
                 rows[row_id] = functools.partial(
                     self.versus, row_id, kind == "fused", shared, bias, None if bias else target
                 )
+        for shared in (False, True):
+            row_id = f"floor_{'shared' if shared else 'per_row'}"
+            rows[row_id] = functools.partial(self.floor, row_id, shared)
         rows["context_unigram"] = functools.partial(self.context, "context_unigram", "unigram", target=1.1)
         rows["context_bigram"] = functools.partial(self.context, "context_bigram", "bigram", target=1.1)
         rows["context_text"] = functools.partial(self.context, "context_text", "unigram", text=True)
@@ -113,6 +118,27 @@ class Bench:
             checked,
             target=None if note else target,
             note=note,
+            ours=got.times[mine.name],
+            other=got.times[other.name],
+            other_name=other.name,
+            spread=(low, high),
+            config=sizes.config,
+        )
+
+    def floor(self, row_id: str, shared: bool) -> Row:
+        sizes = Sizes(CLASSES, DIM, BATCH, M, shared)
+        mine, other = RawOps(sizes, self.device), Eager(sizes, self.device)
+        inputs = make_inputs(sizes, self.device)
+        got = self.time([timed(mine, inputs), timed(other, inputs)])
+        value, low, high = got.ratio(other.name, mine.name)
+        draws = "shared draws [8]" if shared else "draws [8, 8]"
+        return Row(
+            row_id,
+            f"the ops of a step alone, {draws}, fused update, C = 1,000, d = 16, vs eager torch: the limit",
+            value,
+            "x",
+            "none: the ops are those of the rows above",
+            note=disturbed(got),
             ours=got.times[mine.name],
             other=got.times[other.name],
             other_name=other.name,
