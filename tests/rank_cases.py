@@ -169,6 +169,23 @@ def _message(call: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ with an encoder
+def inside_ddp(group: Any) -> str:
+    """The message of a sharded head that was wrapped together with its encoder."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = torch.nn.Linear(5, DIM)
+            self.head = make_head("plain", "meta").shard(group, encoder="average", key=sx.Key(5))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.head(self.encoder(x), y)
+
+    # As many rows on every rank, or DDP refuses by itself.
+    model = torch.nn.parallel.DistributedDataParallel(Model(), process_group=group)
+    return _message(lambda: model(torch.randn(2, 5), torch.zeros(2, dtype=torch.int64)))
+
+
 def with_ddp(group: Any, averaged: bool) -> list[Tensor]:
     """Encoder in DDP, sharded head: parameters of the encoder after a few steps."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -133,6 +133,11 @@ def test_an_averaging_encoder_learns_as_one_process(ranks):
                 torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+def test_a_sharded_head_inside_ddp_raises(ranks):
+    for message in ranks.run(1, "inside_ddp"):
+        assert "must not be inside DistributedDataParallel" in message
+
+
 # ------------------------------------------------------------------------------------------------ refusals
 REFUSED = {
     "target": ("IndexError: SampledClassifier: y must be in [0, 203)", "rank 1 of the group refused its batch"),

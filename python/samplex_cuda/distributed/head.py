@@ -16,7 +16,7 @@ from samplex_cuda.distributed.collectives import Everyone, Exchange, group_of
 from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.distributed.step import StepResult, logits_of, loss_of_logits, partial_hidden, run_step
 from samplex_cuda.functional._inputs import known_positives
-from samplex_cuda.heads.checks import like_weight
+from samplex_cuda.heads.checks import inside_ddp, like_weight
 from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
 from samplex_cuda.prediction import exact_topk, mean_weight, softmax_sums
 from samplex_cuda.rng import Key, key_tensor, uniform_at
@@ -164,6 +164,11 @@ class ShardedClassifier(SampledClassifier):
         Returns:
             fp32 scalar (fp64 with fp64 parameters), the same on every rank.
         """
+        if inside_ddp(self):
+            raise RuntimeError(
+                f"{_NAME}: a sharded head must not be inside DistributedDataParallel, which gives every rank the rows "
+                "of rank 0: wrap the encoder alone, and make the head anew"
+            )
         grad = torch.is_grad_enabled()
         given = [t is not None for t in (features, index, context, sample_weight)]
         targets = y.shape[-1] if isinstance(y, Tensor) and isinstance(h, Tensor) and y.dim() == h.dim() else 0

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from samplex_cuda.heads.classifier import SampledClassifier
     from samplex_cuda.heads.module import HeadModule
 
-__all__ = ["check_sampler", "explain_mismatch", "like_weight", "refuse_moved", "refuse_replicas"]
+__all__ = ["check_sampler", "explain_mismatch", "inside_ddp", "like_weight", "refuse_moved", "refuse_replicas"]
 
 _NAME = "SampledClassifier"
 _MOVED = ("label_smoothing", "absolute", "reg", "num_examples", "eta_rate")  # to the objects of sx.losses
@@ -113,12 +113,17 @@ def like_weight(h: Tensor, weight: Tensor) -> Tensor:
 
 def refuse_replicas(head: SampledClassifier) -> None:
     """Raises inside DistributedDataParallel, which does not synchronize sparse gradients and fused updates."""
-    active = nn.parallel.DistributedDataParallel._active_ddp_module
-    if active is None or not any(module is head for module in active.module.modules()):
+    if not inside_ddp(head):
         return
     how = "a fused optimizer" if head.fused is not None else "sparse gradients"
     raise RuntimeError(
         f"{_NAME}: a head with {how} must not be inside DistributedDataParallel, which would not synchronize its class "
-        "table across ranks. Use sparse=False without a fused optimizer (dense gradients, O(C) per step), or wrap only "
-        "the encoder in DistributedDataParallel and train the head on one rank"
+        "table across ranks. Wrap only the encoder in DistributedDataParallel and spread the table over the ranks, "
+        'head.shard(encoder="average"); or use sparse=False without a fused optimizer (dense gradients, O(C) per step)'
     )
+
+
+def inside_ddp(head: nn.Module) -> bool:
+    """Whether a DistributedDataParallel that holds this module runs its forward now."""
+    active = nn.parallel.DistributedDataParallel._active_ddp_module
+    return active is not None and any(module is head for module in active.module.modules())
