@@ -206,6 +206,40 @@ def with_ddp(group: Any, averaged: bool) -> list[Tensor]:
     return [p.detach().clone() for p in encoder.parameters()]
 
 
+def accumulated(group: Any) -> Any:
+    """Two backwards make one update; the tables after two updates."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    head: Any = make_head("plain", "meta").shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH)
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.2), accumulate=2)
+    key, changed = sx.Key(9), []
+    for step, (h, y) in enumerate(batches(4)):
+        before, rows = head.weight.detach().clone(), part_of(step, world, rank)
+        head(h[rows], y[rows], key=key).backward()
+        changed.append(not torch.equal(before, head.weight))
+    return changed, whole(head, group)
+
+
+def loss_scaled(group: Any) -> Any:
+    """Three steps under a GradScaler, of which the second overflows; the tables and the scale."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    head: Any = make_head("plain", "meta").shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.2), grad_scaler=scaler)
+    encoder = torch.nn.Linear(DIM, DIM)
+    torch.nn.init.eye_(encoder.weight), torch.nn.init.zeros_(encoder.bias)
+    outer = torch.optim.SGD(encoder.parameters(), lr=0.0)
+    key, tables = sx.Key(9), []
+    for step, (h, y) in enumerate(batches(3)):
+        rows = part_of(0, world, rank)
+        loss = head(encoder(h[rows]), y[rows], key=key) * (torch.inf if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(outer)
+        scaler.update()
+        outer.zero_grad()
+        tables.append(whole(head, group))
+    return tables, scaler.get_scale()
+
+
 # ------------------------------------------------------------------------------------------------ checkpoints
 def _training(group: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     """Encoder, sharded head and their optimizers; another start for each number of ranks."""

@@ -133,6 +133,25 @@ def test_an_averaging_encoder_learns_as_one_process(ranks):
                 torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+def test_accumulated_backwards_make_one_update(ranks):
+    changed, tables = ranks.run(1, "accumulated")[0]
+    assert changed == [False, True, False, True]
+    for _, mine in ranks.run(3, "accumulated"):
+        assert all(torch.equal(a, b) for a, b in zip(mine, tables, strict=True))
+
+
+def test_a_loss_scale_is_taken_out_and_an_overflow_left_out(ranks):
+    tables, scale = ranks.run(1, "loss_scaled")[0]
+    assert scale == 512.0
+    assert torch.equal(tables[1][0], tables[0][0])
+    assert not torch.equal(tables[2][0], tables[1][0])
+    for mine, other in ranks.run(4, "loss_scaled"):
+        assert other == scale
+        for (weight, bias), (want, of_bias) in zip(mine, tables, strict=True):
+            assert torch.equal(weight, want)
+            assert torch.equal(bias, of_bias)
+
+
 def test_a_sharded_head_inside_ddp_raises(ranks):
     for message in ranks.run(1, "inside_ddp"):
         assert "must not be inside DistributedDataParallel" in message
