@@ -186,13 +186,15 @@ def inside_ddp(group: Any) -> str:
     return _message(lambda: model(torch.randn(2, 5), torch.zeros(2, dtype=torch.int64)))
 
 
-def with_ddp(group: Any, averaged: bool) -> list[Tensor]:
-    """Encoder in DDP, sharded head: parameters of the encoder after a few steps."""
+def with_encoder(group: Any, kind: str) -> list[Tensor]:
+    """A plain encoder, one in DDP or in FSDP2, a sharded head: parameters of the encoder after a few steps."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     torch.manual_seed(3)
     encoder: Any = torch.nn.Linear(5, DIM)
-    if averaged:
+    if kind == "ddp":
         encoder = torch.nn.parallel.DistributedDataParallel(encoder, process_group=group)
+    elif kind == "fsdp":
+        torch.distributed.fsdp.fully_shard(encoder, mesh=dist.device_mesh.DeviceMesh.from_group(group, "cpu"))
     head: Any = make_head("plain", "meta").shard(group, encoder="average", key=sx.Key(5), batch_capacity=BATCH)
     head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.2))
     optimizer = torch.optim.SGD(encoder.parameters(), lr=0.5)
@@ -203,7 +205,7 @@ def with_ddp(group: Any, averaged: bool) -> list[Tensor]:
         optimizer.zero_grad()
         head(encoder(x[rows]), y[rows], key=key).backward()
         optimizer.step()
-    return [p.detach().clone() for p in encoder.parameters()]
+    return [(p.full_tensor() if kind == "fsdp" else p).detach().clone() for p in encoder.parameters()]
 
 
 def accumulated(group: Any) -> Any:

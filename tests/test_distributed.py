@@ -125,10 +125,11 @@ def test_initial_rows_are_those_of_a_linear_layer(ranks):
     assert weight.unique().numel() > 0.99 * weight.numel()
 
 
-def test_an_averaging_encoder_learns_as_one_process(ranks):
-    (alone,) = ranks.run(1, "with_ddp", False)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_an_averaging_encoder_learns_as_one_process(ranks, kind):
+    (alone,) = ranks.run(1, "with_encoder", "plain")
     for world in (2, 4):
-        for rank in ranks.run(world, "with_ddp", True):
+        for rank in ranks.run(world, "with_encoder", kind):
             for mine, other in zip(rank, alone, strict=True):
                 torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
