@@ -22,6 +22,9 @@ inline auto call_op(const char* name, const char* overload, const Args&... args)
 
 inline Tensor tensor_of(StableIValue value) { return torch::stable::detail::to<Tensor>(value); }
 
+// Without its history: torch's ops with an output refuse factors that want a gradient.
+inline Tensor detached(const Tensor& t) { return tensor_of(call_op("aten::detach", "", t)[0]); }
+
 // Ids, coefficients and rows, as row_reduce takes them: ids [S] or [S, k], coefficients of that shape or None, rows
 // [S, d].
 struct RowSource {

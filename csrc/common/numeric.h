@@ -64,6 +64,10 @@ SX_HOST_DEVICE inline bool is_finite(double x) {
   return (bit_copy<uint64_t>(x) & 0x7FF0000000000000ull) != 0x7FF0000000000000ull;
 }
 
+// Modulo 2^64: sums of a damaged table are wrong numbers, and no overflow.
+SX_HOST_DEVICE inline int64_t wrapped_sum(int64_t a, int64_t b) { return int64_t(uint64_t(a) + uint64_t(b)); }
+SX_HOST_DEVICE inline int64_t wrapped_difference(int64_t a, int64_t b) { return int64_t(uint64_t(a) - uint64_t(b)); }
+
 // x as high + low of 16 bits each. An infinity has no rest, or inf - inf would be nan.
 template <typename T>
 SX_HOST_DEVICE inline void split16(float x, T& high, T& low) {

@@ -154,6 +154,15 @@ def test_quartic_keeps_its_chunks(device, monkeypatch):
     assert calls.made["exact_mass"] == 2
 
 
+def test_parameters_are_taken_as_they_are(device):
+    """A table that wants a gradient gives the same numbers, and none of its history."""
+    h, weight, bias = made(device, 2, 300, 16, BF16)
+    want = mass_of(h, weight, bias)
+    got = mass_of(*(t.clone().requires_grad_() for t in (h, weight, bias)))
+    assert torch.equal(got, want)
+    assert not got.requires_grad
+
+
 def test_errors(backend):
     h, weight, bias = made(backend.device, 2, 300, 8, BF16)
     mass = torch.empty(2, 2, dtype=torch.float64, device=backend.device)

@@ -76,7 +76,6 @@ Tensor rff(Tensor x, MaybeTensor omega, int64_t kind, double nu, double alpha, b
 // a [n, k] times b [k, p]. mm.out and not matmul: under autocast the functional overloads answer in half precision.
 Tensor call_mm(const Tensor& a, const Tensor& b) {
   const Tensor result = empty(a, {a.size(0), b.size(1)}, a.scalar_type());
-  const auto detached = [](const Tensor& t) { return tensor_of(call_op("aten::detach", "", t)[0]); };
   return tensor_of(call_op("aten::mm", "out", detached(a), detached(b), result)[0]);
 }
 

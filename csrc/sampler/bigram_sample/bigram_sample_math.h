@@ -22,7 +22,8 @@ SX_HOST_DEVICE inline int64_t pair_position(const BigramSampleParams& p, const B
 }
 
 SX_HOST_DEVICE inline int64_t pair_weight(const BigramSampleParams& p, const BigramRow& row, int64_t position) {
-  return p.pair_prefix[row.prefix + position + 1] - p.pair_prefix[row.prefix + position];
+  const int64_t* at = p.pair_prefix + row.prefix + position;
+  return wrapped_difference(at[1], at[0]);
 }
 
 // Visits the positions of the row's excluded ids among its pairs, ascending, each once.
@@ -70,7 +71,7 @@ SX_HOST_DEVICE inline BigramRow bigram_row(const BigramSampleParams& p, int64_t 
   row.unigram_unit = row.backoff / double(whole.left);
   if (excluding) {
     ExcludedPairs gone(p, row);
-    while (gone.next()) row.left -= pair_weight(p, row, gone.position);
+    while (gone.next()) row.left = wrapped_difference(row.left, pair_weight(p, row, gone.position));
     row.pair_mass = row.pair_unit * double(row.left);
     const double mass = row.pair_mass + row.unigram_unit * double(row.unigram.left);
     row.log_mass = mass > 0.0 ? exact_log(mass) : negative_infinity<double>();
@@ -111,12 +112,13 @@ SX_HOST_DEVICE inline BigramDraw pair_from_gaps(const BigramSampleParams& p, con
   int64_t r = uniform_below(bits, row.left), lo = 0;
   ExcludedPairs gone(p, row);
   while (gone.next()) {
-    const int64_t mass = prefix[gone.position] - prefix[lo];
+    const int64_t mass = wrapped_difference(prefix[gone.position], prefix[lo]);
     if (r < mass) break;
-    r -= mass;
+    r = wrapped_difference(r, mass);
     lo = gone.position + 1;
   }
-  return pair_at(p, row, lower_bound(prefix, lo + 1, row.count, prefix[lo] + r + 1) - 1);
+  const int64_t beyond = wrapped_sum(wrapped_sum(prefix[lo], r), 1);
+  return pair_at(p, row, lower_bound(prefix, lo + 1, row.count, beyond) - 1);
 }
 
 SX_HOST_DEVICE inline BigramDraw bigram_draw(const BigramSampleParams& p, const BigramRow& row, PhiloxKey key,

@@ -185,15 +185,15 @@ void exact_product_mass(Tensor hidden, Tensor weight, MaybeTensor bias, int64_t 
   take_exclude(op, p.law, exclude, exclude_offsets, p.table.batch, weight);
   if (p.table.batch == 0) return;
   if (backend_of(op, weight) == Backend::kCpu) {  // a [B, C], for tests: samplers go by chunks there
-    Tensor rows = torch::stable::to(hidden, ScalarType::Float);
+    Tensor rows = torch::stable::to(detached(hidden), ScalarType::Float);
     if (p.parts > 1) {
       const std::array<int64_t, 1> over_parts{1};
       rows = torch::stable::sum(torch::stable::view(rows, {p.table.batch, p.parts, p.table.dim}), over_parts);
     }
     const Tensor dots = empty(weight, {p.table.batch, weight.size(0)}, ScalarType::Float);
-    const Tensor table = torch::stable::transpose(torch::stable::to(weight, ScalarType::Float), 0, 1);
+    const Tensor table = torch::stable::transpose(torch::stable::to(detached(weight), ScalarType::Float), 0, 1);
     call_op("aten::mm", "out", rows, table, dots);
-    const MaybeTensor wide = bias ? MaybeTensor(torch::stable::to(*bias, ScalarType::Float)) : std::nullopt;
+    const MaybeTensor wide = bias ? MaybeTensor(torch::stable::to(detached(*bias), ScalarType::Float)) : std::nullopt;
     return exact_mass(dots, wide, 0, weight.size(0), kind, scale, 0.0, exclude, exclude_offsets, row, mass);
   }
   p.table.hidden = in_any(hidden);

@@ -104,7 +104,6 @@ void take_exclude(const char* op, KernelTreeSampleParams& p, const Tensor& h, co
 // refuses tensors that want one.
 Tensor product_transposed(const Tensor& a, const Tensor& b) {
   const Tensor result = empty(a, {a.size(0), b.size(0)}, ScalarType::Float);
-  const auto detached = [](const Tensor& t) { return tensor_of(call_op("aten::detach", "", t)[0]); };
   return tensor_of(call_op("aten::mm", "out", detached(a), detached(torch::stable::transpose(b, 0, 1)), result)[0]);
 }
 

@@ -138,18 +138,23 @@ SX_HOST_DEVICE inline int64_t uniform_skip(const StaticSampleParams& p, const St
 }
 
 // ------------------------------------------------------------------------------------------------ alias
+// Weight units of the classes [lo, hi).
+SX_HOST_DEVICE inline int64_t alias_units(const StaticSampleParams& p, int64_t lo, int64_t hi) {
+  return wrapped_difference(p.prefix[hi], p.prefix[lo]);
+}
+
 // The class of weight unit r of what is left: integers throughout, so exact.
 SX_HOST_DEVICE inline int64_t alias_from_gaps(const StaticSampleParams& p, const StaticRow& row, uint64_t bits) {
   int64_t r = uniform_below(bits, row.left);
   GapWalk gaps(p.exclude, row.begin, row.end, p.num_classes);
   while (gaps.next()) {
-    const int64_t mass = p.prefix[gaps.hi] - p.prefix[gaps.lo];
+    const int64_t mass = alias_units(p, gaps.lo, gaps.hi);
     if (r < mass) break;
-    r -= mass;
+    r = wrapped_difference(r, mass);
   }
   // Last class with prefix <= r': a class of weight zero shares its prefix with its successor and is never last.
-  const int64_t wanted = p.prefix[gaps.lo] + r;
-  return lower_bound(p.prefix, gaps.lo + 1, gaps.hi, wanted + 1) - 1;
+  const int64_t beyond = wrapped_sum(wrapped_sum(p.prefix[gaps.lo], r), 1);
+  return lower_bound(p.prefix, gaps.lo + 1, gaps.hi, beyond) - 1;
 }
 
 // ------------------------------------------------------------------------------------------------ rows
@@ -187,7 +192,7 @@ SX_HOST_DEVICE inline StaticRow excluded_row(const StaticSampleParams& p, int64_
   GapWalk gaps(p.exclude, row.begin, row.end, p.num_classes);
   while (gaps.next()) {
     if (p.law == StaticLaw::kAlias) {
-      row.left += p.prefix[gaps.hi] - p.prefix[gaps.lo];
+      row.left = wrapped_sum(row.left, alias_units(p, gaps.lo, gaps.hi));
     } else {
       row.left += gaps.hi - gaps.lo;
       if (p.law == StaticLaw::kLogUniform) row.mass += log_uniform_mass(gaps.lo, gaps.hi);
