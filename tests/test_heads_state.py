@@ -196,3 +196,13 @@ def test_one_class():
     assert head.weight.grad.to_dense().abs().max().item() == 0.0
     assert head.eval()(h, y).item() == 0.0
     assert head.predict(h).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_complex_numbers_are_refused(name):
+    head = sx.SampledClassifier(5, 9, sx.samplers.Uniform(9), 3)
+    before = {k: v.clone() for k, v in head.state_dict().items()}
+    state = {**before, name: before[name].to(torch.complex64) + 1}
+    with pytest.raises(RuntimeError, match=f"{name} of the state dict must be real, got .* complex64"):
+        head.load_state_dict(state)
+    assert all(torch.equal(v, before[k]) for k, v in head.state_dict().items())

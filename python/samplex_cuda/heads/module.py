@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from samplex_cuda._checks import describe
 from samplex_cuda.heads.checks import explain_mismatch
 from samplex_cuda.heads.sampler import SamplerOfHead
 from samplex_cuda.samplers.base import refuse_classes
@@ -61,6 +62,11 @@ class HeadModule(SamplerOfHead):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.sampler is not None and refuse_classes(self, self.num_classes, state_dict, prefix, args[-1]):
             return
+        for name in ("weight", "bias"):
+            value = state_dict.get(f"{prefix}{name}")
+            if isinstance(value, Tensor) and value.is_complex():  # torch would drop the imaginary parts
+                args[-1].append(f"SampledClassifier: {name} of the state dict must be real, got {describe(value)}")
+                return
         explain_mismatch(self, state_dict, prefix, *args)
         # A checkpoint of nn.Linear has no `sampler.` entry at all: load it strictly all the same, and keep the sampler.
         without = not any(name.startswith(f"{prefix}sampler.") for name in state_dict)

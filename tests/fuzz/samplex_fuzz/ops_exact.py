@@ -59,7 +59,7 @@ def _mass(d: Dice) -> Call:
     }  # fmt: skip
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
-        if is_meta(*a.values()) or not all_ordinary(a.dots, a.bias, a.scale, a.alpha):
+        if is_meta(*a.values()) or not all_ordinary(a.dots, a.bias, float(a.scale), float(a.alpha)):
             return
         batch, n = a.dots.shape
         lists = _lists(a, batch)
@@ -92,7 +92,7 @@ def _product_mass(d: Dice) -> Call:
     }  # fmt: skip
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
-        if is_meta(*a.values()) or not all_ordinary(a.hidden, a.weight, a.bias, a.scale):
+        if is_meta(*a.values()) or not all_ordinary(a.hidden, a.weight, a.bias, float(a.scale)):
             return
         batch, dim = a.hidden.shape[0], a.weight.shape[1]
         lists = _lists(a, batch)
@@ -149,7 +149,7 @@ def _draw(d: Dice) -> Call:
         if (
             lists is None
             or changed & {"place", "lse"}
-            or not all_ordinary(a.hidden, a.weight, a.bias, a.scale, a.alpha)
+            or not all_ordinary(a.hidden, a.weight, a.bias, float(a.scale), float(a.alpha))
         ):
             return
         want, gap = plain.exact_draw(

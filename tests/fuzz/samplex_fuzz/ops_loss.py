@@ -159,7 +159,7 @@ def _sampled_softmax(d: Dice) -> Call:
         loss, lse, _ = out
         batch, wide = a.hidden.shape[0], acc(a.weight.dtype)
         has_form("loss", loss, () if a.reduction else (batch,), wide)
-        if not all_ordinary(a.scale, a.label_smoothing):
+        if not all_ordinary(float(a.scale), a.label_smoothing):
             return
         x = _inputs(a)
         rows = usual_rows(x)
@@ -193,7 +193,7 @@ def _sampled_softmax_static(d: Dice) -> Call:
         batch, wide = a.hidden.shape[0], acc(a.weight.dtype)
         has_form("loss", loss, () if a.reduction else (batch,), wide)
         drawn(ids, None, (a.num_samples,) if a.shared else (batch, a.num_samples), a.weight.shape[0])
-        if changed & {"table", "prefix", "law"} or not all_ordinary(a.scale, a.label_smoothing):
+        if changed & {"table", "prefix", "law"} or not all_ordinary(float(a.scale), a.label_smoothing):
             return
         # Per-row draws exclude the target: the two ops, one after the other, are the specification.
         valid = (a.target != a.ignore_index) & (a.target >= 0)
@@ -258,7 +258,7 @@ def _entry_loss(d: Dice) -> Call:
             return
         loss, wide = out[0], acc(a.weight.dtype)
         has_form("loss", loss, () if a.reduction else (a.hidden.shape[0],), wide)
-        if not all_ordinary(a.scale, a.reg):
+        if not all_ordinary(float(a.scale), a.reg):
             return
         x = _inputs(a)
         rows = usual_rows(x, a.target_log_q if a.kind < 2 else None, a.log_eta if a.kind == 3 else None)

@@ -46,7 +46,11 @@ def _predict_lse(d: Dice) -> Call:
     }  # fmt: skip
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
-        if is_meta(*a.values()) or not all_ordinary(a.dots, a.bias, a.class_weight, a.scale) or 0 in a.dots.shape:
+        if (
+            is_meta(*a.values())
+            or not all_ordinary(a.dots, a.bias, a.class_weight, float(a.scale))
+            or 0 in a.dots.shape
+        ):
             return
         wide = [None if t is None else t.double() for t in (a.dots, a.bias, a.class_weight, a.positive, a.total)]
         lse, positive, total = plain.predict_lse(
@@ -78,7 +82,7 @@ def _predict_grad(d: Dice) -> Call:
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
         values = [x for x in a.values() if not isinstance(x, float)]
-        if is_meta(*a.values()) or not all_ordinary(*values, a.scale) or 0 in a.dots.shape or "lse" in changed:
+        if is_meta(*a.values()) or not all_ordinary(*values, float(a.scale)) or 0 in a.dots.shape or "lse" in changed:
             return
         wide = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in a.items()}
         want = plain.predict_grad(**wide)
@@ -99,7 +103,7 @@ def _predict_topk(d: Dice) -> Call:
     order = ("dots", "bias", "first", "scale", "absolute", "values", "ids")
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
-        if is_meta(*a.values()) or changed & {"values", "ids"} or not all_ordinary(a.dots, a.bias, a.scale):
+        if is_meta(*a.values()) or changed & {"values", "ids"} or not all_ordinary(a.dots, a.bias, float(a.scale)):
             return
         if a.first < 0:
             raise AssertionError(f"first must not be negative, got {a.first}")

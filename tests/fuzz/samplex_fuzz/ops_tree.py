@@ -431,7 +431,9 @@ def _rff_case(d: Dice) -> dict[str, Any]:
 
 
 def _usual(a: Args) -> bool:
-    return all_ordinary(a.x, a.omega, a.nu, a.alpha) and bool((a.x.abs() < 20).all()) and a.alpha > 0 and a.nu > 0
+    return (
+        all_ordinary(a.x, a.omega, a.nu, float(a.alpha)) and bool((a.x.abs() < 20).all()) and a.alpha > 0 and a.nu > 0
+    )
 
 
 @generator("rff")
