@@ -206,3 +206,10 @@ def test_complex_numbers_are_refused(name):
     with pytest.raises(RuntimeError, match=f"{name} of the state dict must be real, got .* complex64"):
         head.load_state_dict(state)
     assert all(torch.equal(v, before[k]) for k, v in head.state_dict().items())
+
+
+def test_a_sparse_lag_is_refused():
+    head = sx.SampledClassifier(5, 9, sx.samplers.Quadratic(torch.zeros(9, 5)), 3, bias=False)
+    state = {**head.state_dict(), "sampler_lag": torch.tensor([1, 0, 4]).to_sparse()}
+    with pytest.raises(ValueError, match=r"sampler_lag must be int64 \[2 \+ n\], got "):
+        head.load_state_dict(state)

@@ -205,7 +205,8 @@ class TableFollower:
         self.reset()
         if lag is None or self.policy is None:
             return
-        if not isinstance(lag, Tensor) or lag.dtype != torch.int64 or lag.dim() != 1 or lag.shape[0] < 2:
+        dense = isinstance(lag, Tensor) and lag.layout is torch.strided
+        if not dense or lag.dtype != torch.int64 or lag.dim() != 1 or lag.shape[0] < 2:
             raise ValueError(f"SampledClassifier: sampler_lag must be int64 [2 + n], got {describe(lag)}")
         self.steps, self.stale = max(0, int(lag[0])), bool(lag[1])
         if lag.shape[0] > 2:
