@@ -367,7 +367,7 @@ class Gemms:
 
 
 class RawOps:
-    """The three ops of a fused step inside an empty autograd Function: no head, no checks, no key of its own.
+    """The three ops of a fused step inside an empty autograd Function: no head, no checks, one fixed key.
 
     What Python around the ops could at best be cut to: the floor of a step's overhead. The draws repeat.
     """

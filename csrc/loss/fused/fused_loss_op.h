@@ -40,7 +40,7 @@ struct SharedRows {
   bool split = false;
   // What kernels of this op wrote lives as long as the op: the test harness looks at all of it with every kernel.
   std::vector<Tensor> kept;
-  GatherRowsParams gather{};     // how the rows are made; n = 0: there are none
+  GatherRowsParams gather{};     // how to gather the rows; n = 0 without rows
   std::optional<Tensor> staged;  // A [m + 1] of a GPU: their biases, and a counter
 
   // Nothing runs yet: `gather` is for whoever makes the ids, or for `run`.
@@ -233,7 +233,7 @@ inline LossMeanParams mean_params(Reduction reduction, const void* row_loss, con
   return mean;
 }
 
-// A kernel of its own, unless one of the loss has done it.
+// A separate kernel, unless the loss kernel has already done it.
 inline void run_loss_mean(const char* op, const Tensor& saved, const LossMeanParams& mean) {
   if (mean.loss != nullptr && mean.arrived == nullptr) SX_RUN(op, saved, launch_loss_mean, mean);
 }

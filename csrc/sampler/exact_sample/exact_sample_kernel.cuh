@@ -436,7 +436,7 @@ __global__ void __launch_bounds__(kProductThreads, 1) exact_product_mass_kernel(
           for (int j = 0; j < kOwn; ++j) size[j] = column + j < count ? size[j] : exact_none<float>();
         }
         if (p.law.exclude != nullptr && row < rows) {
-          // Made anew for every square: it takes six registers, and there are none left.
+          // Recomputed for every square: keeping it would take six registers, and all are in use.
           exact_list(p.law, first_row + row).columns(first + column, kOwn, [&](int excluded) {
 #pragma unroll
             for (int j = 0; j < kOwn; ++j) size[j] = j == excluded ? exact_none<float>() : size[j];

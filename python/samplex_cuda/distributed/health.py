@@ -1,7 +1,7 @@
 """Whether all ranks run the same thing, and which of them no longer runs.
 
 A collective that waits for a rank that hangs ends with a time-out that names nobody. A `Heartbeat` writes to the store
-of the process group every few seconds, from a thread of its own; whoever waits too long reads who has fallen silent.
+of the process group every few seconds, from a background thread; a rank that waits too long reads which one is silent.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def agree(what: dict[str, Any], group: Any = None) -> None:
 def attempt_store(store: dist.Store, attempt: int) -> dist.Store:
     """A part of the store for this attempt of `torchrun --max-restarts`.
 
-    The store of torchrun's agent outlives a restart: without a prefix of its own, a new attempt finds the addresses of
+    The store of torchrun's agent outlives a restart: without a separate prefix, a new attempt finds the addresses of
     the processes that died.
 
     Args:

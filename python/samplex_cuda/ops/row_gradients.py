@@ -100,7 +100,7 @@ def _(
     targets = 1 if target.dim() == 1 else target.shape[1]
     summed = m if shared and batch > 0 else 0
     acc = acc_dtype(hidden.dtype)
-    # How many numbers the keys take is the kernels' own affair; without num_classes there are none.
+    # Only the kernels know how long the keys are; without num_classes the tensor is empty.
     keys = 0 if num_classes is None else torch.library.get_ctx().new_dynamic_size()
     wide = num_classes is not None and num_classes > torch.iinfo(torch.int32).max
     return (
