@@ -91,15 +91,22 @@ inline std::string device_name(const Tensor& t) {
   return t.is_cpu() ? "cpu" : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : "another device";
 }
 
-inline std::string describe(const Tensor& t) {
-  if (!t.defined()) return "None";
-  std::ostringstream text;
+// Shape, dtype and device of a tensor. Written only when a check fails: to make the text takes longer than a small op.
+struct Described {
+  const Tensor* t;  // or nullptr, for None
+};
+
+inline std::ostream& operator<<(std::ostream& text, const Described& what) {
+  if (what.t == nullptr || !what.t->defined()) return text << "None";
+  const Tensor& t = *what.t;
   text << '[';
   for (int64_t i = 0; i < t.dim(); ++i) text << (i ? ", " : "") << t.size(i);
   text << "] " << dtype_name(t.scalar_type()) << " on " << device_name(t);
-  if (!t.is_contiguous()) text << " (not contiguous)";
-  return text.str();
+  return t.is_contiguous() ? text : text << " (not contiguous)";
 }
+
+inline Described describe(const Tensor& t) { return {&t}; }
+inline Described describe(const std::optional<Tensor>& t) { return {t ? &*t : nullptr}; }
 
 // None given for a tensor that is not optional arrives as one without anything: no question about it has an answer.
 inline void check_given(const char* op, const char* arg, const Tensor& t) {

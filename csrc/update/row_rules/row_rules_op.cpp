@@ -204,7 +204,7 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
     params.bias = table_of_rows(op, "bias", *bias);
     check_value(weight_step.has_value() == bias_step.has_value(), op,
                 ": bias_step must be given with weight_step, and not without, got ",
-                bias_step ? describe(*bias_step) : std::string("None"));
+                describe(bias_step));
     take_rule(op, "bias_", params.bias, weight, bias_rule, {bias_lr, bias_step, found_inf});
     take_states(op, "bias_state0", "bias_state1", params.bias, *bias, bias_state0, bias_state1);
   }

@@ -20,7 +20,7 @@ from samplex_cuda.heads.checks import check_sampler, like_weight, refuse_moved, 
 from samplex_cuda.heads.follow import TableFollower
 from samplex_cuda.heads.module import HeadModule
 from samplex_cuda.losses import Loss, Needs
-from samplex_cuda.ops.fused_loss import run_loss
+from samplex_cuda.ops.fused_loss import run_loss, run_static_loss
 from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, StaticInputs
 from samplex_cuda.ops.row_gradients import RowSink
 from samplex_cuda.ops.transforms import transformed
@@ -424,7 +424,7 @@ class SampledClassifier(HeadModule):
                 sampler.law(),
             )
             try:
-                return run_loss(spec.loss, given, form, self._fusion or self._rows_of(weight, bias))[0]
+                return run_static_loss(spec.loss, given, form, self._fusion or self._rows_of(weight, bias))
             except IndexError:
                 self._refuse_targets(target)
                 raise

@@ -20,7 +20,7 @@ from samplex_cuda.ops.transforms import differentiated_twice, refuse_forward_mod
 if TYPE_CHECKING:
     from samplex_cuda.losses.base import Loss
 
-__all__ = ["OpCall", "differentiate", "run_loss"]
+__all__ = ["OpCall", "differentiate", "run_loss", "run_static_loss"]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _is_compiling = torch.compiler.is_compiling
@@ -158,14 +158,37 @@ class _FunctionalLoss(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _FusedLoss).apply
 
 
-def run_loss(
-    loss: Loss, x: Inputs | StaticInputs, form: Form, sink: Sink | None = None
-) -> tuple[Tensor, Tensor | None]:
+def _needs_grad(x: Inputs | StaticInputs) -> bool:
+    return torch.is_grad_enabled() and (
+        x.hidden.requires_grad or x.weight.requires_grad or (x.bias is not None and x.bias.requires_grad)
+    )
+
+
+def run_static_loss(loss: Loss, x: StaticInputs, form: Form, sink: Sink) -> Tensor:
+    """`run_loss` for a loss that draws by itself, outside of compiled graphs and of `torch.func`.
+
+    Args:
+        loss: which loss, with its options; it must have `draws_static`.
+        x: tensors in the form the ops take.
+        form: what every loss shares.
+        sink: where the weight gradient goes.
+    """
+    refuse_forward_mode(loss.name, x.hidden, x.weight, x.bias)
+    try:
+        if _needs_grad(x):
+            return _apply(x.hidden, x.weight, x.bias, loss, x, form, sink)
+        with _below_autograd():
+            return loss.forward_static(x, form, False, False)[0].loss
+    except RuntimeError as error:
+        raise op_error(error) from None
+
+
+def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tuple[Tensor, Tensor | None]:
     """The loss of checked inputs, differentiable in hidden, weight and bias.
 
     Args:
         loss: which loss, with its options.
-        x: tensors in the form the ops take; `StaticInputs` for a loss with `draws_static`, outside of a compiled graph.
+        x: tensors in the form the ops take.
         form: what every loss shares.
         sink: where the weight gradient goes; by default to autograd.
 
@@ -173,11 +196,8 @@ def run_loss(
         The loss, and what the loss returns besides: lse with `form.with_lse`, the ratio of augment_reduce.
     """
     bias = x.bias
-    need_grad = torch.is_grad_enabled() and (
-        x.hidden.requires_grad or x.weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    if torch.compiler.is_compiling():
-        assert isinstance(x, Inputs)
+    need_grad = _needs_grad(x)
+    if _is_compiling():
         if need_grad and form.sparse and (x.weight.requires_grad or (bias is not None and bias.requires_grad)):
             from samplex_cuda._eager import captures_scalars, eager_run_loss
 
@@ -189,10 +209,7 @@ def run_loss(
     try:
         if not need_grad:
             with _below_autograd():
-                if isinstance(x, StaticInputs):
-                    made, _ = loss.forward_static(x, form, False, False)
-                else:
-                    made = loss.forward(x, form, False, False)
+                made = loss.forward(x, form, False, False)
             return made.loss, made.extra
         if transformed():
             found = _FunctionalLoss.apply(x.hidden, x.weight, bias, loss, x, form)

@@ -25,4 +25,4 @@ def _(weight: Tensor, *rest: object) -> None:
 
 
 row_apply_ = torch.ops.samplex.row_apply_.default
-row_update_ = torch.ops.samplex.row_update_.default
+row_update_ = torch.ops.samplex.row_update_.default._op  # eager only: past a call in Python

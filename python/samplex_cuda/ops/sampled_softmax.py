@@ -20,7 +20,7 @@ __all__ = ["sampled_softmax", "sampled_softmax_static"]
 _NAME = "sampled_softmax"
 
 sampled_softmax = torch.ops.samplex.sampled_softmax.default
-sampled_softmax_static = torch.ops.samplex.sampled_softmax_static.default
+sampled_softmax_static = torch.ops.samplex.sampled_softmax_static.default._op  # eager only: past a call in Python
 
 
 class _Arguments(NamedTuple):

@@ -30,6 +30,7 @@ __all__ = ["Fusion", "fusion_of"]
 
 _NAME = "fuse_optimizer"
 _NO_BIAS = RowStep((), None, None, None)
+_NOTHING: tuple[int, list[Any]] = (0, [])
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _task_id = torch._C._current_graph_task_id
@@ -65,7 +66,7 @@ def _stream_of(t: Tensor) -> Any:
 
 def _ordered(arrived: list[_Arrived], now: Any) -> list[Entries]:
     """The entries, ready for use on stream `now`. Autograd orders streams only for the gradients it returns."""
-    for found, stream in arrived:
+    for found, stream in arrived if now is not None else ():
         if stream != now:
             now.wait_stream(stream)  # an event recorded there, waited for here
             for t in found:
@@ -131,6 +132,7 @@ class Fusion:
             if p.grad is not None:
                 raise ValueError(f"{_NAME}: gradients must be None when the optimizer is fused; call zero_grad() first")
         self.weight, self.bias = weight, bias
+        self._tables = list(wanted.values())
         self.optimizer, self.accumulate, self.grad_scaler = optimizer, accumulate, grad_scaler
         self.on_late_update = on_late_update
         if grad_scaler is not None:
@@ -244,20 +246,18 @@ class Fusion:
 
     def _on_weight(self, grad: Tensor | None) -> None:
         """Autograd calls this when all gradients of the weight have arrived; None is what the losses gave."""
-        version, arrived = self._arrived.pop(_task_id(), (0, []))
+        version, arrived = self._arrived.pop(_task_id(), _NOTHING)
         if grad is not None:
             self._refuse("weight")
         if not arrived:
             return
         with self._lock:
             self._check_version(version)
-            writing(self.weight)
-            if self.bias is not None:
-                writing(self.bias)
+            for p in self._tables:
+                writing(p)
             self._count(arrived, _stream_of(self.weight))
-            written(self.weight)
-            if self.bias is not None:
-                written(self.bias)
+            for p in self._tables:
+                written(p)
 
     def _count(self, arrived: list[_Arrived], now: Any) -> None:
         """Takes the entries of one backward; updates the rows with every `accumulate`-th, on stream `now`."""
@@ -266,7 +266,8 @@ class Fusion:
             # Own copies: h and the ids belong to the caller again once backward is over.
             self._kept += [_Arrived(e.clone(), now) for e in _ordered(arrived, now)]
             return
-        arrived, self._kept = self._kept + arrived, []
+        if self._kept:
+            arrived, self._kept = self._kept + arrived, []
         found_inf, self._found_inf, self._backwards = self._found_inf, None, 0
         self._apply(_ordered(arrived, now), found_inf)
 
@@ -275,14 +276,13 @@ class Fusion:
         weight, bias, optimizer = self.weight, self.bias, self.optimizer
         w = optimizer.begin(weight)
         b = _NO_BIAS if bias is None else optimizer.begin(bias)
-        changed = [weight] if bias is None else [weight, bias]
         # Below autograd: backward has gradients off, except for create_graph, which the loss refuses.
         with _below_autograd():
             row_update_(
                 weight, w.state0, w.state1, bias, b.state0, b.state1, *e[:-1], b.key if w.key is None else w.key,
                 w.rule, b.rule, w.lr, w.step, b.lr, b.step, found_inf, e.keys,
             )  # fmt: skip
-        torch._C._increment_version(changed)
+        torch._C._increment_version(self._tables)
         # A step was made, though not by step(): schedulers ask.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         if len(arrived) > 1 and self.on_late_update is not None:

@@ -37,7 +37,7 @@ def sgd(lr: float, momentum: float, weight_decay: float, nesterov: bool) -> Rule
 
 def adagrad(lr: float, eps: float, weight_decay: float, rowwise: bool) -> Rule:
     """Adagrad, with one sum per number or per row."""
-    return Rule(float(_ROW_ADAGRAD if rowwise else _ADAGRAD), 0.0, float(lr), float(weight_decay), eps=float(eps))
+    return Rule(float(_ROW_ADAGRAD if rowwise else _ADAGRAD), 0.0, float(lr), float(weight_decay), 1.0, float(eps))
 
 
 def adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, step: int) -> Rule:

@@ -60,14 +60,14 @@ def watch(parameter: Tensor, watcher: Watcher) -> None:
 
 
 def _tell(optimizer: torch.optim.Optimizer, what: Any) -> None:
-    if len(_watched):
+    if _watched.data:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 what(p)
 
 
 def _watcher(parameter: Tensor) -> Watcher | None:
-    found = _watched.get(parameter) if len(_watched) else None
+    found = _watched.get(parameter) if _watched.data else None  # `len` would take as long as the rest
     return None if found is None else found()
 
 
