@@ -367,15 +367,16 @@ class Gemms:
 
 
 class RawOps:
-    """The three ops of a fused step inside an empty autograd Function: no head, no checks, one fixed key.
+    """The three ops of a step inside an empty autograd Function: no head, no checks, no optimizer, one fixed key.
 
-    What Python around the ops could at best be cut to: the floor of a step's overhead. The draws repeat.
+    What Python around the ops could at best be cut to: the floor of a step's overhead. The draws repeat. Without
+    `fused`, autograd accumulates the sparse gradient, and the update reads it.
     """
 
     name = "raw ops"
 
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
-        ours = Ours(sizes, device)
+    def __init__(self, sizes: Sizes, device: torch.device, fused: bool = True) -> None:
+        ours = Ours(sizes, device, fused=fused)
         weight, sampler = ours.head.weight, ours.head.sampler
         ours.step(
             torch.randn(sizes.batch, sizes.dim, device=device),
@@ -386,6 +387,8 @@ class RawOps:
         key = torch.tensor([1, 2], device=device)
         draw, entries = torch.ops.samplex.sampled_softmax_static.default, torch.ops.samplex.loss_entries.default
         update, below = torch.ops.samplex.row_update_.default, torch._C._AutoDispatchBelowAutograd
+        rows_of, apply = torch.ops.samplex.sampled_softmax_bwd.default, torch.ops.samplex.row_apply_.default
+        coo = torch.ops.aten._sparse_coo_tensor_unsafe.default
 
         class Step(torch.autograd.Function):
             @staticmethod
@@ -401,6 +404,12 @@ class RawOps:
             @staticmethod
             def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
                 h, y, ids, saved = ctx.kept
+                if not fused:
+                    d_h, row_ids, rows, _, count = rows_of(
+                        grad, None, h, y, ids, saved, sizes.classes, 1, False, True, False
+                    )
+                    n = count.item()
+                    return d_h, None, coo(row_ids.as_strided((1, n), (n, 1)), rows.narrow(0, 0, n), weight.shape)
                 with below():
                     d_h, coef_a, coef_b, rows_b, _, _ = entries(grad, None, h, y, ids, saved, 1, False, False)
                     update(
@@ -412,10 +421,21 @@ class RawOps:
         self._apply = super(torch.autograd.Function, Step).apply
         self._table = weight
 
+        def update_from_grad() -> None:
+            grad, weight.grad = weight.grad, None
+            with below():
+                apply(
+                    weight, at.state0, None, grad._indices()[0].contiguous(), grad._values(), None, None, at.rule
+                )  # fmt: skip
+
+        self._update = None if fused else update_from_grad
+
     def step(self, h: Tensor, y: Tensor) -> Tensor:
         h.grad = None
         loss = self._apply(h, y, self._table)
         loss.backward()
+        if self._update is not None:
+            self._update()
         return loss.detach()
 
 

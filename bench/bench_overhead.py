@@ -5,7 +5,7 @@ Rows (--only takes any part of a name), C = 1,000, d = 16, B = 8, m = 8, uniform
   unfused_per_row, unfused_shared   the same head with its sparse gradient and RowAdagrad.step()
   ..._bias                          each of them with a bias, as heads have one by default
   floor_per_row, floor_shared       the ops of a fused step with no head around them, vs eager torch: no Python could be
-                                    faster than that
+                                    faster than that; floor_unfused_...: those of an unfused step, with no optimizer
   context_unigram                   fused step with `context=` given, as `samplex train` gives it on text / without it
   context_bigram                    fused step with a Bigram sampler and its context / with a Unigram sampler without
   context_text                      context_unigram in the shape of text: h [2, 4, 16], y [2, 4], one context per token
@@ -92,9 +92,10 @@ class Bench:
                 rows[row_id] = functools.partial(
                     self.versus, row_id, kind == "fused", shared, bias, None if bias else target
                 )
-        for shared in (False, True):
-            row_id = f"floor_{'shared' if shared else 'per_row'}"
-            rows[row_id] = functools.partial(self.floor, row_id, shared)
+        for fused in (True, False):
+            for shared in (False, True):
+                row_id = f"floor_{'' if fused else 'unfused_'}{'shared' if shared else 'per_row'}"
+                rows[row_id] = functools.partial(self.floor, row_id, shared, fused)
         rows["context_unigram"] = functools.partial(self.context, "context_unigram", "unigram", target=1.1)
         rows["context_bigram"] = functools.partial(self.context, "context_bigram", "bigram", target=1.1)
         rows["context_text"] = functools.partial(self.context, "context_text", "unigram", text=True)
@@ -126,16 +127,17 @@ class Bench:
             config=sizes.config,
         )
 
-    def floor(self, row_id: str, shared: bool) -> Row:
+    def floor(self, row_id: str, shared: bool, fused: bool) -> Row:
         sizes = Sizes(CLASSES, DIM, BATCH, M, shared)
-        mine, other = RawOps(sizes, self.device), Eager(sizes, self.device)
+        mine, other = RawOps(sizes, self.device, fused), Eager(sizes, self.device)
         inputs = make_inputs(sizes, self.device)
         got = self.time([timed(mine, inputs), timed(other, inputs)])
         value, low, high = got.ratio(other.name, mine.name)
         draws = "shared draws [8]" if shared else "draws [8, 8]"
         return Row(
             row_id,
-            f"the ops of a step alone, {draws}, fused update, C = 1,000, d = 16, vs eager torch: the limit",
+            f"the ops of a step alone, {draws}, {'' if fused else 'un'}fused update, C = 1,000, d = 16, "
+            "vs eager torch: the limit",
             value,
             "x",
             "none: the ops are those of the rows above",

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import samplex_cuda as sx
 
@@ -342,3 +343,47 @@ def test_a_step_is_seen_by_autograd():
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_hooks_and_profilers_see_a_step():
+    weight = torch.zeros(5, 2, requires_grad=True)
+    optimizer = sx.optim.RowSGD([weight], lr=0.5)
+    seen: list[tuple[str, bool]] = []
+
+    def step() -> None:
+        torch.nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    assert seen == []
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: seen.append(("before", bool(weight[1, 0] == -0.5)))),
+        optimizer.register_step_post_hook(lambda *_: seen.append(("after", bool(weight[1, 0] == -1.0)))),
+    ]
+    step()
+    assert seen == [("before", True), ("after", True)]
+    for handle in handles:
+        handle.remove()
+    added = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append(("global", True))),
+        register_optimizer_step_post_hook(lambda *_: seen.append(("global", False))),
+    ]
+    step()
+    for handle in added:
+        handle.remove()
+    assert seen[2:] == [("global", True), ("global", False)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    names = {event.name for event in profile.events()}
+    assert {"Optimizer.step#RowSGD.step", "Optimizer.zero_grad#RowSGD.zero_grad"} <= names
+    assert weight[1].tolist() == [-2.0, -2.0]
+
+
+def test_zero_grad_fills_with_zeros_where_asked():
+    weight = torch.zeros(3, 2, requires_grad=True)
+    optimizer = sx.optim.RowSGD([weight], lr=0.5)
+    weight.sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[0.0, 0.0]] * 3

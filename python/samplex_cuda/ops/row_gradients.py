@@ -132,7 +132,7 @@ def rows_to_coo(
         >>> rows_to_coo(ids, rows, torch.tensor([2]), (6, 1), torch.float32).to_dense().flatten().tolist()
         [0.0, 1.0, 0.0, 0.0, 2.0, 0.0]
     """
-    n = count.item()
+    n: Any = count.item()
     if torch.compiler.is_compiling():
         torch._check(n >= 0)
         torch._check(n <= row_ids.shape[0])

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.autograd.profiler as profiler
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -245,7 +247,6 @@ class RowOptimizer(Optimizer):
             self.key = key
 
     # -------------------------------------------------------------------------------------------- a step
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the rows of every parameter that has a gradient.
 
@@ -264,6 +265,46 @@ class RowOptimizer(Optimizer):
             >>> weight.tolist()
             [[0.0, 0.0], [-0.5, -0.5], [0.0, 0.0]]
         """
+        if self._is_observed():
+            return _observed_step(self, closure)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # or torch puts its wrapper around every call
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in `torch.optim.Optimizer`.
+
+        Args:
+            set_to_none: drop the gradients instead of filling them with zeros.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> weight = torch.zeros(3, 2, requires_grad=True)
+            >>> optimizer = sx.optim.RowSGD([weight], lr=0.5)
+            >>> weight.sum().backward()
+            >>> optimizer.zero_grad()
+            >>> weight.grad is None
+            True
+        """
+        if not set_to_none or profiler._is_profiler_enabled:
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    def _is_observed(self) -> bool:
+        """Whether a hook or a profiler wants to know of a step. Torch's wrapper takes longer than a small update."""
+        return bool(
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+            or profiler._is_profiler_enabled
+        )
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -279,7 +320,7 @@ class RowOptimizer(Optimizer):
                     if grad.sparse_dim() != 1:
                         self._fail("a sparse gradient", "sparse in the first dimension alone", f"{grad.sparse_dim()}")
                     grad = grad.coalesce()
-                    row_ids, grad = grad._indices()[0].contiguous(), grad._values()
+                    row_ids, grad = grad._indices().contiguous().view(-1), grad._values()
                 s = self._begin(p, group)
                 row_apply_(p, s.state0, s.state1, row_ids, grad.contiguous(), None, s.key, s.rule, s.lr, s.step)
                 torch.autograd.graph.increment_version(p)
@@ -340,3 +381,6 @@ class RowOptimizer(Optimizer):
                 if p is q:
                     return group
         raise KeyError(f"{type(self).__name__}: no group has a parameter of shape {list(p.shape)}")
+
+
+_observed_step = Optimizer.profile_hook_step(RowOptimizer._step)
