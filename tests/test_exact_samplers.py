@@ -470,7 +470,7 @@ def test_errors():
         (lambda: sx.samplers.Softmax(weight, bias[:3]), ValueError, r"softmax: bias must be \[700\] floating point"),
         (lambda: sx.samplers.Softmax(weight, scale=float("nan")), ValueError, "softmax: scale must be a finite number"),
         (lambda: sx.samplers.Softmax(weight, chunk_size=0), ValueError, "softmax: chunk_size must be an int of at"),
-        (lambda: sx.samplers.Quartic(weight, alpha=-1), ValueError, "quartic: alpha must be a finite number of at"),
+        (lambda: sx.samplers.Quartic(weight, alpha=-1), ValueError, "quartic: alpha must be finite and at least 0"),
         (lambda: softmax.sample(None, 3), ValueError, r"softmax: h must be \[\*, 5\], got None"),
         (lambda: softmax.sample(h[:, :4], 3), ValueError, r"softmax: h must be \[\*, 5\], got \[3, 4\] float32"),
         (lambda: softmax.sample(h.long(), 3), TypeError, "softmax: h must be floating point"),

@@ -299,7 +299,7 @@ ERRORS = {
     "nu nan": (lambda w, s: RandomFourier(w, 4, math.nan), ValueError, "nu must be a positive number, got nan"),
     "kind": (lambda w, s: RandomFourier(w, 4, 1.0, "cosine"), ValueError, "kind must be one of rff, orf, positive, got 'cosine'"),
     "alpha": (lambda w, s: Quadratic(w, -1.0), ValueError, "quadratic: alpha must be a positive number, got -1.0"),
-    "epsilon": (lambda w, s: RandomFourier(w, 4, epsilon=1.0), ValueError, "epsilon must be a number in [0, 1), got 1.0"),
+    "epsilon": (lambda w, s: RandomFourier(w, 4, epsilon=1.0), ValueError, "epsilon must be in [0, 1), got 1.0"),
     "weight": (lambda w, s: Quadratic(w[0]), ValueError, "weight must be [C, d] floating point, got [4] float32"),
     "no class": (lambda w, s: Quadratic(w[:0]), ValueError, "weight must be [C, d] floating point, got [0, 4] float32"),
     "ints": (lambda w, s: Quadratic(w.long()), ValueError, "weight must be [C, d] floating point, got [20, 4] int64"),

@@ -271,8 +271,8 @@ def test_errors():
         (lambda: M([]), ValueError, "mixture: components must have at least one pair"),
         (lambda: M([uniform]), TypeError, r"mixture: components must be pairs \(sampler, weight\), got Uniform"),
         (lambda: M([(3, 1.0)]), TypeError, "mixture: components must hold samplers, got int"),
-        (lambda: M([(uniform, 0)]), ValueError, "mixture: weight must be a positive finite number, got 0"),
-        (lambda: M([(uniform, float("nan"))]), ValueError, "mixture: weight must be a positive finite number"),
+        (lambda: M([(uniform, 0)]), ValueError, "mixture: weight must be finite and above 0, got 0"),
+        (lambda: M([(uniform, float("nan"))]), ValueError, "mixture: weight must be finite and above 0"),
         (
             lambda: M([(uniform, 1), (sx.samplers.Uniform(3), 1)]),
             ValueError,

@@ -56,8 +56,8 @@ class ClassIndex:
             raise ValueError(f"ClassIndex: head must have a loss without a prior, got {head.loss!r}")
         if head.loss.absolute:
             raise ValueError(f"ClassIndex: head must have a loss with absolute=False, got {head.loss!r}")
-        if candidates is not None and (isinstance(candidates, bool) or candidates < 1):
-            raise ValueError(f"ClassIndex: candidates must be an int of at least 1, got {candidates!r}")
+        if candidates is not None:
+            check_int("ClassIndex", "candidates", candidates)
         self.head, self.kind, self.candidates = head, kind, candidates
         rows = self._with_bias(head.weight.detach(), head.bias)
         if head.scale < 0:

@@ -351,7 +351,7 @@ def test_errors():
         (lambda: B([0, 1], [1], ["a"], [1, 1]), TypeError, "bigram: counts must be numbers"),
         (lambda: B([0, 1], [1], [1], [1, 1], backoff=1.5), ValueError, r"bigram: backoff must be 0 or in \[1e-12, 1\]"),
         (lambda: B([0, 1], [1], [1], [1, 1], backoff=1e-20), ValueError, "bigram: backoff must be 0 or in"),
-        (lambda: B([0, 1], [1], [1], [1, 1], power=-1), ValueError, "bigram: power must be a finite number"),
+        (lambda: B([0, 1], [1], [1], [1, 1], power=-1), ValueError, "bigram: power must be finite and at least 0"),
         (lambda: B.from_tokens([0, 5], 5), IndexError, r"bigram: tokens must be -1 or in \[0, 5\), got 5"),
         (lambda: B.from_tokens([0, 1], 0), ValueError, "bigram: num_classes must be an int of at least 1, got 0"),
         (lambda: B.from_tokens([0, 1], 2, smoothing=-1), ValueError, "bigram: smoothing must be finite"),

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from samplex_cuda._checks import check_int
 from samplex_cuda.data.array_sets import Dense, Sparse
 from samplex_cuda.data.cache import Conversion, Converted, converted
 from samplex_cuda.data.sparse_text import adopt
@@ -148,8 +149,7 @@ def memmap_file(
         Dense(3 examples, num_classes=3, num_features=4)
     """
     where = "memmap_file"
-    if isinstance(num_features, bool) or not isinstance(num_features, int) or num_features < 1:
-        raise ValueError(f"{where}: num_features must be an int of at least 1, got {num_features!r}")
+    check_int(where, "num_features", num_features)
 
     def bare(file: Path, kind: np.dtype, width: int) -> np.ndarray:
         if not file.is_file():

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import check_int
 from samplex_cuda.data.base import (
     PAD,
     Array,
     Dataset,
     _as_array,
     _check_indptr,
-    _check_int,
     _classes,
     _describe,
     _gather,
@@ -140,7 +140,7 @@ class Sparse(_Labelled):
                 f"Sparse: values must be [{len(self.indices)}] to fit indices, got {_describe(self.values)}"
             )
         y = labels if label_indptr is None else (label_indptr, labels)
-        self.num_features = _check_int("Sparse", "num_features", num_features, 1)
+        self.num_features = check_int("Sparse", "num_features", num_features, 1)
         self._take_labels("Sparse", "labels", y, len(self.indptr) - 1, num_classes, label_rule)
 
     def batch(self, rows: Tensor) -> dict[str, Tensor]:
@@ -211,9 +211,9 @@ class Tokens(Dataset):
     ) -> None:
         super().__init__()
         self.tokens = _as_array("Tokens", "tokens", tokens, (1,), "iu")
-        self.num_classes = self.num_features = _check_int("Tokens", "vocabulary_size", vocabulary_size, 1)
-        self.window = _check_int("Tokens", "window", window, 1)
-        self.columns = _check_int("Tokens", "columns", columns, 1)
+        self.num_classes = self.num_features = check_int("Tokens", "vocabulary_size", vocabulary_size, 1)
+        self.window = check_int("Tokens", "window", window, 1)
+        self.columns = check_int("Tokens", "columns", columns, 1)
         if len(self.tokens) < self.columns + 1:
             raise ValueError(f"Tokens: tokens must be at least columns + 1 = {columns + 1}, got {len(self.tokens)}")
         self.vocabulary = None if vocabulary is None else list(vocabulary)

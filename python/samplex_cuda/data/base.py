@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import check_int
+
 __all__ = ["PAD", "Dataset"]
 
 Array: TypeAlias = np.ndarray
@@ -45,12 +47,6 @@ def _as_array(where: str, name: str, a: Any, dims: tuple[int, ...], kinds: str) 
         what = "integers" if kinds == "iu" else "numbers"
         raise ValueError(f"{where}: {name} must be a {shape} array of {what}, got {_describe(a)}")
     return a
-
-
-def _check_int(where: str, name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{where}: {name} must be an int of at least {least}, got {value!r}")
-    return int(value)
 
 
 def _check_rule(where: str, rule: str) -> str:
@@ -444,7 +440,7 @@ def _labels_of(where: str, name: str, y: Any, rows: int, rule: str) -> _Labels:
 
 def _classes(where: str, labels: _Labels, num_classes: int | None) -> int:
     if num_classes is not None:
-        _check_int(where, "num_classes", num_classes, 1)
+        check_int(where, "num_classes", num_classes, 1)
     most = labels.largest(num_classes)
     if num_classes is None and most < 0:
         raise ValueError(f"{where}: num_classes must be given where there is no label, got None")

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from samplex_cuda.data.base import Array, Dataset, _as_array, _check_indptr, _check_int, _gather, _Labels, _long, _pad
+from samplex_cuda._checks import check_int
+from samplex_cuda.data.base import Array, Dataset, _as_array, _check_indptr, _gather, _Labels, _long, _pad
 
 __all__ = ["Interactions"]
 
@@ -57,9 +58,9 @@ class Interactions(Dataset):
         where = "Interactions"
         self.indptr = _as_array(where, "indptr", indptr, (1,), "iu")
         self.items = _as_array(where, "items", items, (1,), "iu")
-        self.num_classes = self.num_features = _check_int(where, "num_items", num_items, 1)
-        self.history = _check_int(where, "history", history, 1)
-        self.min_history = _check_int(where, "min_history", min_history, 0)
+        self.num_classes = self.num_features = check_int(where, "num_items", num_items, 1)
+        self.history = check_int(where, "history", history, 1)
+        self.min_history = check_int(where, "min_history", min_history, 0)
         if order not in ("time", "none"):
             raise ValueError(f"{where}: order must be 'time' or 'none', got {order!r}")
         self.order = order

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from samplex_cuda._checks import check_int
+
 __all__ = ["BadLineError", "BadLines", "blocks", "logical_suffix"]
 
 BLOCK = 4 << 20  # bytes that are parsed at once; what a reader holds is a small multiple of it
@@ -44,9 +46,7 @@ class BadLines:
     """
 
     def __init__(self, where: str, path: Path | str, allowed: int) -> None:
-        if isinstance(allowed, bool) or not isinstance(allowed, int) or allowed < 0:
-            raise ValueError(f"{where}: skip_bad must be an int of at least 0, got {allowed!r}")
-        self.where, self.path, self.allowed = where, str(path), allowed
+        self.where, self.path, self.allowed = where, str(path), check_int(where, "skip_bad", allowed, 0)
         self.found: list[tuple[int, str]] = []
 
     def add(self, line: int, reason: str) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda.data.base import Dataset, _check_int, _long, _mix, _permute
+from samplex_cuda._checks import check_int
+from samplex_cuda.data.base import Dataset, _long, _mix, _permute
 from samplex_cuda.data.interactions import Interactions
 
 __all__ = ["Batches", "Subset", "split"]
@@ -162,7 +163,7 @@ class Batches:
         drop_last: bool = False,
         shuffle: bool | None = None,
     ) -> None:
-        self.batch_size = _check_int("Batches", "batch_size", batch_size, 1)
+        self.batch_size = check_int("Batches", "batch_size", batch_size, 1)
         if dataset.ordered:
             columns: int = dataset.columns  # type: ignore[attr-defined]
             if batch_size != columns:

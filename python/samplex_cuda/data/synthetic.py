@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import check_int
 from samplex_cuda.data.base import Array, Dataset, _hash64, _mix
 
 __all__ = ["BuiltIn", "HierarchicalZipf"]
@@ -81,8 +82,7 @@ class HierarchicalZipf:
             ("depth", depth, 0),
             ("block_size", block_size, 1),
         ):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"HierarchicalZipf: {name} must be an int of at least {least}, got {value!r}")
+            check_int("HierarchicalZipf", name, value, least)
         if branching is not None and branching < 2:
             raise ValueError(f"HierarchicalZipf: branching must be at least 2, got {branching!r}")
         for name, number in (("exponent", exponent), ("noise", noise)):

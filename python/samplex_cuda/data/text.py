@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from samplex_cuda._checks import check_int
 from samplex_cuda.data.array_sets import Tokens
 from samplex_cuda.data.cache import Conversion, converted
 from samplex_cuda.data.lines import blocks
@@ -155,8 +156,7 @@ def text_file(
     """
     where = "text_file"
     for name, value, least in (("min_count", min_count, 1), ("max_size", 2 if max_size is None else max_size, 2)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{where}: {name} must be an int of at least {least}, got {value!r}")
+        check_int(where, name, value, least)
     words: list[str] | None = None
     if isinstance(vocabulary, Tokens):
         words = vocabulary.vocabulary

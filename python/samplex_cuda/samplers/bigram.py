@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import call, check_int, describe
+from samplex_cuda._checks import call, check_int, check_number, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import bigram_sample as ops
 from samplex_cuda.ops.static_sample import build_alias, sort_exclude
@@ -77,8 +77,7 @@ class Bigram(Sampler):
         power: float = 1.0,
     ) -> None:
         super().__init__()
-        if isinstance(power, bool) or not isinstance(power, int | float) or not 0.0 <= power < float("inf"):
-            raise ValueError(f"bigram: power must be a finite number of at least 0, got {power!r}")
+        check_number("bigram", "power", power, 0.0)
         alone = _numbers("unigram", unigram)
         if alone.shape[0] < 1 or not alone.any():
             raise ValueError(f"bigram: unigram must be [C] with a positive sum, got [{alone.shape[0]}]")

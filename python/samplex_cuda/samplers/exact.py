@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import _device
-from samplex_cuda._checks import check_dense, check_int, describe
+from samplex_cuda._checks import check_dense, check_int, check_number, describe
 from samplex_cuda.chunking import Chunk, logit_chunks, row_blocks
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.exact_sample import (
@@ -519,9 +519,7 @@ class Quartic(ExactSampler):
         chunk_size: int | None = None,
     ) -> None:
         super().__init__(weight, bias, scale=scale, copy=copy, chunk_size=chunk_size)
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0.0 <= alpha < float("inf"):
-            raise ValueError(f"quartic: alpha must be a finite number of at least 0, got {alpha!r}")
-        self.alpha = float(alpha)
+        self.alpha = check_number("quartic", "alpha", alpha, 0.0)
 
     def _law(self) -> tuple[int, float, float]:
         return QUARTIC, self.scale, self.alpha

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import _device, chunking, rff
-from samplex_cuda._checks import call, check_data, check_dense, describe
+from samplex_cuda._checks import call, check_data, check_dense, check_number, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import kernel_tree as ops
 from samplex_cuda.ops.static_sample import sort_exclude
@@ -84,8 +84,7 @@ class KernelSampler(DeviceFollowing):
         self._mixed = False  # whether a change is under way, or was interrupted: the sums are not those of the rows
         self._longest: float | Tensor = MOST_QUERY
         self._check_table("weight", weight)
-        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0.0 <= epsilon < 1.0:
-            raise ValueError(f"{self._op}: epsilon must be a number in [0, 1), got {epsilon!r}")
+        check_number(self._op, "epsilon", epsilon, 0.0, 1.0, open_high=True)
         self.num_classes, self.dim = weight.shape
         self.kind, self.kernel, self.scale = kind, kernel, float(scale)
         self.epsilon, self.normalize, self.has_bias = float(epsilon), bool(normalize), bias is not None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplex_cuda._checks import describe
+from samplex_cuda._checks import check_number, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import uniform_sample
 from samplex_cuda.rng import Key, fold_in, key_tensor
@@ -57,8 +57,7 @@ class Mixture(Sampler):
             sampler, weight = pair
             if not isinstance(sampler, Sampler):
                 raise TypeError(f"mixture: components must hold samplers, got {type(sampler).__name__}")
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.0 < weight < float("inf"):
-                raise ValueError(f"mixture: weight must be a positive finite number, got {weight!r}")
+            check_number("mixture", "weight", weight, 0.0, open_low=True)
             if sampler.num_classes != pairs[0][0].num_classes:
                 raise ValueError(
                     f"mixture: samplers must have num_classes = {pairs[0][0].num_classes}, got {sampler.num_classes}"

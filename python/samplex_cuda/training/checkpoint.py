@@ -32,6 +32,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import check_int
+
 __all__ = [
     "CheckpointError",
     "check_inside",
@@ -90,9 +92,7 @@ def directory_name(step: int) -> str:
         >>> checkpoint.directory_name(1200)
         'checkpoint-00001200'
     """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"checkpoint.directory_name: step must be an int of at least 0, got {step!r}")
-    return f"checkpoint-{step:08d}"
+    return f"checkpoint-{check_int('checkpoint.directory_name', 'step', step, 0):08d}"
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -343,8 +343,8 @@ def save(
         ({'w': tensor([1., 1.])}, {'step': 5})
     """
     directory = Path(directory)
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"checkpoint.save: keep must be an int of at least 1 or None, got {keep!r}")
+    if keep is not None:
+        check_int("checkpoint.save", "keep", keep)
     try:
         described = json.dumps(dict(meta), indent=1, allow_nan=True).encode()
     except (TypeError, ValueError) as error:

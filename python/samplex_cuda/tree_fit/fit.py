@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from samplex_cuda._checks import check_int
 from samplex_cuda._library import _native
 
 __all__ = ["FittedTree", "RegChoice", "cross_validate_reg", "fit_tree"]
@@ -148,8 +149,7 @@ def _inputs(op: str, z: Any, y: Any, num_classes: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"{op}: z and y must have the same length, got {len(features)} and {len(labels)}")
     if len(labels) == 0:
         raise ValueError(f"{op}: z must have at least 1 row, got 0")
-    if not isinstance(num_classes, int) or num_classes < 1:
-        raise ValueError(f"{op}: num_classes must be an int of at least 1, got {num_classes!r}")
+    check_int(op, "num_classes", num_classes)
     labels = labels.to("cpu", torch.int64).contiguous()
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= num_classes:
@@ -256,10 +256,9 @@ def fit_tree(
         raise ValueError(f"fit_tree: z must have at least 1 column, got {list(features.shape)}")
     if not (math.isfinite(reg) and reg > 0):
         raise ValueError(f"fit_tree: reg must be positive and finite, got {reg}")
-    if not isinstance(max_rounds, int) or max_rounds < 0:
-        raise ValueError(f"fit_tree: max_rounds must be an int of at least 0, got {max_rounds!r}")
-    if threads is not None and (not isinstance(threads, int) or threads < 1):
-        raise ValueError(f"fit_tree: threads must be an int of at least 1, got {threads!r}")
+    check_int("fit_tree", "max_rounds", max_rounds, 0)
+    if threads is not None:
+        check_int("fit_tree", "threads", threads)
     depth = (num_classes - 1).bit_length()
     leaves = 2**depth
     weights = torch.empty(leaves, features.shape[1])
