@@ -8,6 +8,8 @@
 Rows (--only takes any part of a name); each is a time over that of the same step on the quiet machine, in turns:
   workers          ours beside 2 forked, persistent DataLoader workers, over private without workers
   workers_faults   page faults per step of it
+  workers_limit    a torch.mm about as long as a step, beside the same workers: what any code on two threads loses to
+                   them. The note has the workers' own processor time for each batch they make
   workers_private  private beside the same workers: what sharing is for; its page faults are in the note
   share_cost       ours over private, both without workers
   workers_eager    eager beside 2 workers
@@ -67,16 +69,31 @@ class Trivial(Dataset[int]):
         return index
 
 
+def processor_ms(processes: Sequence[Any]) -> float:
+    """Milliseconds that processes have had a processor."""
+    return sum(int(Path(f"/proc/{p.pid}/schedstat").read_text().split()[0]) for p in processes) / 1e6
+
+
 @contextlib.contextmanager
-def workers(count: int) -> Iterator[Callable[[], Any]]:
-    """Forked workers; gives what fetches the next batch."""
+def workers(count: int, used: list[float] | None = None) -> Iterator[Callable[[], Any]]:
+    """Forked workers; gives what fetches the next batch. `used` gets their processor time per batch, in ms."""
     loader = DataLoader(
         Trivial(), batch_size=BATCH, num_workers=count, persistent_workers=True, multiprocessing_context="fork"
     )
     batches = iter(loader)
     next(batches)
+    processes = batches._workers  # type: ignore[attr-defined]
+    before, fetched = processor_ms(processes), 0
+
+    def fetch() -> Any:
+        nonlocal fetched
+        fetched += 1
+        return next(batches)
+
     try:
-        yield lambda: next(batches)
+        yield fetch
+        if used is not None:
+            used.append((processor_ms(processes) - before) / max(fetched, 1))
     finally:
         batches._shutdown_workers()  # type: ignore[attr-defined]
         gc.collect()
@@ -152,7 +169,10 @@ class Bench:
 
     def groups(self) -> dict[str, tuple[list[str], Callable[[], list[Row]]]]:
         return {
-            "workers": (["workers", "workers_faults", "workers_private", "share_cost"], self.beside_workers),
+            "workers": (
+                ["workers", "workers_faults", "workers_limit", "workers_private", "share_cost"],
+                self.beside_workers,
+            ),
             "workers_eager": (["workers_eager"], self.eager_beside_workers),
             "busy": (["busy_1", "busy_2", "openmp_1", "openmp_2", "quiet", "encoder"], self.beside_busy),
             "eager": (["eager_1", "eager_2"], self.eager_beside_busy),
@@ -185,14 +205,23 @@ class Bench:
         sx.tables.share(ours.head, ours.optimizer)  # for systems where it is not the default
         check = self.check([private, ours], private)
         one, two = self.step_of(private, self.inputs), self.step_of(ours, self.inputs)
+        left, right, out = torch.randn(BATCH, 1024), torch.randn(1024, 512), torch.empty(BATCH, 512)
+
+        def limit(_: int) -> Any:
+            return torch.mm(left, right, out=out)
+
         alone, alone_ours, beside, faults = [], [], [], []
+        limits: tuple[list[float], list[float]] = ([], [])
+        used: list[float] = []
         for number in range(self.rounds):
             progress(f"round {number + 1}: workers")
             alone.append(block(one, self.calls)[0])
             alone_ours.append(block(two, self.calls)[0])
-            with workers(2) as fetch:
+            limits[0].append(block(limit, self.calls)[0])
+            with workers(2, used) as fetch:
                 block(two, 5, fetch)  # small buffers of the process are copied once
                 milliseconds, count = block(two, self.calls, fetch)
+                limits[1].append(block(limit, self.calls, fetch)[0])
             beside.append(milliseconds)
             faults.append(count)
         with workers(2) as fetch:  # last: it leaves the private table in small pages
@@ -213,6 +242,9 @@ class Bench:
             ratio_row("workers", "step beside 2 forked workers, over private without", beside, alone,
                       "private, without workers", check, target=1.2),
             faults_row,
+            ratio_row("workers_limit", "torch.mm on the same threads beside 2 forked workers, over without", limits[1],
+                      limits[0], "without workers", check,
+                      note=f"{Timing.of(used).median:.2f} ms of a processor for each batch of the workers"),
             ratio_row("workers_private", "private beside 2 forked workers, over without", [t for t, _ in split], alone,
                       "private, without workers", check, note=note),
             ratio_row("share_cost", "step over private, without workers", alone_ours, alone,

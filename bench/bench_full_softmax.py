@@ -38,7 +38,7 @@ from _harness import (
 )
 
 import samplex_cuda as sx
-from samplex_cuda.prediction import kept_bytes
+from samplex_cuda.chunking import kept_bytes
 
 CASES = {"1k": 1_000, "10k": 10_000, "100k": 100_000}
 TARGETS = {"1k": 1.0, "10k": 1.0, "100k": 1.4}

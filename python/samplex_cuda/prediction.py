@@ -174,10 +174,13 @@ def softmax_sums(
     for rows, block, added in row_blocks(h, weight, prior):
         state = (cut(lse, rows), cut(positive, rows), None if total is None else cut(total, rows))
         wanted = cut(target, rows)
-        chunks = logit_chunks(block, weight, bias, scale, absolute, added, chunk_size, row=rows.start, keep=keep)
+        chunks = logit_chunks(
+            block, weight, bias, scale, absolute, added, chunk_size, row=rows.start, keep=keep,
+            classes_first=prior is None,
+        )  # fmt: skip
         for c in chunks:
             cw = None if class_weight is None or total is None else class_weight[c.first : c.first + len(c.rows)]
-            predict_lse(c.dots, c.bias, wanted, cw, c.first, c.scale, c.absolute, *state)
+            predict_lse(c.dots, c.bias, wanted, cw, c.first, c.scale, c.absolute, *state, c.by_class)
     return lse, positive, total
 
 

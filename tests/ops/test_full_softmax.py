@@ -209,6 +209,52 @@ def test_second_backward_computes_what_the_first_overwrote():
         assert torch.equal(a, b)
 
 
+# ------------------------------------------------------------------------------------------------ products by class
+@pytest.fixture
+def every_batch_by_class(monkeypatch):
+    monkeypatch.setattr(chunking, "_LEAST_BY_CLASS", 1)
+
+
+@pytest.mark.parametrize("classes", [53, 700])
+@pytest.mark.parametrize("rows", [1, 6, 70])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"chunk_size": 20}, {"scale": 1.7}])
+def test_products_by_class(simd_level, every_batch_by_class, rows, classes, options):
+    """Products as [n, B], in one chunk and in several, with an ignored row, on every SIMD level."""
+    h, weight, y, bias = make(rows, classes, 9, torch.float32)
+    for ignored in (False, True):
+        if ignored and rows > 1:
+            y[rows // 2] = -100
+        mine = full_softmax(h, weight, y, bias, **options)
+        double = [t.detach().double().requires_grad_() for t in (h, weight, bias)]
+        logits = options.get("scale", 1.0) * F.linear(*double)
+        theirs = F.cross_entropy(logits, y, label_smoothing=options.get("label_smoothing", 0.0))
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-6)
+        pairs = zip(gradients(mine, h, weight, bias), gradients(theirs, *double), strict=True)
+        for got, wanted in pairs:
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_by_class_is_chosen_for_float32_batches_on_the_cpu(monkeypatch):
+    seen = []
+    monkeypatch.setattr(chunking, "product", lambda a, b, out: seen.append(tuple(out.shape)) or torch.mm(a, b, out=out))
+    for rows, dtype in ((64, torch.float32), (63, torch.float32), (64, torch.float64)):
+        h, weight, y, bias = make(rows, 100, 4, dtype)
+        full_softmax(h, weight, y, bias, chunk_size=100)
+    assert seen == [(100, 64), (63, 100), (64, 100)]
+
+
+def test_one_chunk_has_the_same_gradients_the_second_time(every_batch_by_class):
+    """The first backward overwrites the logits; the second makes them again, and takes the general way."""
+    h, weight, y, bias = make(70, 90, 5, torch.float32)
+    for reduction in ("mean", "sum"):
+        loss = full_softmax(h, weight, y, bias, reduction=reduction)
+        first, second = (torch.autograd.grad(3.0 * loss, (h, weight, bias), retain_graph=True) for _ in range(2))
+        for one, two in zip(first, second, strict=True):
+            torch.testing.assert_close(one, two)
+        (alone,) = torch.autograd.grad(3.0 * full_softmax(h, weight, y, bias, reduction=reduction), weight)
+        assert torch.equal(alone, first[1])
+
+
 def test_a_changed_weight_is_found_before_backward():
     h, weight, y, _ = make(bias=False)
     loss = full_softmax(h, weight, y)
@@ -240,14 +286,15 @@ def test_many_classes_have_no_table_of_logits():
     batch, classes, dim = 256, 100_000, 8
     h, weight, y, bias = make(batch, classes, dim, torch.float32)
     cpu = torch.device("cpu")
+    chunk = chunking.chunk_bytes(cpu, "logits by class")
     with _Sizes() as forward:
         loss = full_softmax(h, weight, y, bias)
-    assert 0 < forward.buffers <= chunking.kept_bytes(cpu) + chunking.chunk_bytes(cpu)
+    assert 0 < forward.buffers <= chunking.kept_bytes(cpu) + chunk
     with _Sizes() as backward:
         gradients(loss, h, weight, bias)
     # The gradient of weight, and one buffer for the chunks that were not kept.
-    assert weight.nbytes < backward.buffers <= weight.nbytes + chunking.chunk_bytes(cpu)
-    assert max(forward.largest, backward.largest) <= max(weight.nbytes, chunking.chunk_bytes(cpu))
+    assert weight.nbytes < backward.buffers <= weight.nbytes + chunk
+    assert max(forward.largest, backward.largest) <= max(weight.nbytes, chunk)
 
 
 def test_chunk_sizes_come_from_one_place(monkeypatch):

@@ -196,6 +196,76 @@ def test_a_nan_stays_in_its_row_and_an_ignored_row_has_none(backend):
     torch.testing.assert_close(got[2], dots[2].softmax(0))
 
 
+# ------------------------------------------------------------------------------------------------ dots [n, B]
+def by_class_sides(arguments, rest, smooth):
+    """lse, positive, total and gradient of the same products, as [B, n] and as [n, B]."""
+    dots, target = arguments[0], arguments[2]
+    found = []
+    for by_class in (False, True):
+        given = dots.t().contiguous() if by_class else dots.clone()
+        lse, coef, target_coef = rest
+        out = lse.clone(), torch.full(target.shape, 7.0, dtype=dots.dtype), torch.zeros_like(lse)
+        ops.predict_lse(given, *arguments[1:], *out, by_class)
+        ops.predict_grad(given, *arguments[1:], lse, coef, target_coef, smooth, None, by_class)
+        found.append((*out, given.t() if by_class else given))
+    return found
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [1, 15, 16, 70, 131])
+@pytest.mark.parametrize("count", [1, 65, 4500])
+def test_by_class_is_the_same(simd_level, batch, count, dtype, absolute):
+    for options in ({}, {"bias": False, "weighted": False}, {"targets": 11}):
+        arguments = (*make(batch, count, dtype=dtype, **options)[:-1], absolute)
+        lse = torch.randn(batch, dtype=torch.float64) + 5.0
+        coef, target_coef = torch.randn(batch, dtype=dtype), torch.randn(arguments[2].shape, dtype=dtype)
+        coef[batch // 2] = 0.0
+        smooth = torch.rand(batch, dtype=dtype) if options else None
+        one, two = by_class_sides(arguments, (lse, coef, target_coef), smooth)
+        tolerance = 1e-12 if dtype == torch.float64 else 3e-6
+        for mine, theirs in zip(two, one, strict=True):
+            size = float(theirs.abs().max()) if theirs.numel() else 0.0
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * (1 + size))
+
+
+def test_by_class_with_numbers_that_are_not_finite(simd_level):
+    dots = torch.randn(37, 3000)
+    dots[0, 7], dots[1, 2100], dots[2] = NAN, INF, -INF
+    dots[3, :100], dots[4, 5], dots[4, 6], dots[35, 7], dots[36] = -INF, INF, NAN, NAN, -3.4e38
+    dots[5] = NAN
+    target = torch.full((37, 1), 8)
+    for lse in (torch.full((37,), -INF, dtype=torch.float64), torch.zeros(37, dtype=torch.float64)):
+        coef = torch.ones(37)
+        coef[35] = 0.0
+        one, two = by_class_sides((dots, None, target, None, 0, 1.0, False), (lse, coef, coef.view(-1, 1)), None)
+        for mine, theirs in zip(two[:2], one[:2], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=3e-6, atol=3e-6, equal_nan=True)
+        if bool((lse == 0).all()):
+            torch.testing.assert_close(two[3], one[3], rtol=3e-6, atol=3e-6, equal_nan=True)
+            assert torch.equal(two[3][35, 9:], torch.zeros(2991))
+
+
+def test_by_class_has_the_same_bits_for_every_thread_count():
+    arguments, results = make(batch=100, count=5000), []
+    given = arguments[0].t().contiguous()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            lse, positive = torch.zeros(100, dtype=torch.float64), torch.zeros(100, 2)
+            ops.predict_lse(given, *arguments[1:], lse, positive, None, True)
+            dots = given.clone()
+            ones = torch.ones(100)
+            ops.predict_grad(dots, *arguments[1:], lse, ones, torch.ones(100, 2), None, None, True)
+            results.append((lse, dots))
+    finally:
+        torch.set_num_threads(before)
+    for lse, dots in results[1:]:
+        assert torch.equal(lse, results[0][0])
+        assert torch.equal(dots, results[0][1])
+
+
 # ------------------------------------------------------------------------------------------------ top-k
 @pytest.mark.parametrize("k", [1, 7, 64, 256, 390])
 @pytest.mark.parametrize("chunks", [(1000,), (3, 50, 7), (256,)])
@@ -311,6 +381,9 @@ def test_opcheck():
     arguments = make()
     torch.library.opcheck(LSE, (*arguments, lse, torch.zeros(3, 2), lse.clone()))
     torch.library.opcheck(GRAD, (*arguments, lse, rows, torch.randn(3, 2), rows.clone()))
+    turned = (arguments[0].t().contiguous(), *arguments[1:])
+    torch.library.opcheck(LSE, (*turned, lse, torch.zeros(3, 2), lse.clone(), True))
+    torch.library.opcheck(GRAD, (*turned, lse, rows, torch.randn(3, 2), rows.clone(), None, True))
     torch.library.opcheck(
         torch.ops.samplex.predict_dots.default, (torch.randn(3, 5), torch.randn(9, 5), torch.randint(9, (3, 2)))
     )
@@ -361,6 +434,10 @@ def test_the_same_bits_in_two_runs_and_for_every_thread_count():
         (
             lambda d, i: GRAD(d, None, i[:1], None, 0, 1.0, False, d[:, 0].double(), d[:, 0], d, None),
             "predict_grad: target must be [B, P] = [2, *] int64 contiguous on cpu, got [1, 3] int64",
+        ),
+        (
+            lambda d, i: LSE(d, None, i, None, 0, 1.0, False, d[:, 0].double(), d, None, True),
+            "predict_lse: target must be [B, P] = [3, *] int64 contiguous on cpu, got [2, 3] int64",
         ),
     ],
 )

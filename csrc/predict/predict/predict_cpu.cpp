@@ -1,5 +1,7 @@
 // CPU launchers of the passes over a chunk of logits: rows are shared out, and each keeps its own order of operations,
 // so the bits do not depend on the number of threads.
+#include <algorithm>
+
 #include "common/parallel.h"
 #include "common/simd.h"
 #include "predict/predict/predict_cpu_rows.h"
@@ -27,6 +29,14 @@ void predict_dots_rows_scalar(const PredictDotsParams& params, int64_t begin, in
 // Few rows per range: one with many insertions must not hold up the others.
 template <typename Params>
 void for_rows(const Params& params, void (*body)(const Params&, int64_t, int64_t)) {
+  if (params.chunk.by_class) {
+    // Whole cache lines of the batch to a thread.
+    constexpr int64_t kUnit = 16;
+    const int64_t batch = params.chunk.batch, units = (batch + kUnit - 1) / kUnit;
+    return parallel_for_shared(
+        units, std::clamp<int64_t>(units / num_threads(), 1, 4),
+        [&](int64_t begin, int64_t end) { body(params, begin * kUnit, std::min(end * kUnit, batch)); });
+  }
   parallel_for_shared(params.chunk.batch, 1 + (1 << 14) / params.chunk.count,
                       [&](int64_t begin, int64_t end) { body(params, begin, end); });
 }

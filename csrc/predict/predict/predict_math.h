@@ -39,6 +39,7 @@ SX_HOST_DEVICE inline double predict_merge_lse(double lse, double max, double su
   const double added = max == negative_infinity<double>() || max == -negative_infinity<double>() ? max : max + log(sum);
   // Here, not by logaddexp: that lets the larger of a nan and a number win by its place.
   if (lse != lse || added != added) return quiet_nan<double>();
+  if (lse == negative_infinity<double>()) return added;  // the first chunk
   return logaddexp(lse, added);
 }
 

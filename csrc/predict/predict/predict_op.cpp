@@ -14,28 +14,33 @@ using MaybeTensor = std::optional<Tensor>;
 constexpr int64_t kMostClasses = int64_t(1) << 52;
 
 PredictChunk chunk_of(const char* op, const Tensor& dots, const MaybeTensor& bias, int64_t first, double scale,
-                      bool absolute) {
+                      bool absolute, bool by_class = false) {
   check_given(op, "dots", dots);
   const ScalarType acc = dots.scalar_type();
-  check_type(acc == ScalarType::Float || acc == ScalarType::Double, op,
-             ": dots must be [B, n] float32 or float64, got ", describe(dots));
-  check_tensor(op, "dots", dots, {-1, -1}, "[B, n]", acc, dots);
-  if (bias) check_tensor(op, "bias", *bias, {dots.size(1)}, "[n]", acc, dots);
+  const char* const shape = by_class ? "[n, B]" : "[B, n]";
+  check_type(acc == ScalarType::Float || acc == ScalarType::Double, op, ": dots must be ", shape,
+             " float32 or float64, got ", describe(dots));
+  check_tensor(op, "dots", dots, {-1, -1}, shape, acc, dots);
+  check_value(!by_class || backend_of(op, dots) == Backend::kCpu, op, ": by_class must be False on a GPU, got True");
+  const int64_t batch = dots.size(by_class ? 1 : 0), count = dots.size(by_class ? 0 : 1);
+  if (bias) check_tensor(op, "bias", *bias, {count}, "[n]", acc, dots);
   check_value(first >= 0 && first <= kMostClasses, op, ": first must be in [0, 2^52], got ", first);
-  return {nullptr, nullptr, dots.size(0), dots.size(1), first, scale, absolute, acc == ScalarType::Double};
+  return {nullptr, nullptr, batch, count, first, scale, absolute, acc == ScalarType::Double, by_class};
 }
 
-void check_rows(const char* op, const char* arg, const Tensor& t, const Tensor& dots, ScalarType dtype) {
-  check_tensor(op, arg, t, {dots.size(0)}, "[B]", dtype, dots);
+void check_rows(const char* op, const char* arg, const Tensor& t, const PredictChunk& chunk, ScalarType dtype,
+                const Tensor& dots) {
+  check_tensor(op, arg, t, {chunk.batch}, "[B]", dtype, dots);
 }
 
-int64_t num_targets(const char* op, const Tensor& target, const Tensor& dots) {
-  check_tensor(op, "target", target, {dots.size(0), -1}, "[B, P]", ScalarType::Long, dots);
+int64_t num_targets(const char* op, const Tensor& target, const PredictChunk& chunk, const Tensor& dots) {
+  check_tensor(op, "target", target, {chunk.batch, -1}, "[B, P]", ScalarType::Long, dots);
   return target.size(1);
 }
 
-void check_class_weight(const char* op, const MaybeTensor& class_weight, const Tensor& dots) {
-  if (class_weight) check_tensor(op, "class_weight", *class_weight, {dots.size(1)}, "[n]", dots.scalar_type(), dots);
+void check_class_weight(const char* op, const MaybeTensor& class_weight, const PredictChunk& chunk,
+                        const Tensor& dots) {
+  if (class_weight) check_tensor(op, "class_weight", *class_weight, {chunk.count}, "[n]", dots.scalar_type(), dots);
 }
 
 void fill(PredictChunk& chunk, const void* dots, const MaybeTensor& bias) {
@@ -46,16 +51,16 @@ void fill(PredictChunk& chunk, const void* dots, const MaybeTensor& bias) {
 bool nothing(const PredictChunk& chunk) { return chunk.batch == 0 || chunk.count == 0; }
 
 void predict_lse(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor class_weight, int64_t first, double scale,
-                 bool absolute, Tensor lse, Tensor positive, MaybeTensor total) {
+                 bool absolute, Tensor lse, Tensor positive, MaybeTensor total, bool by_class) {
   constexpr const char* op = "predict_lse";
   begin_op();
   PredictLseParams p{};
-  p.chunk = chunk_of(op, dots, bias, first, scale, absolute);
-  p.num_targets = num_targets(op, target, dots);
-  check_class_weight(op, class_weight, dots);
-  check_rows(op, "lse", lse, dots, ScalarType::Double);
-  check_tensor(op, "positive", positive, {dots.size(0), p.num_targets}, "[B, P]", dots.scalar_type(), dots);
-  if (total) check_rows(op, "total", *total, dots, ScalarType::Double);
+  p.chunk = chunk_of(op, dots, bias, first, scale, absolute, by_class);
+  p.num_targets = num_targets(op, target, p.chunk, dots);
+  check_class_weight(op, class_weight, p.chunk, dots);
+  check_rows(op, "lse", lse, p.chunk, ScalarType::Double, dots);
+  check_tensor(op, "positive", positive, {p.chunk.batch, p.num_targets}, "[B, P]", dots.scalar_type(), dots);
+  if (total) check_rows(op, "total", *total, p.chunk, ScalarType::Double, dots);
   if (nothing(p.chunk)) return;
   fill(p.chunk, in_any(dots), bias);
   p.target = in<int64_t>(target);
@@ -74,18 +79,19 @@ void predict_lse(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor class
 }
 
 void predict_grad(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor class_weight, int64_t first, double scale,
-                  bool absolute, Tensor lse, Tensor coef, Tensor target_coef, MaybeTensor smooth, MaybeTensor parts) {
+                  bool absolute, Tensor lse, Tensor coef, Tensor target_coef, MaybeTensor smooth, MaybeTensor parts,
+                  bool by_class) {
   constexpr const char* op = "predict_grad";
   begin_op();
   PredictGradParams p{};
-  p.chunk = chunk_of(op, dots, bias, first, scale, absolute);
+  p.chunk = chunk_of(op, dots, bias, first, scale, absolute, by_class);
   const ScalarType acc = dots.scalar_type();
-  p.num_targets = num_targets(op, target, dots);
-  check_class_weight(op, class_weight, dots);
-  check_rows(op, "lse", lse, dots, ScalarType::Double);
-  check_rows(op, "coef", coef, dots, acc);
-  check_tensor(op, "target_coef", target_coef, {dots.size(0), p.num_targets}, "[B, P]", acc, dots);
-  if (smooth) check_rows(op, "smooth", *smooth, dots, acc);
+  p.num_targets = num_targets(op, target, p.chunk, dots);
+  check_class_weight(op, class_weight, p.chunk, dots);
+  check_rows(op, "lse", lse, p.chunk, ScalarType::Double, dots);
+  check_rows(op, "coef", coef, p.chunk, acc, dots);
+  check_tensor(op, "target_coef", target_coef, {p.chunk.batch, p.num_targets}, "[B, P]", acc, dots);
+  if (smooth) check_rows(op, "smooth", *smooth, p.chunk, acc, dots);
   if (parts) {
     check_tensor(op, "parts", *parts, {2 * dots.size(0), -1}, "[2 B, at least n]", ScalarType::BFloat16, dots);
     check_value(parts->size(1) >= dots.size(1), op, ": parts must have at least n = ", dots.size(1), " columns, got ",
@@ -179,11 +185,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
         {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "predict_lse(Tensor dots, Tensor? bias, Tensor target, Tensor? class_weight, int first, float scale, "
-      "bool absolute, Tensor(a!) lse, Tensor(b!) positive, Tensor(c!)? total) -> ()",
+      "bool absolute, Tensor(a!) lse, Tensor(b!) positive, Tensor(c!)? total, bool by_class=False) -> ()",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "predict_grad(Tensor(a!) dots, Tensor? bias, Tensor target, Tensor? class_weight, int first, float scale, "
-      "bool absolute, Tensor lse, Tensor coef, Tensor target_coef, Tensor? smooth, Tensor(b!)? parts=None) -> ()",
+      "bool absolute, Tensor lse, Tensor coef, Tensor target_coef, Tensor? smooth, Tensor(b!)? parts=None, "
+      "bool by_class=False) -> ()",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "predict_topk(Tensor dots, Tensor? bias, int first, float scale, bool absolute, Tensor(a!) values, "

@@ -45,13 +45,14 @@ inline PredictCut predict_cut(int64_t batch, int64_t count, int64_t unit, int64_
 }
 
 struct PredictChunk {
-  void* dots;        // A [B, count]
+  void* dots;        // A [B, count], or [count, B] with `by_class`
   const void* bias;  // A [count], or nullptr
   int64_t batch, count;
   int64_t first;  // class of the first column
   double scale;
   bool absolute;
   bool is_double;  // A is double, else float
+  bool by_class;   // CPU only, predict_lse and predict_grad
 
   // Column of a class, -1 for classes before the chunk; no difference that could overflow.
   SX_HOST_DEVICE int64_t column_of(int64_t id) const { return id < first ? -1 : id - first; }
@@ -111,7 +112,7 @@ SX_DECLARE_LAUNCHER(launch_predict_grad, PredictGradParams)
 SX_DECLARE_LAUNCHER(launch_predict_topk, PredictTopkParams)
 
 namespace cpu {
-// Rows [begin, end), float accumulation; ISA bodies.
+// Rows [begin, end) of the batch, float accumulation; ISA bodies.
 void predict_dots_rows_avx2(const PredictDotsParams& params, int64_t begin, int64_t end);
 void predict_dots_rows_avx512(const PredictDotsParams& params, int64_t begin, int64_t end);
 void predict_lse_rows_avx2(const PredictLseParams& params, int64_t begin, int64_t end);

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samplex_cuda import chunking
 from samplex_cuda._checks import check_int, check_number, check_tensor, describe
 from samplex_cuda.chunking import KeptLogits, cut, logit_chunks, row_blocks
 from samplex_cuda.ops.loss_types import acc_dtype
-from samplex_cuda.ops.predict import predict_buffer, predict_grad
+from samplex_cuda.ops.predict import predict_buffer, predict_grad, predict_lse
 from samplex_cuda.ops.transforms import refuse_forward_mode, refuse_functional
 from samplex_cuda.prediction import flat_targets, mean_weight, softmax_sums, valid_targets
 from samplex_cuda.products import add_product, product, splits_coefficients
@@ -229,16 +230,17 @@ def _gradients(
             chunk_size=options.chunk_size or None,
             row=part.start,
             kept=kept,
+            classes_first=True,
         ):
             count = len(c.rows)
             classes = slice(c.first, c.first + count)
             cw = None if class_weight is None else cut(class_weight, classes)
-            coefs, parts = c.dots, None
+            coefs, parts = c.dots.t() if c.by_class else c.dots, None
             if split:
                 memory = _parts_memory(weight, rows, count) if memory is None else memory
                 parts = memory[: 2 * rows * _even(count)].view(2 * rows, -1)
                 coefs = parts[:, :count]
-            predict_grad(c.dots, c.bias, wanted, cw, c.first, c.scale, c.absolute, *mine, parts)
+            predict_grad(c.dots, c.bias, wanted, cw, c.first, c.scale, c.absolute, *mine, parts, c.by_class)
             if total is not None:
                 add_product(coefs, c.rows.to(coefs.dtype), total, again=c.first > 0)
             if sums is not None:
@@ -359,6 +361,62 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> Any:
 _op.register_autograd(_backward, setup_context=_setup_context)
 
 
+class _OneChunk(NamedTuple):
+    """A loss whose logits are one small chunk, kept from forward to backward: no loops around four products.
+
+    At a thousand classes the loops take as long as a product does.
+    """
+
+    dots: Tensor  # [C, B]
+    lse: Tensor  # [B] fp64
+
+    @staticmethod
+    def serves(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> bool:
+        """Whether it can be done so; for rows that all have one target and weigh 1."""
+        rows, like = hidden.shape[0], torch.float32
+        return (
+            weight.dtype == hidden.dtype == like
+            and (bias is None or (bias.dtype == like and bias.is_contiguous()))
+            and options.chunk_size == 0
+            and 4 * rows * weight.shape[0] <= chunking.chunk_bytes(hidden.device, "logits by class")
+            and chunking.by_class(hidden)
+        )
+
+    @classmethod
+    def forward(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: _Options, total: int
+    ) -> tuple[Tensor, _OneChunk]:
+        """The summed loss / total, and what backward needs."""
+        rows = hidden.shape[0]
+        dots = product(weight, hidden.t(), predict_buffer(weight, weight.shape[0], rows))
+        lse = torch.full((rows,), -math.inf, dtype=torch.float64)
+        positive = hidden.new_empty(rows, 1)
+        predict_lse(dots, bias, target, None, 0, options.scale, options.absolute, lse, positive, None, True)
+        return ((lse - positive.view(-1)).sum() / total).to(hidden.dtype), cls(dots, lse)
+
+    def backward(
+        self,
+        coef: float,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        options: _Options,
+        asked: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """As `_gradients`, once: it overwrites the logits."""
+        dots, coefs = self.dots, hidden.new_full(hidden.shape[:1], coef)
+        predict_grad(
+            dots, bias, target, None, 0, options.scale, options.absolute, self.lse, coefs, coefs.view(-1, 1),
+            None, None, True,
+        )  # fmt: skip
+        return (
+            product(dots.t(), weight, torch.empty_like(hidden)) if asked[0] else None,
+            product(dots, hidden, predict_buffer(weight, *weight.shape)) if asked[1] else None,
+            dots.sum(1) if asked[2] else None,
+        )
+
+
 class _Eager(torch.autograd.Function):
     """The same for eager mode: it may keep logits, reduces the loss, and has not the Python cost of a custom op."""
 
@@ -380,15 +438,25 @@ class _Eager(torch.autograd.Function):
             acc = acc_dtype(weight.dtype)
             ctx.total = len(target) if plain else _total(target, class_weight, options.ignore_index, acc)
         ctx.kept = KeptLogits(hidden.device)
-        loss, ctx.lse = _forward(hidden, weight, bias, class_weight, ctx.target, ctx.weights, options, ctx.kept)
-        ctx.options = options
+        ctx.options, ctx.one = options, None
         ctx.save_for_backward(hidden, weight, bias, class_weight)
+        if ctx.weights is None and reduction != "none" and _OneChunk.serves(hidden, weight, bias, options):
+            loss, ctx.one = _OneChunk.forward(hidden, weight, bias, ctx.target, options, ctx.total or 1)
+            ctx.lse = ctx.one.lse
+            return loss
+        loss, ctx.lse = _forward(hidden, weight, bias, class_weight, ctx.target, ctx.weights, options, ctx.kept)
         return _reduced(loss, reduction, ctx.total)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         _no_double_backward()
         hidden, weight, bias, class_weight = ctx.saved_tensors
+        one, ctx.one = ctx.one, None
+        if one is not None:
+            asked = ctx.needs_input_grad[:3]
+            coef = float(grad) / (ctx.total or 1)
+            found = one.backward(coef, hidden, weight, bias, ctx.target, ctx.options, asked)
+            return (*found, None, None, None, None)
         if ctx.total is not None:
             grad = grad / ctx.total
         if grad.dim() == 0:

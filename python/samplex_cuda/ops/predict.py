@@ -36,6 +36,7 @@ def predict_lse(
     lse: Tensor,
     positive: Tensor,
     total: Tensor | None = None,
+    by_class: bool = False,
 ) -> None:
     """Adds a chunk to the running normaliser, and picks the target logits that lie in it.
 
@@ -50,6 +51,7 @@ def predict_lse(
         lse: [B] float64, updated; -inf before the first chunk.
         positive: [B, P] like dots, written where the target lies in the chunk.
         total: [B] float64, updated: the sum of class_weight * logit.
+        by_class: dots are [n, B]. On the CPU alone.
 
     Example:
         >>> import torch
@@ -60,7 +62,7 @@ def predict_lse(
         >>> round(lse.exp().item(), 6)
         4.0
     """
-    _predict_lse(dots, bias, target, class_weight, first, scale, absolute, lse, positive, total)
+    _predict_lse(dots, bias, target, class_weight, first, scale, absolute, lse, positive, total, by_class)
 
 
 def predict_grad(
@@ -76,6 +78,7 @@ def predict_grad(
     target_coef: Tensor,
     smooth: Tensor | None = None,
     parts: Tensor | None = None,
+    by_class: bool = False,
 ) -> None:
     """Turns the products of a chunk into the gradient with respect to them.
 
@@ -96,6 +99,7 @@ def predict_grad(
         smooth: [B] like dots.
         parts: bfloat16 [2 B, at least n], not on the CPU: gets the gradient as a factor of 16 bits. Rows [0, B) hold
             the rounded numbers, rows [B, 2 B) what rounding left of them, rounded; columns from n on are not written.
+        by_class: dots are [n, B]. On the CPU alone.
 
     Example:
         >>> import torch
@@ -106,7 +110,9 @@ def predict_grad(
         >>> dots
         tensor([[ 0.2500,  0.2500, -0.7500,  0.2500]])
     """
-    _predict_grad(dots, bias, target, class_weight, first, scale, absolute, lse, coef, target_coef, smooth, parts)
+    _predict_grad(
+        dots, bias, target, class_weight, first, scale, absolute, lse, coef, target_coef, smooth, parts, by_class
+    )
 
 
 def predict_topk(
