@@ -15,7 +15,16 @@ BATCH, CLASSES, DIM = 5, 60, 24
 
 
 def run(
-    device, dtype, draws, targets=None, reduction=1, batch=BATCH, upstream=1.0, with_lse=False, dim=DIM, need_hidden=True
+    device,
+    dtype,
+    draws,
+    targets=None,
+    reduction=1,
+    batch=BATCH,
+    upstream=1.0,
+    with_lse=False,
+    dim=DIM,
+    need_hidden=True,
 ):
     """Loss and gradients of one step with shared draws, and those of plain torch in float64, from the same numbers."""
     made = torch.Generator().manual_seed(draws)
