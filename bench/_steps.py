@@ -348,7 +348,7 @@ class Full:
 
 
 class Gemms:
-    """The three matrix products that no step with shared draws can do without: the floor of its time."""
+    """The three matrix products that no step with shared draws can do without, as torch makes them."""
 
     name = "three GEMMs"
 

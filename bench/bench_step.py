@@ -12,7 +12,7 @@ Rows (--only takes any part of a name), d = 128, B = 256, m = 64, no bias:
   log_uniform_1m             the same of log-uniform draws, vs the eager step with its cheap uniform ones
   shared_1m                  draws [64] for the whole batch vs the eager shared form
   shared_64 ... shared_2048  draws [m] for the whole batch, C = 1,000,000, vs the fastest of eager, compiled and FBGEMM;
-                             the note says how long the three GEMMs alone take
+                             the note says how long torch's three GEMMs alone take
   full_softmax_100k          vs full softmax with a dense update
   fused_1m                   fused vs unfused, both ours
   fused_log_uniform_1m       the same with log-uniform draws
@@ -146,7 +146,7 @@ class Bench:
         at_most = got.ratio(best, floor.name)[0]
         note = [
             f"fastest other: {best}",
-            f"three GEMMs alone {got.times[floor.name].median:.2f} ms, which allow {at_most:.1f}x",
+            f"torch's three GEMMs alone {got.times[floor.name].median:.2f} ms, which allow {at_most:.1f}x",
         ]
         return Row(
             f"shared_{m}",

@@ -13,9 +13,13 @@ namespace samplex {
 struct GatherRowsParams {
   const void* weight;  // [C, d] in `dtype`
   const int64_t* ids;  // [n]
-  void* rows;  // [copies * width, d] in `dtype`; on a CPU [n, d] in the accumulation type. nullptr: nothing to do
+  // [copies * width, d] in `dtype`; on a CPU [n, d] in the accumulation type. nullptr: not wanted
+  void* rows;
   int64_t n, width, copies, num_classes, dim;
   DType dtype;
+  // CPU only, instead of rows: as panels (common/panels.h), which products of ours take.
+  float* across;  // of the transposed rows [d, n]; nullptr: not wanted
+  float* along;   // of the rows [n, d]; nullptr: not wanted
   // GPU only:
   ScalarTable bias;  // [C] or absent
   void* biases;      // A [n] or nullptr: bias of each draw, 0 if absent, nan of an id out of range

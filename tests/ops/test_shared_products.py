@@ -1,4 +1,8 @@
-"""The three products of shared draws: how many digits they keep with tables of 16 bits, on every backend."""
+"""The three products of shared draws: how many digits they keep, on every backend and at every SIMD level.
+
+A CPU with vectors makes them by kernels of its own (csrc/common/panels.h), in panels of 32 columns, blocks of 128 terms
+and tiles of 6 or 8 rows: sizes below, at and above each of these.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,38 @@ import torch
 BATCH, CLASSES, DIM = 5, 60, 24
 
 
-def run(device, dtype, draws, targets=None, reduction=1, batch=BATCH, upstream=1.0, with_lse=False):
+def run(
+    device,
+    dtype,
+    draws,
+    targets=None,
+    reduction=1,
+    batch=BATCH,
+    upstream=1.0,
+    with_lse=False,
+    dim=DIM,
+    need_hidden=True,
+):
     """Loss and gradients of one step with shared draws, and those of plain torch in float64, from the same numbers."""
     made = torch.Generator().manual_seed(draws)
-    h = torch.randn(batch, DIM, generator=made).to(dtype)
-    weight = torch.randn(CLASSES, DIM, generator=made).to(dtype)
-    bias = torch.randn(CLASSES, generator=made).to(dtype)
+    classes = max(CLASSES, 2 * draws)
+    h = torch.randn(batch, dim, generator=made).to(dtype)
+    weight = torch.randn(classes, dim, generator=made).to(dtype)
+    bias = torch.randn(classes, generator=made).to(dtype)
     shape = (batch,) if targets is None else (batch, targets)
-    y = torch.randint(CLASSES // 2, shape, generator=made)
-    ids = CLASSES // 2 + torch.randperm(CLASSES // 2, generator=made)[:draws]  # none of them is a target
-    log_q = torch.log(torch.rand(draws, generator=made) + 0.1)
-    of_lse = torch.randn(batch, generator=made)
+    y = torch.randint(classes // 2, shape, generator=made)
+    ids = classes // 2 + torch.randperm(classes // 2, generator=made)[:draws]  # none of them is a target
+    acc = torch.float64 if dtype is torch.float64 else torch.float32
+    log_q = torch.log(torch.rand(draws, generator=made) + 0.1).to(acc)
+    of_lse = torch.randn(batch, generator=made).to(acc)
     exact = plain_torch(h, weight, bias, y, ids, log_q, reduction, upstream, of_lse if with_lse else None)
     h, weight, bias, y, ids, log_q, of_lse = (t.to(device) for t in (h, weight, bias, y, ids, log_q, of_lse))
     loss, _, saved = torch.ops.samplex.sampled_softmax(
-        h, weight, y, ids, log_q, bias, None, None, None, 1.0, 0.0, -100, reduction, False, True, with_lse, True, True
-    )
+        h, weight, y, ids, log_q, bias, None, None, None, 1.0, 0.0, -100, reduction, False, True, with_lse, True,
+        need_hidden,
+    )  # fmt: skip
     got = torch.ops.samplex.sampled_softmax_bwd(
-        torch.full_like(loss, upstream), of_lse if with_lse else None, h, y, ids, saved, CLASSES, reduction, with_lse,
+        torch.full_like(loss, upstream), of_lse if with_lse else None, h, y, ids, saved, classes, reduction, with_lse,
         True, True,
     )  # fmt: skip
     return [t.cpu() for t in (loss, *got)], exact
@@ -35,7 +53,7 @@ def run(device, dtype, draws, targets=None, reduction=1, batch=BATCH, upstream=1
 
 def plain_torch(h, weight, bias, y, ids, log_q, reduction, upstream, of_lse):
     """Loss, gradient of h, classes with a gradient, their rows and biases; float64, no kernel of ours."""
-    h, weight, bias = (t.double().requires_grad_() for t in (h, weight, bias))
+    h, weight, bias = (t.double().clone().requires_grad_() for t in (h, weight, bias))
     of_targets = (h[:, None] * weight[y.view(len(h), -1)]).sum(-1) + bias[y.view(len(h), -1)]
     of_draws = h @ weight[ids].T + bias[ids] - log_q.double() - math.log(len(ids))
     lse = torch.logsumexp(torch.cat([of_targets, of_draws], 1), 1)
@@ -114,3 +132,89 @@ def test_a_zero_upstream_gradient_wins_over_nan(backend):
     assert not d_hidden.any()
     assert not rows[: int(count)].any()
     assert not row_bias[: int(count)].any()
+
+
+# ------------------------------------------------------------------------------------------------ tiles of a CPU
+SIZES = [
+    # batch, draws, dim
+    (1, 1, 1),
+    (5, 31, 7),
+    (6, 32, 8),
+    (7, 33, 31),
+    (8, 64, 32),
+    (23, 65, 33),
+    (49, 127, 130),
+    (48, 128, 128),
+    (97, 300, 129),
+    (130, 17, 260),
+]
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("batch", "draws", "dim"), SIZES)
+def test_products_of_any_size(simd_level, batch, draws, dim, dtype, with_lse):
+    got, exact = run("cpu", dtype, draws, batch=batch, dim=dim, with_lse=with_lse)
+    loss, d_hidden, row_ids, rows, bias, count = got
+    n = int(count)
+    torch.testing.assert_close(loss.double(), exact[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(row_ids[:n], exact[2])
+    if dtype in (torch.float32, torch.float64):
+        assert relative(d_hidden, exact[1]) < 1e-5
+    else:
+        assert relative(d_hidden, exact[1]) < 2.0**-8
+    assert relative(rows[:n], exact[3]) < 3e-5
+    assert relative(bias[:n], exact[4]) < 1e-5
+
+
+def parts_of(got):
+    loss, d_hidden, row_ids, rows, bias, count = got
+    n = int(count)
+    return loss, d_hidden, row_ids[:n], rows[:n], bias[:n]
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize(("batch", "draws", "dim"), [(8, 2048, 128), (100, 300, 129), (260, 64, 33)])
+def test_same_bits_of_products_for_any_number_of_threads(simd_level, batch, draws, dim, with_lse):
+    """The first has too few rows to share out: threads then take columns. At the scalar level torch multiplies."""
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            found.append(parts_of(run("cpu", torch.float32, draws, batch=batch, dim=dim, with_lse=with_lse)[0]))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        if simd_level == "scalar":
+            assert all(relative(a, b) < 1e-5 for a, b in zip(found[0], other, strict=True))
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("draws", [3, 200])
+def test_rows_of_products_without_a_gradient_of_h(simd_level, draws):
+    got, exact = run("cpu", torch.float32, draws, batch=50, dim=40, need_hidden=False)
+    n = int(got[-1])
+    assert relative(got[3][:n], exact[3]) < 1e-5
+
+
+@pytest.mark.parametrize("draws", [3, 200])
+def test_an_ignored_row_brings_no_nan_into_the_products(simd_level, draws):
+    """0 * nan is nan: a row without a loss is taken out of the product over the batch."""
+    h, weight = torch.randn(50, 40), torch.randn(500, 40)
+    y, ids = torch.arange(50), torch.randint(100, 500, (draws,))
+    log_q = torch.full((draws,), -2.0)
+    y[7] = -100
+    found = []
+    for value in (0.0, float("nan")):
+        h[7] = value
+        loss, _, saved = torch.ops.samplex.sampled_softmax(
+            h, weight, y, ids, log_q, None, None, None, None, 1.0, 0.0, -100, 1, False, True, False, True, True
+        )
+        d_hidden, _, rows, _, count = torch.ops.samplex.sampled_softmax_bwd(
+            torch.ones(()), None, h, y, ids, saved, 500, 1, False, True, False
+        )
+        assert not d_hidden[7].any()
+        found.append((loss, d_hidden, rows[: int(count)]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert found[0][2].isfinite().all()

@@ -11,7 +11,7 @@
 
 #include "common/rows.h"
 #include "loss/entry_loss/entry_loss_math.h"
-#include "loss/fused/fused_loss_math.h"
+#include "loss/fused/fused_loss_cpu_rows.h"
 
 namespace samplex {
 inline namespace SX_ISA_NS {
@@ -437,10 +437,12 @@ struct EntryLossRow {
 template <typename T, EntryLoss kKind>
 inline void entry_loss_rows_of(const EntryLossParams& params, int64_t begin, int64_t end) {
   EntryLossRow<T, kKind> row(params);
+  draw_dots(params.products, begin, end);
   for (int64_t b = begin; b < end; ++b) {
     row.run(b);
     clear_padding<acc_t<T>>(params.coefs, params.coef_loss, b, params.num_targets + params.num_samples);
   }
+  draw_sums(params.products, begin, end);
 }
 
 template <typename T>

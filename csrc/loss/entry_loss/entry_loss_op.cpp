@@ -96,12 +96,13 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   }
 
   std::optional<Tensor> dots, scratch;
-  SharedRows class_rows(op, weight, params.bias, m, shared, need_grad);
+  SharedRows class_rows(op, weight, params.bias, B, m, shared, need_grad);
   class_rows.run(op, weight, ids);
-  if (class_rows.rows) {
+  if (class_rows.any()) {
     dots = empty_pooled(hidden, {B, m}, acc);
-    class_rows.dots(*dots, hidden);
+    if (class_rows.rows) class_rows.dots(*dots, hidden);
     params.dots = out_any(*dots);
+    params.products = class_rows.products(hidden, params.dots, m, shape, at, saved, true);
   }
   const bool relative = kind == EntryLoss::kOneVsEach || kind == EntryLoss::kAugmentReduce;
   if (relative && P > 0 && backend_of(op, weight) != Backend::kCpu) {

@@ -37,6 +37,7 @@ struct EntryLossParams {
   const void* target_log_q;      // A [B, P]; nce, and negative_sampling where reg != 0
   const void* log_eta;           // A [B]; augment_reduce
   void* dots;                    // A [B, m]: h_b . w_ids, given when shared, else nullptr; overwritten
+  DrawProducts products;         // CPU only: the kernel makes dots, and what shared draws add to d_loss
   const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
   const int64_t* known_ids;      // [known_size]
   ScalarTable bias;              // [C] or absent

@@ -1,9 +1,10 @@
-// CPU launchers of what fused losses share: the sum over the batch, and the backward.
+// CPU launchers of what fused losses share: class rows of shared draws, their products, the sum over the batch, and the
+// backward.
 #include <algorithm>
-#include <cmath>
 
 #include "common/parallel.h"
-#include "loss/fused/fused_loss_math.h"
+#include "common/simd.h"
+#include "loss/fused/fused_loss_cpu_rows.h"
 
 namespace samplex::cpu {
 namespace {
@@ -20,79 +21,6 @@ void mean_of(const LossMeanParams& p) {
   *static_cast<A*>(p.factor) = factor;
 }
 
-// out[k] = upstream gradients times the kept parts, k < n from `at` on
-template <typename T, typename A>
-void combine(const LossUpstream<A>& up, const void* loss_part, const void* lse_part, int64_t at, int64_t n, T* out) {
-  const A* x = static_cast<const A*>(loss_part) + at;
-  const A g = up.of_loss;
-  if (g == 0 || up.of_lse != 0) {
-    for (int64_t k = 0; k < n; ++k) out[k] = from_acc<T>(up.combine(loss_part, lse_part, at + k));
-  } else {  // nearly always: no branch inside the loop
-    for (int64_t k = 0; k < n; ++k) out[k] = from_acc<T>(g * x[k]);
-  }
-}
-
-// Whether row b may put an inf or nan into the gradient of a class row.
-template <typename T, typename A>
-bool row_overflows(const LossBwdParams& p, const LossUpstream<A>& of_rows, int64_t b) {
-  const int64_t entries = p.num_targets + p.num_samples;
-  const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
-  A largest = 0, widest = 0;
-  for (int64_t k = 0; k < entries; ++k)
-    largest = max_nan(largest, std::fabs(of_rows.combine(p.coef_loss, p.coef_lse, b * p.coefs.stride + k)));
-  for (int64_t c = 0; c < p.dim; ++c) widest = max_nan(widest, std::fabs(A(to_acc(hidden[c]))));
-  return may_overflow(p, largest, widest);
-}
-
-template <typename T>
-void backward_rows(const LossBwdParams& p, int64_t begin, int64_t end) {
-  using A = acc_t<T>;
-  const int64_t P = p.num_targets, m = p.num_samples;
-  for (int64_t b = begin; b < end; ++b) {
-    const LossUpstream<A> up(p, b), of_rows = up.unscaled(p);
-    combine(of_rows, p.coef_loss, p.coef_lse, b * p.coefs.stride, P, static_cast<A*>(p.coef_target) + b * P);
-    if (p.coef_draw != nullptr) {
-      combine(of_rows, p.coef_loss, p.coef_lse, b * p.coefs.stride + P, m, static_cast<A*>(p.coef_draw) + b * m);
-    }
-    T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
-    const bool none = up.none(p, b);
-    if (none)
-      for (int64_t c = 0; c < p.dim; ++c) d_hidden[c] = from_acc<T>(A(0));
-    else if (p.draws_loss != nullptr)
-      for (int64_t c = 0; c < p.dim; ++c) d_hidden[c] = from_acc<T>(up.combine_hidden(p, b * p.dim + c));
-    else
-      combine(up, p.d_loss, p.d_lse, b * p.dim, p.dim, d_hidden);
-    if (p.found_inf != nullptr && row_overflows<T>(p, of_rows, b)) {
-      const float one = 1.0f;
-      __atomic_store(p.found_inf, &one, __ATOMIC_RELAXED);  // by any thread, always the same number
-    }
-    if (p.clean_hidden == nullptr) continue;
-    const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
-    A* clean = static_cast<A*>(p.clean_hidden) + b * p.dim;
-    const A factor = A(p.hidden_factor);
-    if (none)
-      for (int64_t c = 0; c < p.dim; ++c) clean[c] = 0;
-    else
-      for (int64_t c = 0; c < p.dim; ++c) clean[c] = factor * A(to_acc(hidden[c]));
-  }
-}
-
-template <typename T>
-void gather(const T* weight, const int64_t* ids, int64_t begin, int64_t end, int64_t d, acc_t<T>* rows) {
-  constexpr int64_t kAhead = 8;  // rows under way from memory
-  const auto fetch = [&](int64_t i) {
-    const char* row = reinterpret_cast<const char*>(weight + ids[i] * d);
-    for (int64_t at = 0; at < d * int64_t(sizeof(T)); at += 64) __builtin_prefetch(row + at, 0, 3);
-  };
-  for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) fetch(i);
-  for (int64_t i = begin; i < end; ++i) {
-    if (i + kAhead < end) fetch(i + kAhead);
-    const T* from = weight + ids[i] * d;
-    acc_t<T>* to = rows + i * d;
-    for (int64_t c = 0; c < d; ++c) to[c] = to_acc(from[c]);
-  }
-}
-
 template <typename A>
 void sum_columns(const A* x, int64_t rows, int64_t begin, int64_t end, int64_t stride, A factor, A* sums) {
   for (int64_t j = begin; j < end; ++j) sums[j] = 0;
@@ -102,15 +30,67 @@ void sum_columns(const A* x, int64_t rows, int64_t begin, int64_t end, int64_t s
   for (int64_t j = begin; j < end; ++j) sums[j] *= factor;
 }
 
+void gather_rows_scalar(const GatherRowsParams& p, int64_t begin, int64_t end) {
+  dispatch_dtype("gather_rows", p.dtype,
+                 [&](auto tag) { gather_rows_of<typename decltype(tag)::type>(p, begin, end); });
+}
+
+void loss_bwd_rows_scalar(const LossBwdParams& p, int64_t begin, int64_t end) {
+  dispatch_dtype("fused loss backward", p.dtype,
+                 [&](auto tag) { loss_bwd_rows_of<typename decltype(tag)::type>(p, begin, end); });
+}
+
+void panel_product_tiles_scalar(const PanelProductParams& p, int64_t begin, int64_t end) {
+  panel_product_tiles(p, begin, end);
+}
+
 }  // namespace
 
+bool takes_panels(DType dtype, int64_t batch, int64_t draws, int64_t dim) {
+  constexpr int64_t kTiny = 1 << 14;  // torch's product takes some 5 us before it begins
+  return dtype != DType::kFloat64 && (simd_level() != SimdLevel::kScalar || batch * draws * dim <= kTiny);
+}
+
+void launch_panel_product(const PanelProductParams& p) {
+  if (p.rows == 0 || p.columns == 0) return;
+  const auto body = SX_SIMD_BODY(simd_level(), panel_product_tiles);
+  const int64_t tiles = product_chunks(p.rows) * panels_of(p.columns);
+  const int64_t of_tile = p.depth * kPanel * std::min(p.rows, kProductRows);
+  const int64_t at_once = 1 + (1 << 16) / (of_tile + 1);
+  parallel_for_shared(tiles, at_once, [&](int64_t begin, int64_t end) { body(p, begin, end); });
+}
+
+int64_t rows_at_once(const DrawProducts& x) {
+  // Four chunks a thread, so that one of them that is late costs little; and a loss of few draws in larger ones.
+  const int64_t share = (x.batch + 4 * num_threads() - 1) / (4 * num_threads());
+  const int64_t worth = 1 + (1 << 18) / (x.draws * x.dim + 1);
+  return std::clamp<int64_t>((std::max(share, worth) + kRowStep - 1) / kRowStep * kRowStep, kRowStep, kProductRows);
+}
+
+bool products_come_apart(const DrawProducts& x) {
+  if (x.across == nullptr) return false;
+  return x.batch < kRowStep * num_threads() && x.batch * x.draws * x.dim >= (1 << 20);
+}
+
+void launch_draw_dots(const DrawProducts& x) {
+  launch_panel_product({x.hidden, x.dim, 1, x.across, x.dots, x.batch, x.dim, x.draws, x.dots_stride});
+}
+
+void launch_draw_sums(const DrawProducts& x) {
+  if (x.along == nullptr) return;
+  const auto sum = [&](const float* coefs, float* to) {
+    if (to == nullptr) return;
+    launch_panel_product({coefs, x.coef_stride, 1, x.along, to, x.batch, x.draws, x.dim, x.dim});
+  };
+  sum(x.coef_loss, x.draws_loss);
+  sum(x.coef_lse, x.draws_lse);
+}
+
 void launch_gather_rows(const GatherRowsParams& p) {
-  parallel_for(p.n, 1 + (1 << 14) / (p.dim + 1), [&](int64_t begin, int64_t end) {
-    dispatch_dtype("gather_rows", p.dtype, [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      gather(static_cast<const T*>(p.weight), p.ids, begin, end, p.dim, static_cast<acc_t<T>*>(p.rows));
-    });
-  });
+  const auto body = SX_SIMD_BODY(simd_level_unless(p.dtype == DType::kFloat64), gather_rows);
+  const int64_t groups = (p.n + kGatherDraws - 1) / kGatherDraws;
+  parallel_for(groups, 1 + (1 << 14) / (kGatherDraws * p.dim + 1),
+               [&](int64_t begin, int64_t end) { body(p, begin, end); });
 }
 
 void column_sums(bool double_acc, const void* x, int64_t rows, int64_t columns, int64_t stride, double factor,
@@ -131,11 +111,9 @@ void launch_loss_mean(const LossMeanParams& params) {
 }
 
 void launch_loss_bwd(const LossBwdParams& params) {
-  const int64_t work = params.num_targets + params.num_samples + params.dim;
-  parallel_for(params.batch, 1 + (1 << 16) / (work + 1), [&](int64_t begin, int64_t end) {
-    dispatch_dtype("fused loss backward", params.dtype,
-                   [&](auto tag) { backward_rows<typename decltype(tag)::type>(params, begin, end); });
-  });
+  const auto body = SX_SIMD_BODY(simd_level_unless(params.dtype == DType::kFloat64), loss_bwd_rows);
+  const int64_t work = params.num_targets + (params.coef_draw != nullptr ? params.num_samples : 0) + params.dim;
+  parallel_for(params.batch, 1 + (1 << 14) / (work + 1), [&](int64_t begin, int64_t end) { body(params, begin, end); });
 }
 
 }  // namespace samplex::cpu

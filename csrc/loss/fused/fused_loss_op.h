@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/calls.h"
+#include "common/panel_layout.h"
 #include "loss/fused/fused_loss_params.h"
 
 namespace samplex::glue {
@@ -29,13 +30,18 @@ inline Tensor product16_into(const Tensor& result, const Tensor& a, const Tensor
   return tensor_of(call_op("aten::mm", "dtype_out", a, b, ScalarType::Float, result)[0]);
 }
 
+struct LossShape;
+struct SavedLoss;
+
 // The class rows of shared draws, which three GEMMs take. A CPU has them in the accumulation type, in memory that is
-// used again from step to step. A GPU has them as they are stored, and 16-bit products run on tensor cores: those of h
-// and the rows lose nothing; coefficients lose eight digits of 24 where they go in as two bf16 numbers, which takes the
-// rows twice. fp16 has too small a range for that: its coefficients stay in float.
+// used again from step to step: as panels, from which the loss makes the products as it goes (common/panels.h), or,
+// where `cpu::takes_panels` says no, as rows for torch. A GPU has them as they are stored, and 16-bit products run on
+// tensor cores: those of h and the rows lose nothing; coefficients lose eight digits of 24 where they go in as two bf16
+// numbers, which takes the rows twice. fp16 has too small a range for that: its coefficients stay in float.
 struct SharedRows {
   static constexpr int64_t kAlign = 8;  // columns of a 16-bit factor
-  std::optional<Tensor> rows;           // [copies * width, d]; absent without shared draws
+  std::optional<Tensor> rows;           // [copies * width, d]; absent without shared draws, and with panels
+  std::optional<Tensor> panels;         // what `gather.across` and `gather.along` point to
   int64_t width = 0, copies = 1;
   bool split = false;
   // What kernels of this op wrote lives as long as the op: the test harness looks at all of it with every kernel.
@@ -44,7 +50,7 @@ struct SharedRows {
   std::optional<Tensor> staged;  // A [m + 1] of a GPU: their biases, and a counter
 
   // Nothing runs yet: `gather` is for whoever makes the ids, or for `run`.
-  SharedRows(const char* op, const Tensor& weight, const ScalarTable& bias, int64_t draws, bool shared,
+  SharedRows(const char* op, const Tensor& weight, const ScalarTable& bias, int64_t batch, int64_t draws, bool shared,
              bool need_grad) {
     const int64_t d = weight.size(1);
     if (!shared || draws == 0) return;
@@ -55,10 +61,23 @@ struct SharedRows {
       copies = 2;
     }
     const ScalarType acc = acc_type(weight.scalar_type());
-    gather = {
-        in_any(weight), nullptr, nullptr, draws, width, copies, weight.size(0), d, dtype_tag(op, "weight", weight),
-        bias,           nullptr, nullptr};
-    if (backend_of(op, weight) == Backend::kCpu) {
+    gather.weight = in_any(weight);
+    gather.n = draws;
+    gather.width = width;
+    gather.copies = copies;
+    gather.num_classes = weight.size(0);
+    gather.dim = d;
+    gather.dtype = dtype_tag(op, "weight", weight);
+    gather.bias = bias;
+    const bool on_cpu = backend_of(op, weight) == Backend::kCpu;
+    if (on_cpu && cpu::takes_panels(gather.dtype, batch, draws, d)) {
+      const int64_t across = panels_of(draws) * kPanel * d, along = need_grad ? panels_of(d) * kPanel * draws : 0;
+      panels = empty_pooled(weight, {across + along}, acc);
+      gather.across = static_cast<float*>(out_any(*panels));
+      if (need_grad) gather.along = gather.across + across;
+      return;
+    }
+    if (on_cpu) {
       rows = empty_pooled(weight, {draws, d}, acc);
     } else {
       rows = empty(weight, {copies * width, d}, weight.scalar_type());
@@ -74,6 +93,12 @@ struct SharedRows {
     gather.ids = in<int64_t>(ids);
     if (gather.n > 0) SX_RUN(op, weight, launch_gather_rows, gather);
   }
+
+  bool any() const { return rows.has_value() || panels.has_value(); }
+
+  // dots [B, m], rows `stride` apart, and what else the loss makes of the panels where it has them.
+  DrawProducts products(const Tensor& hidden, void* dots, int64_t stride, const LossShape& x, const SavedLoss& at,
+                        const Tensor& saved, bool need_hidden);
 
   static bool splits(const char* op, const Tensor& like) {
     return like.scalar_type() == ScalarType::BFloat16 && backend_of(op, like) != Backend::kCpu;
@@ -203,11 +228,35 @@ inline Tensor draw_coefs(const Tensor& saved, const SavedLoss& at, int64_t coefs
   return view_of(saved, coefs + x.targets, x.batch, x.draws, at.coefs.stride);
 }
 
+inline DrawProducts SharedRows::products(const Tensor& hidden, void* dots, int64_t stride, const LossShape& x,
+                                         const SavedLoss& at, const Tensor& saved, bool need_hidden) {
+  DrawProducts made{};
+  if (!panels) return made;
+  const auto part = [&](int64_t offset) { return static_cast<float*>(part_of(saved, offset, x.batch * x.dim, true)); };
+  const auto coefs = [&](int64_t offset) {
+    return offset < 0 ? nullptr : static_cast<const float*>(coefs_of(saved, at, offset, x.batch, true)) + x.targets;
+  };
+  made.across = gather.across;
+  made.along = need_hidden ? gather.along : nullptr;
+  made.hidden = static_cast<const float*>(in_any(kept.emplace_back(as_acc(hidden))));
+  made.dots = static_cast<float*>(dots);
+  made.dots_stride = stride;
+  made.coef_loss = coefs(at.coef_loss);
+  made.coef_lse = coefs(at.coef_lse);
+  made.coef_stride = at.coefs.stride;
+  made.draws_loss = part(at.draws_loss);
+  made.draws_lse = part(at.draws_lse);
+  made.batch = x.batch;
+  made.draws = x.draws;
+  made.dim = x.dim;
+  return made;
+}
+
 // What shared draws add to the gradients of h by the loss and by lse; 0 where nobody wants it.
 inline void run_shared_draws(const Tensor& saved, const SavedLoss& at, const LossShape& x, const SharedRows& class_rows,
                              bool need_hidden, const DrawParts& parts_loss, const DrawParts& parts_lse = {}) {
   const auto make = [&](int64_t part, int64_t coefs, const DrawParts& parts) {
-    if (part < 0 || x.batch == 0) return;
+    if (part < 0 || x.batch == 0 || (need_hidden && class_rows.panels)) return;  // of panels: the loss has made it
     Tensor sum = view_of(saved, part, x.batch, x.dim, x.dim);
     if (need_hidden && class_rows.rows)
       class_rows.sum(sum, draw_coefs(saved, at, coefs, x), parts);
@@ -317,9 +366,12 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   params.d_hidden = out_any(d_hidden);
   params.denom = part_of(saved, at.denom, B, false);
   params.hidden = in_any(hidden);
+  const bool in_panels = on_cpu && sum_draws && cpu::takes_panels(dtype, B, m, d);
   const Tensor clean = split       ? empty(hidden, {2 * B, d}, hidden.scalar_type())
+                       : in_panels ? empty_pooled(hidden, {panels_of(d) * kPanel * B}, acc)
                        : sum_draws ? empty_pooled(hidden, {B, d}, acc)
                                    : d_hidden;
+  params.clean_panels = in_panels;
   params.clean_hidden = sum_draws ? out_any(clean) : nullptr;
   params.hidden_factor = factor != 0.0 ? factor : 1.0;
   params.grad_scale = grad_scale;
@@ -361,6 +413,10 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
       Tensor factor = parts;
       if (width != m) factor = torch::stable::narrow(factor, 1, 0, m);
       product16_into(rows, torch::stable::transpose(factor, 0, 1), clean);
+    } else if (in_panels) {
+      cpu::launch_panel_product({static_cast<const float*>(coef_draw.const_data_ptr()), 1, coef_draw.stride(0),
+                                 static_cast<const float*>(clean.const_data_ptr()),
+                                 static_cast<float*>(rows.mutable_data_ptr()), m, B, d, d});
     } else {
       product_into(rows, torch::stable::transpose(coef_draw, 0, 1), clean);
     }

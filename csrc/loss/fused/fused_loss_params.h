@@ -47,6 +47,29 @@ struct DrawParts {
   int64_t width;
 };
 
+// CPU only: the products of shared draws with h and with their coefficients, as far as the loss makes them itself.
+struct DrawProducts {
+  const float* across;  // class rows of the draws as in GatherRowsParams; nullptr: torch makes the products
+  const float* along;   // nullptr: no gradient of h is wanted
+  const float* hidden;  // [B, d]
+  float* dots;          // [B, m], rows `dots_stride` apart: h . w of the draws
+  int64_t dots_stride;
+  const float *coef_loss, *coef_lse;  // [B, m], rows `coef_stride` apart; those of the draws
+  int64_t coef_stride;
+  float *draws_loss, *draws_lse;  // [B, d]: coefficients times class rows; draws_lse may be nullptr
+  int64_t batch, draws, dim;
+};
+
+// CPU only: c [rows, columns], rows `stride` apart, = a [rows, depth] times b in panels. a[i, t] is
+// a[i * a_row + t * a_step].
+struct PanelProductParams {
+  const float* a;
+  int64_t a_row, a_step;
+  const float* b;
+  float* c;
+  int64_t rows, depth, columns, stride;
+};
+
 struct LossBwdParams {
   const void* grad_loss;  // A [B], or [1] of a reduced loss
   const void* grad_lse;   // A [B] or nullptr
@@ -66,6 +89,7 @@ struct LossBwdParams {
   void* clean_hidden;    // A [B, d] or nullptr: hidden_factor * hidden, 0 in rows without any gradient
   DrawParts draw_parts;  // GPU only: coef_draw in two parts; then clean_hidden is bf16 [B, 2, d], each row twice
   double hidden_factor;
+  bool clean_panels;  // CPU only: clean_hidden is in panels (common/panels.h), 0 in columns from d on
   CoefLayout coefs;
   // Under a loss scale, else nullptr:
   const float* grad_scale;  // [1]: coefficients are divided by it; d_hidden is not
@@ -88,6 +112,26 @@ namespace cpu {
 // sums[j] = factor * the sum of column j of x [rows, columns], whose rows are `stride` numbers apart.
 void column_sums(bool double_acc, const void* x, int64_t rows, int64_t columns, int64_t stride, double factor,
                  void* sums);
+
+// Whether products of shared draws are made by kernels of ours, from panels: of floats, where there are vectors for
+// them, or where calling torch would take longer than the product.
+bool takes_panels(DType dtype, int64_t batch, int64_t draws, int64_t dim);
+void launch_panel_product(const PanelProductParams& params);
+// A loss makes the products for the batch rows that it works on. If these are too few for the threads, all products
+// `come_apart`: draw_dots before the loss, draw_sums after it.
+bool products_come_apart(const DrawProducts& x);
+void launch_draw_dots(const DrawProducts& x);
+void launch_draw_sums(const DrawProducts& x);
+int64_t rows_at_once(const DrawProducts& x);  // batch rows that a thread takes at a time
+
+// ISA bodies; float, half and bfloat16 storage
+constexpr int64_t kGatherDraws = 16;  // draws that are gathered together: whole cache lines of `across`
+void gather_rows_avx2(const GatherRowsParams& params, int64_t begin, int64_t end);  // groups of draws
+void gather_rows_avx512(const GatherRowsParams& params, int64_t begin, int64_t end);
+void loss_bwd_rows_avx2(const LossBwdParams& params, int64_t begin, int64_t end);
+void loss_bwd_rows_avx512(const LossBwdParams& params, int64_t begin, int64_t end);
+void panel_product_tiles_avx2(const PanelProductParams& params, int64_t begin, int64_t end);
+void panel_product_tiles_avx512(const PanelProductParams& params, int64_t begin, int64_t end);
 }  // namespace cpu
 
 SX_DECLARE_LAUNCHER(launch_gather_rows, GatherRowsParams)

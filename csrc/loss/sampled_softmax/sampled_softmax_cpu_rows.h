@@ -9,7 +9,7 @@
 #include <cstdlib>
 
 #include "common/rows.h"
-#include "loss/fused/fused_loss_math.h"
+#include "loss/fused/fused_loss_cpu_rows.h"
 #include "loss/sampled_softmax/sampled_softmax_params.h"
 
 namespace samplex {
@@ -517,10 +517,12 @@ template <typename T>
 inline void sampled_softmax_rows(const SampledSoftmaxParams& params, int64_t begin, int64_t end) {
   SampledSoftmaxRow<T> row(params);
   const int64_t entries = params.num_targets + params.num_samples;
+  draw_dots(params.products, begin, end);
   for (int64_t b = begin; b < end; ++b) {
     row.run(b);
     for (void* coefs : {params.coef_loss, params.coef_lse}) clear_padding<acc_t<T>>(params.coefs, coefs, b, entries);
   }
+  draw_sums(params.products, begin, end);
 }
 
 }  // namespace SX_ISA_NS

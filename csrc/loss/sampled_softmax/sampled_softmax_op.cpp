@@ -1,9 +1,10 @@
 // sampled_softmax, sampled_softmax_static and sampled_softmax_bwd: schemas, checks, allocation. See
 // sampled_softmax_params.h for the formulas.
 //
-// Shared draws go through GEMMs: their class rows are gathered once ([m, d]), torch multiplies, and the kernel only
-// keeps the softmax. No [B, m, d] and no [C, d] tensor exists on any path. Without `need_hidden` one of the three
-// GEMMs, the gradient of h, is left out, and the backward's d_hidden means nothing.
+// Shared draws go through GEMMs: their class rows are gathered once ([m, d]), torch multiplies (a CPU with vectors does
+// that in the kernel, batch row by batch row), and the kernel only keeps the softmax. No [B, m, d] and no [C, d] tensor
+// exists on any path. Without `need_hidden` one of the three GEMMs, the gradient of h, is left out, and the backward's
+// d_hidden means nothing.
 #include <algorithm>
 #include <cmath>
 #include <tuple>
@@ -80,7 +81,7 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   Forward result{reduction == Reduction::kNone ? empty(hidden, {B}, acc) : empty(hidden, {}, acc),
                  empty(hidden, {B}, acc), empty_pooled(hidden, {at.size}, acc)};
   auto& [loss, lse, saved] = result;
-  SharedRows class_rows(kOp, weight, params.bias, m, shared, need_grad);
+  SharedRows class_rows(kOp, weight, params.bias, B, m, shared, need_grad);
   std::optional<StaticDraw> drawn;
   if (here != nullptr) {
     drawn =
@@ -95,7 +96,7 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   }
 
   std::optional<Tensor> dots, signs;
-  if (class_rows.rows) {
+  if (class_rows.any()) {
     if (class_rows.gather.ids == nullptr) class_rows.run(kOp, weight, ids);
     // The CPU kernel turns products into coefficients where they are.
     const bool in_place = need_grad && backend_of(kOp, weight) == Backend::kCpu;
@@ -103,7 +104,8 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
     dots = in_place ? draw_coefs(saved, at, at.coef_loss, shape) : empty(hidden, {B, params.dots_stride}, acc);
     params.dots = out_any(*dots);
     if (!in_place && params.dots_stride != m) dots = torch::stable::narrow(*dots, 1, 0, m);
-    class_rows.dots(*dots, hidden);
+    if (class_rows.rows) class_rows.dots(*dots, hidden);
+    params.products = class_rows.products(hidden, params.dots, params.dots_stride, shape, at, saved, need_hidden);
   }
   params.hidden = in_any(hidden);
   params.weight = in_any(weight);

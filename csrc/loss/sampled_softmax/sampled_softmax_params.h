@@ -30,6 +30,7 @@ struct SampledSoftmaxParams {
   void* dots;             // A [B, m], rows `dots_stride` apart: h_b . w_ids, given when shared, else nullptr;
                           // overwritten; may be the draws' columns of coef_loss
   int64_t dots_stride;
+  DrawProducts products;         // CPU only: the kernel makes dots, and what shared draws add to d_loss and d_lse
   const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
   const int64_t* known_ids;      // [known_size]
   ScalarTable bias;              // [C] or absent

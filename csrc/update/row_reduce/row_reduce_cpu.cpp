@@ -19,7 +19,9 @@ namespace samplex::cpu {
 namespace {
 
 constexpr int kMaxDigitBits = 11;           // 2048 counters stay in the L1 cache
-constexpr int64_t kBlockNumbers = 1 << 16;  // of the rows that a thread sums at a time
+constexpr int64_t kBlockNumbers = 1 << 16;  // of the rows that a thread sums at a time, at most
+constexpr int64_t kLeastNumbers = 1 << 13;  // of rows that are worth a turn of a thread
+constexpr int64_t kBlocksPerThread = 4;
 
 // Stable counting sort of keys [n] by `digit_bits` bits from `shift` on, into `to`.
 void sort_by_digit(const uint64_t* keys, uint64_t* to, int64_t n, int shift, int digit_bits) {
@@ -108,8 +110,12 @@ int64_t sorted_ranges(const RowReduceParams& p, void (*body)(const RowReduceRang
     }
   }
 
-  // Entries of a block: wide rows make short blocks, or a small batch would be one block and one thread's work.
-  const int64_t block_entries = std::clamp<int64_t>(kBlockNumbers / std::max<int64_t>(p.dim, 1), 16, 512);
+  // Entries of a block: wide rows and few entries make short blocks, or a small batch would be one block and one
+  // thread's work, and a larger one few blocks that the threads cannot share evenly.
+  const int64_t by_width = kBlockNumbers / std::max<int64_t>(p.dim, 1);
+  const int64_t by_share = num_keys / (kBlocksPerThread * num_threads());
+  const int64_t least = std::max<int64_t>(kLeastNumbers / std::max<int64_t>(p.dim, 1), 16);
+  const int64_t block_entries = std::clamp<int64_t>(std::min(by_width, std::max(by_share, least)), 16, 512);
 
   // 2. Every part takes the keys of its range, in the order of the entries, sorts them and counts the rows.
   std::vector<const uint64_t*> sorted(parts);
