@@ -15,11 +15,16 @@ from torch import Tensor
 ptxtorch: Any = sys.modules["ptxtorch"]
 
 
+# Bytes from one row, or column, of a factor or result to the next, of each product.
+steps: list[int] = []
+
+
 def mm_dtype_out(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
     """out = a @ b, counted as one launch and as a part of a graph that is being captured."""
     ptxtorch.calls["mm.dtype_out"] += 1
     if ptxtorch._capturing():
         ptxtorch._in_capture("mm.dtype_out", "mm", (), {})
+    steps.extend(max(x.stride()) * x.element_size() for x in (a, b, out))
     left, right = (ptxtorch.alias(x).to(out_dtype) for x in (a, b))
     ptxtorch.alias(out).copy_(left @ right)
     return out

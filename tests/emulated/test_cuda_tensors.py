@@ -120,6 +120,20 @@ def test_losses_of_two_streams_are_waited_for():
     assert recorded >= waited > alone
 
 
+@pytest.mark.parametrize("loss", ["sampled_softmax", "negative_sampling", "nce", "one_vs_each"])
+def test_factors_of_products_are_aligned(loss):
+    """With 50 draws, too: tensor cores take rows that begin at multiples of 16 bytes."""
+    import emulated_products
+
+    head = sx.SampledClassifier(DIM, 500, sx.samplers.LogUniform(500), 50, loss=loss, shared=True)
+    head.to("cuda", torch.bfloat16)
+    h = torch.randn(7, DIM).to("cuda", torch.bfloat16).requires_grad_(True)
+    emulated_products.steps.clear()
+    head(h, torch.randint(500, (7,)).cuda()).backward()
+    assert len(emulated_products.steps) == 9  # three products
+    assert not any(step % 16 for step in emulated_products.steps), emulated_products.steps
+
+
 def test_this_build_runs_on_the_device():
     assert _native.build_info()["cuda"]
     before = ptxtorch.shim().ptxrun_launches()
