@@ -36,7 +36,7 @@ struct EntryLossParams {
   const void* log_q;             // A, shape of ids; negative_sampling reads it where reg != 0
   const void* target_log_q;      // A [B, P]; nce, and negative_sampling where reg != 0
   const void* log_eta;           // A [B]; augment_reduce
-  void* dots;                    // A [B, m], rows `dots_stride` apart: h_b . w_ids of shared draws, or nullptr; overwritten
+  void* dots;                    // A [B, m], rows `dots_stride` apart: h_b . w_ids when shared, or nullptr; overwritten
   const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
   const int64_t* known_ids;      // [known_size]
   ScalarTable bias;              // [C] or absent
