@@ -41,6 +41,7 @@ FLIGHT_ARCH, FLIGHT_BYTES = 90, 40 * 1024
 _ROW_TYPES = r"(?:float, 4|Half, 8|BFloat16, 8),"
 MEMORY_BOUND = {
     "forward": rf"sampled_softmax_kernel<{_ROW_TYPES}",
+    "entry losses": rf"entry_loss_kernel<{_ROW_TYPES}",
     "update": r"row_rules_entries_kernel<(?:float, 4|Half, 8|BFloat16, 8)>",
     "row reduction": r"row_reduce_rows_kernel<float, 4",
     "log-sum-exp": r"predict_lse_kernel<float",

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import subprocess
-import sysconfig
+import sys
 from pathlib import Path
 
 _NO_BOARD = 7
@@ -138,7 +138,7 @@ def parse_sass(text: str) -> dict[str, SassKernel]:
 
 def find_nvdisasm() -> str | None:
     """Path of nvdisasm: the package in this environment, PATH, or the folder of nvcc; None if not found."""
-    places = [str(path) for path in Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin")]
+    places = [str(path) for folder in sys.path for path in Path(folder).glob("nvidia/cu*/bin")]
     places += [os.environ.get("PATH", "")]
     if nvcc := shutil.which("nvcc"):
         places.append(str(Path(nvcc).resolve().parent))

@@ -2,10 +2,11 @@
 
     python scripts/side_build.py sanitize [pytest arguments]
     python scripts/side_build.py sanitize --run SCRIPT [its arguments]
-    python scripts/side_build.py emulated --ptxrun DIR [pytest arguments]
+    python scripts/side_build.py emulated --ptxrun DIR [--cuda-torch PYTHON] [pytest arguments]
 
 sanitize   AddressSanitizer and UndefinedBehaviorSanitizer over the op suite (CPU kernels and SIMT harness)
-emulated   nvcc's own code, linked with the shared CUDA runtime, on CPU tensors under an emulated runtime (ptxrun)
+emulated   nvcc's own code, linked with the shared CUDA runtime, on CPU tensors under an emulated runtime (ptxrun); with
+           --cuda-torch on CUDA tensors, by the interpreter of an environment that has a CUDA build of torch and pytest
 
 The side environment (build/side/NAME) sees the packages of the current one (torch, pytest) through a .pth file, but not
 its editable install of this project.
@@ -18,9 +19,16 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def site_packages(python: Path) -> str:
+    """Where the environment of `python` has its packages."""
+    ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    return subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def side_environment(directory: Path) -> Path:
@@ -32,14 +40,10 @@ def side_environment(directory: Path) -> Path:
     python = directory / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
-    site = subprocess.run(
-        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
-    parents = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
-    (Path(site) / "parent.pth").write_text("\n".join(parents) + "\n")
+    # Also the folders that .pth files of the current environment add, which nobody would follow from the new one.
+    packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    parents = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *packages])
+    (Path(site_packages(python)) / "parent.pth").write_text("\n".join(parents) + "\n")
     return python
 
 
@@ -64,10 +68,10 @@ def sanitizer_runtime(name: str) -> str:
     return str(Path(path).resolve())
 
 
-def run_tests(python: Path, arguments: list[str], environment: dict[str, str]) -> int:
-    """Run pytest, or the script behind `--run`, in the side environment; returns its exit status."""
+def run_tests(python: Path, arguments: list[str], environment: dict[str, str], by: Sequence[str] = ()) -> int:
+    """Run pytest, or the script behind `--run`, by an interpreter (and a script `by`); returns its exit status."""
     script = arguments[:1] == ["--run"]
-    command = [str(python), *arguments[1:]] if script else [str(python), "-m", "pytest", "-p", "no:cacheprovider"]
+    command = [str(python), *by, *(arguments[1:] if script else ["-m", "pytest", "-p", "no:cacheprovider"])]
     command += [] if script else arguments
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=False).returncode
 
@@ -94,7 +98,7 @@ def sanitize(python: Path, arguments: list[str]) -> int:
     return run_tests(python, arguments or ["tests/ops", "-m", "not slow", "-q"], environment)
 
 
-def emulated(python: Path, ptxrun: Path, arguments: list[str]) -> int:
+def emulated(python: Path, ptxrun: Path, cuda_torch: Path | None, arguments: list[str]) -> int:
     """Op suite on nvcc's code under ptxrun, with race detection; then the counters of tests/emulated."""
     preload = ptxrun / "libptxrun_preload.so"
     if not preload.exists():
@@ -107,14 +111,22 @@ def emulated(python: Path, ptxrun: Path, arguments: list[str]) -> int:
     }
     install(python, ROOT, build_dir="build/emulated-{wheel_tag}", defines=defines)
     environment = {
-        "SAMPLEX_CPU_BACKEND": "cuda",
         "SAMPLEX_PTXRUN": str(ptxrun),
-        "LD_LIBRARY_PATH": str(ptxrun / "shim"),
-        "LD_PRELOAD": str(preload),
         "PTXRUN_RACE": os.environ.get("PTXRUN_RACE", "1"),
         "PTXRUN_UNINIT": os.environ.get("PTXRUN_UNINIT", "1"),
         "PTXRUN_RANDOM": os.environ.get("PTXRUN_RANDOM", "1"),
         "PTXRUN_SEED": os.environ.get("PTXRUN_SEED", "1"),
+    }
+    if cuda_torch is not None:
+        # One binary serves both builds of torch. ptxtorch.py starts the interpreter again under the emulated runtime.
+        environment["PYTHONPATH"] = site_packages(python)
+        default = ["tests/ops", "tests/emulated/test_cuda_tensors.py", "tests/test_training_cuda.py"]
+        default += ["-k", "cuda", "-m", "not slow", "-q"]
+        return run_tests(cuda_torch, arguments or default, environment, [str(ptxrun / "ptxtorch.py")])
+    environment |= {
+        "SAMPLEX_CPU_BACKEND": "cuda",
+        "LD_LIBRARY_PATH": str(ptxrun / "shim"),
+        "LD_PRELOAD": str(preload),
     }
     return run_tests(python, arguments or ["tests/ops", "tests/emulated", "-m", "not slow", "-q"], environment)
 
@@ -124,11 +136,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=["sanitize", "emulated"])
     parser.add_argument("--ptxrun", type=Path, default=Path(), help="directory of the emulated CUDA runtime")
+    parser.add_argument("--cuda-torch", type=Path, help="interpreter of an environment with a CUDA build of torch")
     args, rest = parser.parse_known_args()
     python = side_environment(ROOT / "build" / "side" / args.kind)
     if args.kind == "sanitize":
         return sanitize(python, rest)
-    return emulated(python, args.ptxrun.resolve(), rest)
+    return emulated(python, args.ptxrun.resolve(), args.cuda_torch, rest)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import tempfile
 
 import pytest
 import torch
 
 from samplex_cuda import _native
+
+if "ptxtorch" in sys.modules:
+    import emulated_products  # noqa: F401
 
 if "ATEN_CPU_CAPABILITY" in os.environ:
     # torch's compiler would take code for another instruction set from its cache.

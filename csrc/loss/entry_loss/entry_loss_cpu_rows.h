@@ -423,7 +423,7 @@ struct EntryLossRow {
     }
     // Shared draws come with their products, and their part of d_loss goes to a GEMM.
     if (rows_read < entries) {
-      A* values = static_cast<A*>(p.dots) + b * m;  // ours to overwrite
+      A* values = static_cast<A*>(p.dots) + b * p.dots_stride;  // ours to overwrite
       score(p.ids, m, values);
       loss += draw_terms(b, 0, m, values);
       for (int64_t k = 0; p.need_grad && k < m; ++k) coefs[P + k] = values[k] * f.scale;

@@ -41,13 +41,18 @@ void launch(const EntryLossParams& params, void* stream) {
       launch_one_pass<T, kWidth, 8 / kWidth, 16, 8, kMode>(params, stream);
     } else if (d <= 256) {
       launch_one_pass<T, kWidth, 8 / kWidth, 32, 8, kMode>(params, stream);
-    } else if (d <= 512) {
-      // Four rows of 16-bit numbers at a time spill on sm_120.
-      launch_one_pass<T, kWidth, 16 / kWidth, 32, sizeof(T) == 2 ? 2 : 4, kMode>(params, stream);
-    } else if (d <= 1024) {
-      launch_one_pass<T, kWidth, 32 / kWidth, 32, 2, kMode>(params, stream);
     } else {
-      launch_one_pass<T, kWidth, 8 / kWidth, 32, 4, kMode, 16>(params, stream);
+      // Several warps share a row: more columns a lane leave registers for too few rows in flight. 128 bytes of a lane
+      // are under way in each.
+      constexpr int kRows = sizeof(T) == 2 ? 8 : 4;
+      if (d <= 512)
+        launch_one_pass<T, kWidth, 8 / kWidth, 32, kRows, kMode, 2>(params, stream);
+      else if (d <= 1024)
+        launch_one_pass<T, kWidth, 8 / kWidth, 32, kRows, kMode, 4>(params, stream);
+      else if constexpr (kMode == EntryMode::kPlain && std::is_same_v<T, BFloat16>)  // then two blocks fit one SM
+        launch_one_pass<T, kWidth, 8 / kWidth, 32, 4, kMode, 16>(params, stream);
+      else
+        launch_one_pass<T, kWidth, 8 / kWidth, 32, kRows, kMode, 16>(params, stream);
     }
   }
 }

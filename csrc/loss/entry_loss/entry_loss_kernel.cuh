@@ -523,7 +523,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
     const int64_t k = stage + lane_id();
     const EntryLossEntry<A> entry = load_entry<kMode, true>(p, row, f, b, k);
     const bool inside = k < entries, there = inside && (!kGeneral || entry.id >= 0);
-    const A dot = inside ? static_cast<const A*>(p.dots)[b * p.num_samples + k - targets] : A(0);
+    const A dot = inside ? static_cast<const A*>(p.dots)[b * p.dots_stride + k - targets] : A(0);
     A coef = 0;
     if constexpr (kRelative)
       coef = relative_draw(p, f, row, b, there, there, f.scale * (dot + entry.bias), entry.log_q, loss, pull);

@@ -99,10 +99,12 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   SharedRows class_rows(op, weight, params.bias, B, m, shared, need_grad);
   class_rows.run(op, weight, ids);
   if (class_rows.any()) {
-    dots = empty_pooled(hidden, {B, m}, acc);
-    if (class_rows.rows) class_rows.dots(*dots, hidden);
+    params.dots_stride = backend_of(op, weight) == Backend::kCpu ? m : SharedRows::dots_stride(m);
+    dots = empty_pooled(hidden, {B, params.dots_stride}, acc);
     params.dots = out_any(*dots);
-    params.products = class_rows.products(hidden, params.dots, m, shape, at, saved, true);
+    if (params.dots_stride != m) dots = torch::stable::narrow(*dots, 1, 0, m);
+    if (class_rows.rows) class_rows.dots(*dots, hidden);
+    params.products = class_rows.products(hidden, params.dots, params.dots_stride, shape, at, saved, true);
   }
   const bool relative = kind == EntryLoss::kOneVsEach || kind == EntryLoss::kAugmentReduce;
   if (relative && P > 0 && backend_of(op, weight) != Backend::kCpu) {

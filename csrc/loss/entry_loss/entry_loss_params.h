@@ -36,7 +36,7 @@ struct EntryLossParams {
   const void* log_q;             // A, shape of ids; negative_sampling reads it where reg != 0
   const void* target_log_q;      // A [B, P]; nce, and negative_sampling where reg != 0
   const void* log_eta;           // A [B]; augment_reduce
-  void* dots;                    // A [B, m]: h_b . w_ids, given when shared, else nullptr; overwritten
+  void* dots;                    // A [B, m], rows `dots_stride` apart: h_b . w_ids when shared, or nullptr; overwritten
   DrawProducts products;         // CPU only: the kernel makes dots, and what shared draws add to d_loss
   const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
   const int64_t* known_ids;      // [known_size]
@@ -51,6 +51,7 @@ struct EntryLossParams {
   void* scratch;                 // A [B, 2, P]: of the GPU kernels, for the losses that need the targets' scores first
   DrawParts parts;               // coef_loss of the draws in two parts, when shared
   CoefLayout coefs;
+  int64_t dots_stride;
   int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index, known_size;
   double scale, reg, log_num_samples;  // log m, 0 for m = 0
   EntryLoss kind;

@@ -105,6 +105,9 @@ struct SharedRows {
   }
   static int64_t split_width(int64_t draws) { return (draws + kAlign - 1) / kAlign * kAlign; }
 
+  // Numbers from one row of products to the next: 64 bytes or more of them, as GEMMs want it.
+  static int64_t dots_stride(int64_t draws) { return (draws + 15) / 16 * 16; }
+
   // dots [B, m] = h . w of the draws
   void dots(const Tensor& result, const Tensor& hidden) const {
     const int64_t m = result.size(1);

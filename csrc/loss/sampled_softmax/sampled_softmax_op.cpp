@@ -100,7 +100,7 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
     if (class_rows.gather.ids == nullptr) class_rows.run(kOp, weight, ids);
     // The CPU kernel turns products into coefficients where they are.
     const bool in_place = need_grad && backend_of(kOp, weight) == Backend::kCpu;
-    params.dots_stride = in_place ? at.coefs.stride : (m + 15) / 16 * 16;  // aligned, for GEMMs
+    params.dots_stride = in_place ? at.coefs.stride : SharedRows::dots_stride(m);
     dots = in_place ? draw_coefs(saved, at, at.coef_loss, shape) : empty(hidden, {B, params.dots_stride}, acc);
     params.dots = out_any(*dots);
     if (!in_place && params.dots_stride != m) dots = torch::stable::narrow(*dots, 1, 0, m);

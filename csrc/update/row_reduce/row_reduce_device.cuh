@@ -318,9 +318,9 @@ struct EntryWalk {
 
   // The first slot of a level. Kept in a part, it would take a register that the visits need.
   SX_DEVICE int level_begin(int level) const {
-    int begin = 0;
+    int begin = level;  // row_chunk_slots of each level below: one more than its pieces
 #pragma unroll 1
-    for (int i = 0; i < level; ++i) begin += int(row_chunk_slots(entries, p.chunks.log_size + kLogFan * i));
+    for (int pieces = entries >> p.chunks.log_size; level > 0; --level, pieces >>= kLogFan) begin += pieces;
     return begin;
   }
 
