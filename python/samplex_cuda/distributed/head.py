@@ -226,10 +226,9 @@ class ShardedClassifier(SampledClassifier):
             draw, target_log_q = self._draw(
                 spec, h, target[:, 0] if single else target, seen, batch.get("context"), everyone.key
             )
-            of_target, of_draws = self.layout.local(target), self.layout.local(draw.ids)
             known = bias if bias is None else bias.detach()
             table = weight.detach()
-            logits = torch.cat([logits_of(h, table, known, of_target), logits_of(h, table, known, of_draws)], 1)
+            logits, of_target, of_draws = logits_of(h, table, known, target, draw.ids, self.layout)
             if positives is not None:
                 self._mask(logits, draw.ids, everyone, positives, target.shape[1])
             exchange.sum_(logits)

@@ -13,36 +13,45 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.losses import Loss
-from samplex_cuda.losses.base import weighted_rows
-from samplex_cuda.ops.loss_types import Entries, Form, Inputs, LossGrad, Plan, acc_dtype
-from samplex_cuda.ops.predict import predict_dots
+from samplex_cuda.ops.loss_types import Entries, Form, Inputs, LossGrad, Plan
 from samplex_cuda.ops.row_gradients import entries
+from samplex_cuda.ops.shard_rows import shard_hidden, shard_logits
 from samplex_cuda.optim.fusion import Fusion
 
 __all__ = ["Coefficients", "StepResult", "logits_of", "loss_of_logits", "partial_hidden", "run_step"]
 
 
-def logits_of(h: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
-    """Products h . w + b of the local rows, 0 where a row is not local (-1).
+def logits_of(
+    h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ids: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Products h . w + b of targets and draws, 0 where another rank has the row.
 
     Args:
         h: [R, d].
         weight: [n, d], this rank's table.
         bias: [n].
-        rows: int64 [R, k], or [k] for all rows of h.
+        target: int64 [R, P], classes.
+        ids: int64 [R, m], or [m] for all rows of h.
+        layout: which classes the rows are.
 
     Returns:
-        [R, k] in the accumulation type.
+        The products [R, P + m] in the accumulation type, and the local rows of target and ids, -1 for none.
     """
-    acc = acc_dtype(weight.dtype)
+    if ids.dim() == 2:
+        return shard_logits(h, weight, bias, target, ids, layout.num_classes, layout.step, layout.start)
+    own, rows, _ = shard_logits(
+        h, weight, bias, target, target[:, :0], layout.num_classes, layout.step, layout.start
+    )
+    local = layout.local(ids)
     if weight.shape[0] == 0:
-        return torch.zeros(h.shape[0], rows.shape[-1], dtype=acc, device=h.device)
-    safe = rows.clamp_min(0)
-    dots = predict_dots(h, weight, safe) if rows.dim() == 2 else torch.mm(h.to(acc), weight[safe].to(acc).t())
+        return torch.cat([own, own.new_zeros(h.shape[0], ids.shape[0])], 1), rows, local
+    safe = local.clamp_min(0)
+    dots = torch.mm(h.to(own.dtype), weight[safe].to(own.dtype).t())
     if bias is not None:
-        dots = dots + bias[safe].to(acc)
-    return torch.where(rows >= 0, dots, 0.0)
+        dots = dots + bias[safe].to(own.dtype)
+    return torch.cat([own, torch.where(local >= 0, dots, 0.0)], 1), rows, local
 
 
 class Coefficients(NamedTuple):
@@ -136,15 +145,13 @@ def partial_hidden(weight: Tensor, coefs: Coefficients, target: Tensor, ids: Ten
         target: int64 [R, P], local rows or -1.
         ids: int64 [R, m] or [m], local rows or -1.
     """
-    acc = acc_dtype(weight.dtype)
-    total = torch.zeros(coefs.target.shape[0], weight.shape[1], dtype=acc, device=weight.device)
-    if weight.shape[0] == 0 or total.shape[0] == 0:
+    if ids.dim() == 2:
+        return shard_hidden(weight, coefs.target, coefs.draws, target, ids)
+    total = shard_hidden(weight, coefs.target, coefs.draws[:, :0], target, target[:, :0])
+    if weight.shape[0] == 0:
         return total
-    total += weighted_rows(weight, target.clamp_min(0), torch.where(target >= 0, coefs.target, 0.0), acc)
     local = torch.where(ids >= 0, coefs.draws, 0.0)
-    if ids.dim() == 1:
-        return total.addmm_(local, weight[ids.clamp_min(0)].to(acc))
-    return total + weighted_rows(weight, ids.clamp_min(0), local, acc)
+    return total.addmm_(local, weight[ids.clamp_min(0)].to(total.dtype))
 
 
 class StepResult(NamedTuple):
