@@ -1,5 +1,5 @@
-// CPU launchers of the products with the rows of a shard: rows of the batch are shared out, and each keeps its own order
-// of operations, so the bits do not depend on the number of threads.
+// CPU launchers of the products with the rows of a shard: rows of the batch are shared out, and each keeps its own
+// order of operations, so the bits do not depend on the number of threads.
 #include "common/parallel.h"
 #include "common/simd.h"
 #include "loss/shard_rows/shard_rows_cpu_rows.h"

@@ -4,10 +4,9 @@
 namespace samplex::SX_BACKEND_NS {
 
 void launch_shard_logits(const ShardLogitsParams& p, void* stream) {
-  const int64_t blocks = (p.batch * (p.num_targets + p.num_ids) + kShardWarps - 1) / kShardWarps;
   dispatch_dtype("shard_logits", p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const unsigned grid = unsigned(blocks < 65535 ? blocks : 65535);
+    const unsigned grid = unsigned(p.batch);
     constexpr int kWidth = vector_width<T>;
     if (p.dim % kWidth == 0 && vector_aligned(p.hidden) && vector_aligned(p.weight))
       SX_LAUNCH("shard_logits", (shard_logits_kernel<T, kWidth>), grid, kShardThreads, 0, stream, p);

@@ -1,7 +1,9 @@
 // Products with the rows of a shard.
 //
-//   shard_logits_kernel   a warp has an entry at a time, and leaves foreign ones at once
-//   shard_hidden_kernel   a block has a row of the batch; its warps share the entries, and their sums are added in order
+// A block has a row of the batch, and its warps share the entries; a warp leaves foreign ones at once.
+//
+//   shard_logits_kernel   a dot product of a warp each
+//   shard_hidden_kernel   the sums of the warps are added in their order
 #pragma once
 
 #include "common/vec_load.cuh"
@@ -12,32 +14,59 @@ namespace samplex::SX_BACKEND_NS {
 
 constexpr int kShardThreads = 256, kShardWarps = kShardThreads / kWarpSize;
 
+// Logits and local rows of n entries of a row of the batch.
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kShardThreads) shard_logits_kernel(ShardLogitsParams p) {
+SX_DEVICE inline void shard_logits_of(const ShardLogitsParams& p, const T* h, const int64_t* ids, int n,
+                                      acc_t<T>* logits, int64_t* rows) {
   using A = acc_t<T>;
-  const int64_t entries = p.num_targets + p.num_ids, count = p.batch * entries;
-  const int64_t stride = int64_t(gridDim.x) * kShardWarps;
-  for (int64_t at = int64_t(blockIdx.x) * kShardWarps + warp_id(); at < count; at += stride) {
-    const int64_t b = at / entries, j = at - b * entries;
-    const bool of_target = j < p.num_targets;
-    const int64_t place = of_target ? b * p.num_targets + j : b * p.num_ids + j - p.num_targets;
-    const int64_t row = shard_row(p, of_target ? p.target[place] : p.ids[place]);
+#pragma unroll 1  // as below
+  for (int j = warp_id(); j < n; j += kShardWarps) {
+    const int64_t row = shard_row(p, ids[j]);
+    // A loop without a turn, and not a branch around it: ptxas spilled the barrier at which the branch joins again.
+    const bool local = row >= 0;
+    const T* w = static_cast<const T*>(p.weight) + (local ? row : 0) * p.dim;
+    const int64_t columns = local ? p.dim : 0;
     A dot = 0;
-    if (row >= 0) {
-      const T* h = static_cast<const T*>(p.hidden) + b * p.dim;
-      const T* w = static_cast<const T*>(p.weight) + row * p.dim;
-      for (int64_t c = lane_id() * kWidth; c < p.dim; c += kWarpSize * kWidth) {
-        A x[kWidth], y[kWidth];
-        load_columns<kWidth>(h + c, x);
-        load_columns<kWidth>(w + c, y);
+    for (int64_t c = lane_id() * kWidth; c < columns; c += kWarpSize * kWidth) {
+      A x[kWidth], y[kWidth];
+      load_columns<kWidth>(h + c, x);
+      load_columns<kWidth>(w + c, y);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) dot += x[i] * y[i];
-      }
+      for (int i = 0; i < kWidth; ++i) dot += x[i] * y[i];
     }
     dot = group_sum<kWarpSize>(dot);
     if (lane_id() == 0) {
-      static_cast<A*>(p.logits)[at] = row >= 0 ? dot + shard_bias<A>(p, row) : A(0);
-      (of_target ? p.target_rows : p.id_rows)[place] = row;
+      logits[j] = local && p.bias != nullptr ? dot + shard_bias<A>(p, row) : dot;
+      rows[j] = row;
+    }
+  }
+}
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kShardThreads) shard_logits_kernel(ShardLogitsParams p) {
+  const int64_t b = blockIdx.x;
+  const T* h = static_cast<const T*>(p.hidden) + b * p.dim;
+  acc_t<T>* logits = static_cast<acc_t<T>*>(p.logits) + b * (p.num_targets + p.num_ids);
+  shard_logits_of<T, kWidth>(p, h, p.target + b * p.num_targets, int(p.num_targets), logits,
+                             p.target_rows + b * p.num_targets);
+  shard_logits_of<T, kWidth>(p, h, p.ids + b * p.num_ids, int(p.num_ids), logits + p.num_targets,
+                             p.id_rows + b * p.num_ids);
+}
+
+// Adds coef * row at column c, for this warp's share of n entries.
+template <typename T, int kWidth>
+SX_DEVICE inline void shard_hidden_of(const ShardHiddenParams& p, const int64_t* rows, const acc_t<T>* coefs, int n,
+                                      int64_t c, acc_t<T> (&acc)[kWidth]) {
+  using A = acc_t<T>;
+#pragma unroll 1  // several turns at once are several branches at once, and ptxas spilled their barriers
+  for (int j = warp_id(); j < n; j += kShardWarps) {
+    const int64_t row = rows[j];
+    const A coef = coefs[j];
+    if (uint64_t(row) < uint64_t(p.rows) && coef != A(0) && c < p.dim) {
+      A w[kWidth];
+      load_columns<kWidth>(static_cast<const T*>(p.weight) + row * p.dim + c, w);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) acc[i] += coef * w[i];
     }
   }
 }
@@ -46,24 +75,16 @@ template <typename T, int kWidth>
 __global__ void __launch_bounds__(kShardThreads) shard_hidden_kernel(ShardHiddenParams p) {
   using A = acc_t<T>;
   __shared__ A sums[kShardWarps][kWarpSize * kWidth];
-  const int64_t b = blockIdx.x, entries = p.num_targets + p.num_ids;
+  const int64_t b = blockIdx.x;
+  const A* target_coef = static_cast<const A*>(p.target_coef) + b * p.num_targets;
+  const A* id_coef = static_cast<const A*>(p.id_coef) + b * p.num_ids;
   for (int64_t first = 0; first < p.dim; first += kWarpSize * kWidth) {
     const int64_t c = first + lane_id() * kWidth;
     A acc[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) acc[i] = 0;
-    for (int64_t j = warp_id(); j < entries; j += kShardWarps) {
-      const bool of_target = j < p.num_targets;
-      const int64_t place = of_target ? b * p.num_targets + j : b * p.num_ids + j - p.num_targets;
-      const int64_t row = (of_target ? p.target_rows : p.id_rows)[place];
-      if (uint64_t(row) >= uint64_t(p.rows)) continue;
-      const A coef = static_cast<const A*>(of_target ? p.target_coef : p.id_coef)[place];
-      if (coef == A(0) || c >= p.dim) continue;
-      A w[kWidth];
-      load_columns<kWidth>(static_cast<const T*>(p.weight) + row * p.dim + c, w);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) acc[i] += coef * w[i];
-    }
+    shard_hidden_of<T, kWidth>(p, p.target_rows + b * p.num_targets, target_coef, int(p.num_targets), c, acc);
+    shard_hidden_of<T, kWidth>(p, p.id_rows + b * p.num_ids, id_coef, int(p.num_ids), c, acc);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) sums[warp_id()][lane_id() * kWidth + i] = acc[i];
     __syncthreads();

@@ -10,7 +10,7 @@ namespace {
 using MaybeTensor = std::optional<Tensor>;
 using Logits = std::tuple<Tensor, Tensor, Tensor>;
 
-constexpr int64_t kMostClasses = int64_t(1) << 52, kMostSpread = int64_t(1) << 31, kMostBatch = int64_t(1) << 31;
+constexpr int64_t kMostClasses = int64_t(1) << 52, kMostSpread = int64_t(1) << 31, kMost = int64_t(1) << 31;
 
 Logits shard_logits(Tensor hidden, Tensor weight, MaybeTensor bias, Tensor target, Tensor ids, int64_t num_classes,
                     int64_t step, int64_t start) {
@@ -33,11 +33,14 @@ Logits shard_logits(Tensor hidden, Tensor weight, MaybeTensor bias, Tensor targe
               " classes");
   p.rows = weight.size(0);
   check_value(start >= 0 && start <= num_classes && p.rows <= num_classes - start, op,
-              ": start must be at least 0 and leave room for the ", p.rows, " rows of weight below num_classes = ",
-              num_classes, ", got ", start);
+              ": start must be at least 0 and leave room for the ", p.rows,
+              " rows of weight below num_classes = ", num_classes, ", got ", start);
   p.batch = hidden.size(0);
   p.num_targets = target.size(1);
   p.num_ids = ids.size(1);
+  check_value(p.batch < kMost && p.num_targets < kMost && p.num_ids < kMost, op,
+              ": target and ids must have fewer than 2^31 rows and columns, got ", describe(target), " and ",
+              describe(ids));
   p.dim = weight.size(1);
   p.num_classes = num_classes;
   p.inverse = 1.0 / double(num_classes);
@@ -75,7 +78,9 @@ Tensor shard_hidden(Tensor weight, Tensor target_coef, Tensor id_coef, Tensor ta
   p.num_ids = id_rows.size(1);
   check_tensor(op, "target_coef", target_coef, {p.batch, p.num_targets}, "[B, P]", acc, weight);
   check_tensor(op, "id_coef", id_coef, {p.batch, p.num_ids}, "[B, m]", acc, weight);
-  check_value(p.batch < kMostBatch, op, ": target_rows must have fewer than 2^31 rows, got ", describe(target_rows));
+  check_value(p.batch < kMost && p.num_targets < kMost && p.num_ids < kMost, op,
+              ": target_rows and id_rows must have fewer than 2^31 rows and columns, got ", describe(target_rows),
+              " and ", describe(id_rows));
   p.dim = weight.size(1);
   p.rows = weight.size(0);
   Tensor hidden = empty_pooled(weight, {p.batch, p.dim}, acc);
@@ -98,9 +103,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "shard_logits(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor ids, int num_classes, int step, "
       "int start) -> (Tensor logits, Tensor target_rows, Tensor id_rows)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
-  m.def(
-      "shard_hidden(Tensor weight, Tensor target_coef, Tensor id_coef, Tensor target_rows, Tensor id_rows) -> Tensor",
-      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+  m.def("shard_hidden(Tensor weight, Tensor target_coef, Tensor id_coef, Tensor target_rows, Tensor id_rows) -> Tensor",
+        {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {
   m.impl("shard_logits", TORCH_BOX(&samplex::glue::shard_logits));

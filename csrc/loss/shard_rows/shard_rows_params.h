@@ -1,8 +1,8 @@
 // Params of the products with the class rows of one shard. A = accumulation type (float, or double for double storage).
 //
-// Entries of row b: its P targets (columns 0 .. P-1), then its m draws (columns P .. P+m-1), as class ids. Class c is in
-// slot (step * c) mod C, and this shard has the slots [start, start + rows): local row slot - start. Ids outside [0, C)
-// have no slot. Entries of other shards are skipped: nothing is read for them.
+// Entries of row b: its P targets (columns 0 .. P-1), then its m draws (columns P .. P+m-1), as class ids. Class c is
+// in slot (step * c) mod C, and this shard has the slots [start, start + rows): local row slot - start. Ids outside [0,
+// C) have no slot. Entries of other shards are skipped: nothing is read for them.
 //
 //   shard_logits  h_b . w_k + bias_k of local entries, 0 of others; the local row of every entry, -1 for others
 //   shard_hidden  sum over local entries of coef_k w_k

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from samplex_cuda import _device
 
-__all__ = ["Everyone", "Exchange", "group_of"]
+__all__ = ["ENCODERS", "Everyone", "Exchange", "group_of"]
 
 _NAME = "SampledClassifier.shard"
 _ALIGN = 16  # bytes; of each field
+ENCODERS = ("average", "sum")  # what happens to the gradients of the model before the head
 
 
 def group_of(mesh_or_group: Any) -> dist.ProcessGroup:
@@ -63,6 +64,14 @@ class Exchange:
         self.group, self.capacity = group, capacity
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sent = 0  # bytes that this rank has sent
+
+    def check_rows(self, name: str, rows: int) -> None:
+        """ValueError for a batch above the capacity."""
+        if self.capacity is not None and rows > self.capacity:
+            raise ValueError(
+                f"{name}: a batch must have at most batch_capacity = {self.capacity} rows, got {rows}; pass a larger "
+                "batch_capacity"
+            )
 
     def meet(self, rows: int, form: Sequence[int], key: Tensor, *, refused: bool = False) -> Everyone:
         """Every rank says how many rows it brings and in which form.

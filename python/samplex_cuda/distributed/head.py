@@ -12,9 +12,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, describe
-from samplex_cuda.distributed.collectives import Everyone, Exchange, group_of
+from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, group_of
 from samplex_cuda.distributed.layout import Layout
-from samplex_cuda.distributed.step import StepResult, logits_of, loss_of_logits, partial_hidden, run_step
+from samplex_cuda.distributed.step import (
+    StepResult,
+    entries_of,
+    logits_of,
+    loss_of_logits,
+    partial_hidden,
+    run_step,
+)
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.heads.checks import inside_ddp, like_weight
 from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
@@ -26,7 +33,6 @@ __all__ = ["ShardedClassifier"]
 
 _NAME = "SampledClassifier.shard"
 _FILL = 1 << 19  # numbers of a table that are made at once
-ENCODERS = ("average", "sum")
 
 
 class ShardedClassifier(SampledClassifier):
@@ -179,11 +185,7 @@ class ShardedClassifier(SampledClassifier):
             if not _device.host_waits(target):
                 self._refuse_targets(target)
             number = self._check_index(index, lead) if index is not None else None
-            if self.exchange.capacity is not None and rows.shape[0] > self.exchange.capacity:
-                raise ValueError(
-                    f"{_NAME}: a batch must have at most batch_capacity = {self.exchange.capacity} rows, got "
-                    f"{rows.shape[0]}; pass a larger batch_capacity to shard()"
-                )
+            self.exchange.check_rows(_NAME, rows.shape[0])
             if isinstance(context, Tensor):
                 context = context.reshape(rows.shape[0], *context.shape[len(lead) :])
             elif context is not None:
@@ -253,7 +255,8 @@ class ShardedClassifier(SampledClassifier):
             d_hidden = exchange.send_home(partial, everyone.place, everyone.rows)
             if self.encoder == "average":
                 d_hidden *= exchange.world
-        step = StepResult(loss, coefs, h, of_target, of_draws, d_hidden)
+            found = entries_of(coefs, h, of_target, of_draws, bias is not None and bias.requires_grad)
+        step = StepResult(loss, found, d_hidden)
         return run_step(rows, weight, bias, step, self._fusion or self._rows_of(weight, bias), spec.loss.name)
 
     def _mask(

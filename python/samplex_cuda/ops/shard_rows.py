@@ -55,9 +55,7 @@ def shard_logits(
     return _shard_logits(hidden, weight, bias, target, ids, num_classes, step, start)
 
 
-def shard_hidden(
-    weight: Tensor, target_coef: Tensor, id_coef: Tensor, target_rows: Tensor, id_rows: Tensor
-) -> Tensor:
+def shard_hidden(weight: Tensor, target_coef: Tensor, id_coef: Tensor, target_rows: Tensor, id_rows: Tensor) -> Tensor:
     """What the rows of this shard add to the gradient of h: the sum over a row's entries of coefficient * row.
 
     Args:

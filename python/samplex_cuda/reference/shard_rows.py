@@ -41,9 +41,7 @@ def shard_logits(
     return torch.where(local, found, 0.0), row[:, : target.shape[1]], row[:, target.shape[1] :]
 
 
-def shard_hidden(
-    weight: Tensor, target_coef: Tensor, id_coef: Tensor, target_rows: Tensor, id_rows: Tensor
-) -> Tensor:
+def shard_hidden(weight: Tensor, target_coef: Tensor, id_coef: Tensor, target_rows: Tensor, id_rows: Tensor) -> Tensor:
     """Sum over local entries of coefficient * row, [B, d].
 
     Example:
