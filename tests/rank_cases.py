@@ -102,7 +102,10 @@ def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """A few steps; what is the same on any number of ranks, and this rank's gradients of h."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     head: Any = make_head(name, "meta", **options.get("head", {}))
-    head = head.shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH, order=options.get("order", "class"))
+    head = head.shard(
+        group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH, order=options.get("order", "class"),
+        route=options.get("route", "summed_logits"),
+    )  # fmt: skip
     start = whole(head, group)
     optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.2)
     if options.get("fused", True):

@@ -14,14 +14,16 @@ namespace samplex::SX_BACKEND_NS {
 
 constexpr int kShardThreads = 256, kShardWarps = kShardThreads / kWarpSize;
 
-// Logits and local rows of n entries of a row of the batch.
 template <typename T, int kWidth>
-SX_DEVICE inline void shard_logits_of(const ShardLogitsParams& p, const T* h, const int64_t* ids, int n,
-                                      acc_t<T>* logits, int64_t* rows) {
+__global__ void __launch_bounds__(kShardThreads) shard_logits_kernel(ShardLogitsParams p) {
   using A = acc_t<T>;
-#pragma unroll 1  // as below
-  for (int j = warp_id(); j < n; j += kShardWarps) {
-    const int64_t row = shard_row(p, ids[j]);
+  const int64_t b = blockIdx.x;
+  const int targets = int(p.num_targets), entries = targets + int(p.num_ids);
+  const T* h = static_cast<const T*>(p.hidden) + b * p.dim;
+  for (int j = warp_id(); j < entries; j += kShardWarps) {
+    const bool of_target = j < targets;
+    const int64_t place = of_target ? b * p.num_targets + j : b * p.num_ids + j - targets;
+    const int64_t row = shard_row(p, of_target ? p.target[place] : p.ids[place]);
     // A loop without a turn, and not a branch around it: ptxas spilled the barrier at which the branch joins again.
     const bool local = row >= 0;
     const T* w = static_cast<const T*>(p.weight) + (local ? row : 0) * p.dim;
@@ -36,21 +38,10 @@ SX_DEVICE inline void shard_logits_of(const ShardLogitsParams& p, const T* h, co
     }
     dot = group_sum<kWarpSize>(dot);
     if (lane_id() == 0) {
-      logits[j] = local && p.bias != nullptr ? dot + shard_bias<A>(p, row) : dot;
-      rows[j] = row;
+      static_cast<A*>(p.logits)[b * entries + j] = local ? dot + shard_bias<A>(p, row) : A(0);
+      (of_target ? p.target_rows : p.id_rows)[place] = row;
     }
   }
-}
-
-template <typename T, int kWidth>
-__global__ void __launch_bounds__(kShardThreads) shard_logits_kernel(ShardLogitsParams p) {
-  const int64_t b = blockIdx.x;
-  const T* h = static_cast<const T*>(p.hidden) + b * p.dim;
-  acc_t<T>* logits = static_cast<acc_t<T>*>(p.logits) + b * (p.num_targets + p.num_ids);
-  shard_logits_of<T, kWidth>(p, h, p.target + b * p.num_targets, int(p.num_targets), logits,
-                             p.target_rows + b * p.num_targets);
-  shard_logits_of<T, kWidth>(p, h, p.ids + b * p.num_ids, int(p.num_ids), logits + p.num_targets,
-                             p.id_rows + b * p.num_ids);
 }
 
 // Adds coef * row at column c, for this warp's share of n entries.

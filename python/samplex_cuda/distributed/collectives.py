@@ -64,6 +64,7 @@ class Exchange:
         self.group, self.capacity = group, capacity
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sent = 0  # bytes that this rank has sent
+        self.unique = 1.0  # of the last step: the share of entries that name a class for the first time
 
     def check_rows(self, name: str, rows: int) -> None:
         """ValueError for a batch above the capacity."""
@@ -169,16 +170,20 @@ class Exchange:
         self.sent += (self.world - 1) * t.numel() * t.element_size()
         return made.view(self.world, *t.shape)
 
-    def send_home(self, rows: Tensor, place: Tensor | None, count: int) -> Tensor:
-        """Partial sums [R, d] for the rows of everyone -> sums [count, d] for the rows of this rank, in rank order."""
+    def to_home(self, rows: Tensor, place: Tensor | None, count: int) -> Tensor:
+        """Parts [R, ...] for the rows of everyone -> the parts [world, count, ...] for the rows of this rank."""
         assert self.capacity is not None
         if place is not None:
-            padded = rows.new_zeros(self.world * self.capacity, rows.shape[1])
+            padded = rows.new_zeros(self.world * self.capacity, *rows.shape[1:])
             rows = padded.index_copy_(0, place, rows)
         parts = torch.empty_like(rows)
         dist.all_to_all_single(parts, rows.contiguous(), group=self.group)
-        self.sent += (self.world - 1) * self.capacity * rows.shape[1] * rows.element_size()
-        parts = parts.view(self.world, self.capacity, -1)[:, :count]
+        self.sent += (self.world - 1) * self.capacity * _row_bytes(rows)
+        return parts.view(self.world, self.capacity, *rows.shape[1:])[:, :count]
+
+    def send_home(self, rows: Tensor, place: Tensor | None, count: int) -> Tensor:
+        """Partial sums [R, d] for the rows of everyone -> sums [count, d] for the rows of this rank, in rank order."""
+        parts = self.to_home(rows, place, count)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -14,6 +15,8 @@ from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, describe
 from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, group_of
 from samplex_cuda.distributed.layout import Layout
+from samplex_cuda.distributed.online import online_softmax
+from samplex_cuda.distributed.routes import resolve_route
 from samplex_cuda.distributed.step import (
     StepResult,
     entries_of,
@@ -48,6 +51,7 @@ class ShardedClassifier(SampledClassifier):
         order: "class" or "spread"; see `Layout`.
         encoder: what happens to the gradients of the model before the head: "average" over the ranks, as
             DistributedDataParallel and FSDP2 do, or "sum".
+        route: how queries and class rows meet; see `samplex_cuda.distributed.routes`.
         key: what the rows of a head on the meta device are made from; by default torch's generator on the first rank.
         device: of the rows, for a head on the meta device.
     """
@@ -60,6 +64,7 @@ class ShardedClassifier(SampledClassifier):
         encoder: str,
         batch_capacity: int | None = None,
         order: str = "class",
+        route: str = "auto",
         key: Key | Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -78,6 +83,7 @@ class ShardedClassifier(SampledClassifier):
                 f"{_NAME}: sampler must not depend on the class table, got {type(head.sampler).__name__}: no "
                 "sampler follows a sharded table yet; sampler_update=None keeps it as it is"
             )
+        route = resolve_route(route, head, dist.get_world_size(group), batch_capacity)
         super().__init__(
             head.in_features,
             head.num_classes,
@@ -95,7 +101,7 @@ class ShardedClassifier(SampledClassifier):
             device="meta",
             dtype=head.weight.dtype,
         )
-        self.encoder = encoder
+        self.encoder, self.route = encoder, route
         self._mesh: DeviceMesh | None = None
         self.exchange = Exchange(group, batch_capacity)
         self.layout = Layout(head.num_classes, self.exchange.world, self.exchange.rank, order)
@@ -186,6 +192,11 @@ class ShardedClassifier(SampledClassifier):
                 self._refuse_targets(target)
             number = self._check_index(index, lead) if index is not None else None
             self.exchange.check_rows(_NAME, rows.shape[0])
+            if positives is not None and self.training and self.route != "summed_logits":
+                raise ValueError(
+                    f'{_NAME}: positives must be None with route="{self.route}", got {type(positives).__name__}; '
+                    'shard the head with route="summed_logits"'
+                )
             if isinstance(context, Tensor):
                 context = context.reshape(rows.shape[0], *context.shape[len(lead) :])
             elif context is not None:
@@ -231,22 +242,29 @@ class ShardedClassifier(SampledClassifier):
             known = bias if bias is None else bias.detach()
             table = weight.detach()
             logits, of_target, of_draws = logits_of(h, table, known, target, draw.ids, self.layout)
-            if positives is not None:
-                self._mask(logits, draw.ids, everyone, positives, target.shape[1])
-            exchange.sum_(logits)
             log_q = draw.log_q.double() if weight.dtype is torch.float64 else draw.log_q
             weights = batch.get("sample_weight")
-            form = spec.form if weights is None else spec.rows
             state = None if self._state_name is None else self.get_buffer(self._state_name)
             used = None if state is None else state[batch["index"]]
-            of_targets = None if target_log_q is None else target_log_q.reshape(target.shape)
-            coefs = loss_of_logits(
-                spec.loss, form, logits, target, draw.ids, log_q, self.class_weight, of_targets, used, grad
-            )
-            loss = coefs.loss
-            if weights is not None:
-                loss, factor = self._weighted(loss, target, weights)
-                coefs = coefs._replace(target=coefs.target * factor, draws=coefs.draws * factor)
+            if self.route == "online_softmax":
+                coefs = online_softmax(
+                    exchange, everyone, spec.form, spec.loss.absolute, logits, target, draw.ids, log_q, of_target,
+                    of_draws, self.class_weight, weights, self.reduction == "mean",
+                )  # fmt: skip
+                loss = coefs.loss
+            else:
+                if positives is not None:
+                    self._mask(logits, draw.ids, everyone, positives, target.shape[1])
+                exchange.sum_(logits)
+                form = spec.form if weights is None else spec.rows
+                of_targets = None if target_log_q is None else target_log_q.reshape(target.shape)
+                coefs = loss_of_logits(
+                    spec.loss, form, logits, target, draw.ids, log_q, self.class_weight, of_targets, used, grad
+                )
+                loss = coefs.loss
+                if weights is not None:
+                    loss, factor = self._weighted(loss, target, weights)
+                    coefs = coefs._replace(target=coefs.target * factor, draws=coefs.draws * factor)
             if state is not None and used is not None and coefs.extra is not None:
                 spec.loss.update_state(state, batch["index"], used, coefs.extra)
             if not grad:

@@ -584,6 +584,7 @@ class SampledClassifier(HeadModule):
         encoder: str,
         batch_capacity: int | None = None,
         order: str = "class",
+        route: str = "auto",
         key: Key | Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> ShardedClassifier:
@@ -599,6 +600,8 @@ class SampledClassifier(HeadModule):
             batch_capacity: the most rows of a rank in a step; None: the most in the first step.
             order: "class": a rank holds a range of classes; "spread": neighbouring classes lie far apart, so that
                 frequent ones do not meet on one rank.
+            route: how queries and class rows meet, decided here once: "summed_logits", which takes every loss and has
+                the same bits on any number of ranks; "online_softmax"; "auto": what sends the fewest bytes.
             key: what the rows of a head on the meta device are made from; by default torch's generator on rank 0.
             device: of the rows of a head on the meta device; the CPU by default.
 
@@ -611,8 +614,9 @@ class SampledClassifier(HeadModule):
         from samplex_cuda.distributed import ShardedClassifier
 
         return ShardedClassifier(
-            self, mesh_or_group, encoder=encoder, batch_capacity=batch_capacity, order=order, key=key, device=device
-        )
+            self, mesh_or_group, encoder=encoder, batch_capacity=batch_capacity, order=order, route=route, key=key,
+            device=device,
+        )  # fmt: skip
 
     @property
     def fused(self) -> Fusion | None:
