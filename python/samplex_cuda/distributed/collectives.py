@@ -170,6 +170,24 @@ class Exchange:
         self.sent += (self.world - 1) * t.numel() * t.element_size()
         return made.view(self.world, *t.shape)
 
+    def swap(self, t: Tensor, counts: tuple[list[int], list[int]] | None) -> Tensor:
+        """Rows of `t` [n, ...], in the order of the ranks they go to -> what this rank gets, in the order of the ranks.
+
+        Args:
+            t: what to send.
+            counts: rows to each rank, and from each; None: the same number for all.
+        """
+        item = _row_bytes(t)
+        if counts is None:
+            made = torch.empty_like(t)
+            dist.all_to_all_single(made, t.contiguous(), group=self.group)
+            self.sent += (self.world - 1) * (t.shape[0] // self.world) * item
+            return made
+        made = t.new_empty(sum(counts[1]), *t.shape[1:])
+        dist.all_to_all_single(made, t.contiguous(), counts[1], counts[0], group=self.group)
+        self.sent += (t.shape[0] - counts[0][self.rank]) * item
+        return made
+
     def to_home(self, rows: Tensor, place: Tensor | None, count: int) -> Tensor:
         """Parts [R, ...] for the rows of everyone -> the parts [world, count, ...] for the rows of this rank."""
         assert self.capacity is not None

@@ -16,6 +16,7 @@ from samplex_cuda._checks import check_choice, check_int, describe
 from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, group_of
 from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.distributed.online import online_softmax
+from samplex_cuda.distributed.own_rows import OWN_ROWS, own_rows_step
 from samplex_cuda.distributed.routes import resolve_route
 from samplex_cuda.distributed.step import (
     StepResult,
@@ -83,7 +84,10 @@ class ShardedClassifier(SampledClassifier):
                 f"{_NAME}: sampler must not depend on the class table, got {type(head.sampler).__name__}: no "
                 "sampler follows a sharded table yet; sampler_update=None keeps it as it is"
             )
-        route = resolve_route(route, head, dist.get_world_size(group), batch_capacity)
+        whole = not head.weight.is_meta
+        place = head.weight.device if whole else torch.device("cpu" if device is None else device)
+        balanced = order == "spread" or place.type == "cpu"
+        route = resolve_route(route, head, dist.get_world_size(group), batch_capacity, balanced)
         super().__init__(
             head.in_features,
             head.num_classes,
@@ -105,8 +109,6 @@ class ShardedClassifier(SampledClassifier):
         self._mesh: DeviceMesh | None = None
         self.exchange = Exchange(group, batch_capacity)
         self.layout = Layout(head.num_classes, self.exchange.world, self.exchange.rank, order)
-        whole = not head.weight.is_meta
-        place = head.weight.device if whole else torch.device("cpu" if device is None else device)
         self.weight = nn.Parameter(
             empty_table(self.layout.rows, head.in_features, device=place, dtype=head.weight.dtype)
         )
@@ -216,6 +218,13 @@ class ShardedClassifier(SampledClassifier):
             fields["context"] = context
         if sample_weight is not None:
             fields["sample_weight"] = sample_weight.reshape(-1).to(self._wide())
+        if self.training and self.route in OWN_ROWS:
+            with torch.no_grad():
+                step = own_rows_step(self, self.spec(), everyone, fields)
+            if not grad:
+                return step.loss
+            sink = self._fusion or self._rows_of(self.weight, self.bias)
+            return run_step(rows, self.weight, self.bias, step, sink, self.loss.name)
         pads = [self.ignore_index if name == "y" else 0 for name in fields]
         found = dict(zip(fields, self.exchange.gather(everyone, list(fields.values()), pads), strict=True))
         if not self.training:

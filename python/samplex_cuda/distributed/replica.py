@@ -155,17 +155,17 @@ class Replica:
             if not _device.host_waits(target):
                 head._refuse_targets(target)
             exchange.check_rows(_NAME, rows.shape[0])
-            pair = fold_in(key_tensor(_NAME, key, weight.device), exchange.rank)
-            weights = None if sample_weight is None else sample_weight.reshape(-1)
-            with torch.no_grad():
-                if head.follower.active:
-                    head._follow(weight, head.bias, rows.shape[0])
-                part = self._own(head, spec, rows.detach(), target, features, number, context, weights, positives, pair)
+            pair = key_tensor(_NAME, key, weight.device)
         except BaseException:
             exchange.meet(0, form, nothing, refused=True)
             raise
-        everyone = exchange.meet(rows.shape[0], form, nothing)
+        everyone = exchange.meet(rows.shape[0], form, pair)
+        weights = None if sample_weight is None else sample_weight.reshape(-1)
         with torch.no_grad():
+            if head.follower.active:
+                head._follow(weight, head.bias, rows.shape[0])
+            own = fold_in(everyone.key, exchange.rank)  # other draws on every rank, from the key of the first
+            part = self._own(head, spec, rows.detach(), target, features, number, context, weights, positives, own)
             step = self._exchange(head, spec, everyone, part, number, grad)
         if not grad:
             return step.loss

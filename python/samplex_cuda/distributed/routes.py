@@ -36,7 +36,21 @@ def _online_softmax(s: Sizes) -> float:
     return (s.world - 1) * s.batch * (8 * s.dim + 24)
 
 
-ROUTES = {"summed_logits": _summed_logits, "online_softmax": _online_softmax}
+def _rows_to_queries(s: Sizes) -> float:
+    return s.unique * s.batch * (s.draws + 1) * (8 * s.dim + 8) * (s.world - 1) / s.world
+
+
+def _shared_rows(s: Sizes) -> float:
+    summed = 16 * s.draws * s.dim * (s.world - 1) / s.world
+    return summed + s.unique * s.batch * (8 * s.dim + 8) * (s.world - 1) / s.world
+
+
+ROUTES = {
+    "summed_logits": _summed_logits,
+    "online_softmax": _online_softmax,
+    "rows_to_queries": _rows_to_queries,
+    "shared_rows": _shared_rows,
+}
 
 
 def bytes_sent(route: str, sizes: Sizes) -> float:
@@ -55,15 +69,24 @@ def bytes_sent(route: str, sizes: Sizes) -> float:
     return ROUTES[route](sizes)
 
 
-def unfit(route: str, head: SampledClassifier) -> str | None:
+def unfit(route: str, head: SampledClassifier, balanced: bool) -> str | None:
     """Why a head cannot take a route; None if it can."""
     loss: Loss = head.loss
     if route == "online_softmax" and not (isinstance(loss, SampledSoftmax) and not loss.label_smoothing):
         return f"loss must be SampledSoftmax without label smoothing, got {loss!r}"
+    if route in ("rows_to_queries", "shared_rows"):
+        if loss.needs.example_index:
+            return f"loss must not keep a number per example, got {loss!r}"
+        if head.shared != (route == "shared_rows"):
+            return f"shared must be {not head.shared}, got {head.shared}"
+        if not balanced:
+            return 'order must be "spread" on a GPU, where a rank has room for about its share of the rows, got "class"'
+    if route == "shared_rows" and getattr(head.sampler, "conditional", True):
+        return f"sampler must have one distribution for all rows, got {type(head.sampler).__name__}"
     return None
 
 
-def resolve_route(route: str, head: SampledClassifier, world: int, batch: int | None) -> str:
+def resolve_route(route: str, head: SampledClassifier, world: int, batch: int | None, balanced: bool = True) -> str:
     """The name of the route that a head takes: the given one, or with "auto" that which sends least.
 
     Args:
@@ -71,6 +94,7 @@ def resolve_route(route: str, head: SampledClassifier, world: int, batch: int | 
         head: with its loss, draws and width.
         world: ranks.
         batch: `batch_capacity`, where it is given.
+        balanced: whether the classes of a step are spread over the ranks, or sizes need not be fixed.
 
     Example:
         >>> import samplex_cuda as sx
@@ -81,12 +105,14 @@ def resolve_route(route: str, head: SampledClassifier, world: int, batch: int | 
     """
     check_choice(_NAME, "route", route, ("auto", *ROUTES))
     if route != "auto":
-        reason = unfit(route, head)
+        reason = unfit(route, head, balanced)
         if reason is not None:
             raise ValueError(f'{_NAME}: with route="{route}" {reason}; route="summed_logits" takes every head')
         return route
     sizes = Sizes(world, batch or 1, head.num_samples, head.in_features)
-    fit = [name for name in ROUTES if unfit(name, head) is None]
+    fit = [name for name in ROUTES if unfit(name, head, balanced) is None]
+    if batch is None and "shared_rows" in fit:
+        fit.remove("shared_rows")  # it pays from some batch size on
     if head.num_samples <= head.in_features and "online_softmax" in fit:
         fit.remove("online_softmax")  # logits are then less than half of what travels: the reference costs little more
     return min(fit, key=lambda name: ROUTES[name](sizes))  # the first of equals: the reference

@@ -601,7 +601,8 @@ class SampledClassifier(HeadModule):
             order: "class": a rank holds a range of classes; "spread": neighbouring classes lie far apart, so that
                 frequent ones do not meet on one rank.
             route: how queries and class rows meet, decided here once: "summed_logits", which takes every loss and has
-                the same bits on any number of ranks; "online_softmax"; "auto": what sends the fewest bytes.
+                the same bits on any number of ranks; "online_softmax", "rows_to_queries", "shared_rows"; "auto": what
+                sends the fewest bytes.
             key: what the rows of a head on the meta device are made from; by default torch's generator on rank 0.
             device: of the rows of a head on the meta device; the CPU by default.
 
