@@ -170,7 +170,8 @@ def memory_row(world: int, found: Any) -> Row:
     used = max(f[2] for f in found)
     return Row(
         f"memory_{world}", f"memory of a rank of {world} above an idle one / shard, state, sampler, queries",
-        used / model, "ratio", "resident set of each rank before the head is made and after 30 steps", sense="<=", target=1.15,
+        used / model, "ratio", "resident set of each rank before the head is made and after 30 steps",
+        sense="<=", target=1.15,
         note=f"{used / 2**20:.0f} MiB, model {model / 2**20:.0f} MiB", config={**CONFIG, "ranks": world},
     )  # fmt: skip
 

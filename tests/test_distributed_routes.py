@@ -181,9 +181,10 @@ def head_of(draws=6, dim=8, **options):
 
 
 def test_auto_takes_what_sends_least():
-    assert resolve_route("auto", head_of(), 4, 32) == "summed_logits"
+    assert resolve_route("auto", head_of(draws=8), 4, 32) == "summed_logits"
     assert resolve_route("auto", head_of(draws=9), 4, 32) == "online_softmax"
     assert resolve_route("auto", head_of(draws=9), 1, 32) == "summed_logits"
+    assert resolve_route("auto", head_of(draws=6), 4, 32) == "rows_to_queries"
     smoothed = head_of(draws=9, loss=sx.losses.SampledSoftmax(label_smoothing=0.1))
     assert resolve_route("auto", smoothed, 4, 32) == "summed_logits"
     assert resolve_route("auto", head_of(draws=9, loss="nce"), 4, 32) == "summed_logits"

@@ -65,7 +65,7 @@ class ShardedClassifier(SampledClassifier):
         encoder: str,
         batch_capacity: int | None = None,
         order: str = "class",
-        route: str = "auto",
+        route: str = "summed_logits",
         key: Key | Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:

@@ -584,7 +584,7 @@ class SampledClassifier(HeadModule):
         encoder: str,
         batch_capacity: int | None = None,
         order: str = "class",
-        route: str = "auto",
+        route: str = "summed_logits",
         key: Key | Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> ShardedClassifier:
@@ -602,7 +602,7 @@ class SampledClassifier(HeadModule):
                 frequent ones do not meet on one rank.
             route: how queries and class rows meet, decided here once: "summed_logits", which takes every loss and has
                 the same bits on any number of ranks; "online_softmax", "rows_to_queries", "shared_rows"; "auto": what
-                sends the fewest bytes.
+                sends the fewest bytes. docs/scale.md compares them.
             key: what the rows of a head on the meta device are made from; by default torch's generator on rank 0.
             device: of the rows of a head on the meta device; the CPU by default.
 
