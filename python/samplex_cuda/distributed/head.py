@@ -36,7 +36,7 @@ from samplex_cuda.tables import empty_table
 __all__ = ["ShardedClassifier"]
 
 _NAME = "SampledClassifier.shard"
-_FILL = 1 << 19  # numbers of a table that are made at once
+_FILL = 1 << 17  # numbers of a table that are made at once: malloc keeps what larger pieces leave behind
 
 
 class ShardedClassifier(SampledClassifier):
