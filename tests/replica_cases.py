@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_cases import BATCH, CLASSES, DIM, batches, extras, make_head, part_of
+from rank_cases import BATCH, CLASSES, DIM, batches, extras, make_head, part_of, rows_optimizer
 from torch import Tensor, nn
 
 import samplex_cuda as sx
@@ -40,9 +40,9 @@ def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     ddp = nn.parallel.DistributedDataParallel(model, process_group=group)
     start = {key: value.detach().clone() for key, value in model.state_dict().items()}
     head: Any = model.head
-    rows_optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.2)
+    of_rows = rows_optimizer(options, head.parameters())
     if options.get("fused", True):
-        head.fuse_optimizer(rows_optimizer)
+        head.fuse_optimizer(of_rows)
     optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.1)
     key, losses = sx.Key(9), []
     for step, (x, y) in enumerate(inputs(options, head.weight.dtype)):
@@ -53,8 +53,8 @@ def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         optimizer.step()
         if not options.get("fused", True):
             assert head.weight.grad.is_sparse
-            rows_optimizer.step()
-            rows_optimizer.zero_grad()
+            of_rows.step()
+            of_rows.zero_grad()
         losses.append(loss.detach())
     end = {key: value.detach().clone() for key, value in model.state_dict().items()}
     before = head._replica.exchange.sent

@@ -68,10 +68,12 @@ def overflowing(group: Any) -> tuple[torch.Tensor, bool]:
 
 
 def message(group: Any, options: dict[str, Any], given: dict[str, Any]) -> str:
-    """The error of a head with these options, called with these arguments; then whether the group still works."""
+    """The error of a head with these options, called with these arguments or given another loss."""
     try:
         head: Any = make_head(options.pop("name", "plain"), "meta")
         head = head.shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH, **options)
+        if "loss" in given:
+            head.loss = given.pop("loss")
         h, y = batches(1)[0]
         head(h, y, **given)
     except Exception as error:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import replica_cases
 import torch
-from rank_cases import BATCH, CLASSES, extras, part_of
+from rank_cases import BATCH, CLASSES, extras, part_of, rows_optimizer
 
 import samplex_cuda as sx
 from samplex_cuda.rng import fold_in
 
 CASES = {
     "plain": ("plain", {}),
+    "sgd": ("plain", {"rule": "sgd"}),
+    "sgd shared": ("shared", {"rule": "sgd"}),
     "unfused": ("plain", {"fused": False}),
     "no bias": ("no bias", {}),
     "shared": ("shared", {}),
@@ -49,7 +51,7 @@ def compare_with_one_process(name, options, found, world):
     model = replica_cases.Model(name, {**options, "head": {**options.get("head", {}), "reduction": "sum"}})
     model.load_state_dict(found["start"])
     head = model.head
-    rows_optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.2)
+    of_rows = rows_optimizer(options, head.parameters())
     optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.1)
     close = {"bf16": 3e-2}.get(name, 1e-5)
     mean = name != "scaled sum"
@@ -66,9 +68,9 @@ def compare_with_one_process(name, options, found, world):
             rows = part_of(step, world, rank)
             total = total + model(x[rows], y[rows], key=fold_in(pair, rank), **extras(options, rows))
         loss = total / weight.sum() if mean else total
-        optimizer.zero_grad(), rows_optimizer.zero_grad()
+        optimizer.zero_grad(), of_rows.zero_grad()
         loss.backward()
-        optimizer.step(), rows_optimizer.step()
+        optimizer.step(), of_rows.step()
         torch.testing.assert_close(found["losses"][step], loss.detach(), rtol=close, atol=close)
     for key, value in model.state_dict().items():
         torch.testing.assert_close(found["end"][key], value, rtol=close, atol=close, msg=key)
@@ -111,6 +113,7 @@ def test_heads_that_do_not_fit():
         (torch.nn.Linear(2, 2), "module must hold a SampledClassifier"),
         (sx.SampledClassifier(4, 50, loss="full_softmax"), "loss must sample classes"),
         (sx.SampledClassifier(4, 50, sampler, 3, reduction="none"), 'reduction must be "mean" or "sum"'),
+        (sx.SampledClassifier(4, 50, sampler, 3, device="meta"), "on the meta device"),
         (sx.SampledClassifier(4, 50, sampler, 3, sparse=False), "sparse=True or a fused optimizer"),
     ):
         with pytest.raises(ValueError, match=text):

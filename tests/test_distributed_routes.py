@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_cases import BATCH, CLASSES, batches, extras, make_head, part_of
+from rank_cases import BATCH, CLASSES, batches, extras, make_head, part_of, rows_optimizer
 from test_distributed import by_row, compare_with_one_process
 
 import samplex_cuda as sx
@@ -13,6 +13,7 @@ from samplex_cuda.rng import fold_in
 
 ONLINE = {
     "plain": ("plain", {}),
+    "sgd": ("plain", {"rule": "sgd"}),
     "unfused": ("plain", {"fused": False}),
     "spread": ("plain", {"order": "spread"}),
     "no bias": ("no bias", {}),
@@ -62,6 +63,7 @@ def join(parts, rows):
 # ------------------------------------------------------------------------------------------------ rows travel
 SHARED = {
     "plain": ("shared", {}),
+    "sgd": ("shared", {"rule": "sgd"}),
     "unfused": ("shared", {"fused": False}),
     "spread": ("shared", {"order": "spread"}),
     "no bias": ("no bias", {"head": {"shared": True}}),
@@ -84,6 +86,7 @@ def test_shared_rows_are_those_of_one_process(ranks, case):
 
 OWN = {
     "plain": ("plain", {}),
+    "sgd": ("plain", {"rule": "sgd"}),
     "unfused": ("plain", {"fused": False}),
     "spread": ("plain", {"order": "spread"}),
     "no bias": ("no bias", {}),
@@ -112,7 +115,7 @@ def test_rows_to_queries_are_those_of_one_process(ranks, case):
             head.weight.copy_(found[0]["start"][0])
             if head.bias is not None:
                 head.bias.copy_(found[0]["start"][1])
-        optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.2)
+        optimizer = rows_optimizer(options, head.parameters())
         close = {"bf16": 2e-2}.get(name, 1e-5)
         for step, (h, y) in enumerate(batches(4, options.get("targets", 0), head.weight.dtype)):
             pair, h = torch.tensor([9, step]), h.requires_grad_()
@@ -220,3 +223,8 @@ def test_known_positives_need_the_reference(ranks):
     positives = (torch.arange(13), torch.arange(12))
     for message in ranks.run(2, "route_cases:message", {"route": "online_softmax"}, {"positives": positives}):
         assert 'positives must be None with route="online_softmax"' in message
+
+
+def test_a_loss_that_is_changed_must_fit_the_route(ranks):
+    for message in ranks.run(2, "route_cases:message", {"route": "online_softmax"}, {"loss": "nce"}):
+        assert "loss must be SampledSoftmax without label smoothing, got NCE" in message

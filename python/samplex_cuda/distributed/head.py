@@ -17,7 +17,7 @@ from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, g
 from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.distributed.online import online_softmax
 from samplex_cuda.distributed.own_rows import OWN_ROWS, own_rows_step
-from samplex_cuda.distributed.routes import resolve_route
+from samplex_cuda.distributed.routes import refuse_unfit, resolve_route
 from samplex_cuda.distributed.step import (
     StepResult,
     entries_of,
@@ -149,6 +149,13 @@ class ShardedClassifier(SampledClassifier):
 
     def reset_parameters(self) -> None:
         """Nothing: the constructor fills the rows."""
+
+    def _resolve(self) -> LossSpec:
+        """As in `SampledClassifier`; a changed setting must fit the route."""
+        route = self.__dict__.get("route")
+        if route is not None:
+            refuse_unfit(route, self)
+        return super()._resolve()
 
     # -------------------------------------------------------------------------------------------- a step
     def forward(

@@ -99,6 +99,8 @@ def _check_head(head: SampledClassifier) -> None:
             f"{_NAME}: loss must sample classes, got {head.loss!r}, whose gradient is dense: DistributedDataParallel "
             "takes it as it is"
         )
+    if head.weight.is_meta:
+        raise ValueError(f"{_NAME}: heads must have numbers, got one on the meta device: call head.to_empty() first")
     if head.reduction == "none":
         raise ValueError(f'{_NAME}: reduction must be "mean" or "sum", got "none"')
     if not head.sparse and head.fused is None:

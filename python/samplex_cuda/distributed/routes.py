@@ -13,7 +13,7 @@ from samplex_cuda.losses import Loss, SampledSoftmax
 if TYPE_CHECKING:
     from samplex_cuda.heads.classifier import SampledClassifier
 
-__all__ = ["ROUTES", "Sizes", "bytes_sent", "resolve_route"]
+__all__ = ["ROUTES", "Sizes", "bytes_sent", "refuse_unfit", "resolve_route"]
 
 _NAME = "SampledClassifier.shard"
 
@@ -86,6 +86,13 @@ def unfit(route: str, head: SampledClassifier, balanced: bool) -> str | None:
     return None
 
 
+def refuse_unfit(route: str, head: SampledClassifier, balanced: bool = True) -> None:
+    """ValueError if a head cannot take a route; arguments as in `resolve_route`."""
+    reason = unfit(route, head, balanced)
+    if reason is not None:
+        raise ValueError(f'{_NAME}: with route="{route}" {reason}; route="summed_logits" takes every head')
+
+
 def resolve_route(route: str, head: SampledClassifier, world: int, batch: int | None, balanced: bool = True) -> str:
     """The name of the route that a head takes: the given one, or with "auto" that which sends least.
 
@@ -105,9 +112,7 @@ def resolve_route(route: str, head: SampledClassifier, world: int, batch: int | 
     """
     check_choice(_NAME, "route", route, ("auto", *ROUTES))
     if route != "auto":
-        reason = unfit(route, head, balanced)
-        if reason is not None:
-            raise ValueError(f'{_NAME}: with route="{route}" {reason}; route="summed_logits" takes every head')
+        refuse_unfit(route, head, balanced)
         return route
     sizes = Sizes(world, batch or 1, head.num_samples, head.in_features)
     fit = [name for name in ROUTES if unfit(name, head, balanced) is None]
