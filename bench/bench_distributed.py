@@ -1,13 +1,16 @@
-"""A sharded head on 1, 2 and 4 gloo ranks of this machine: bytes, memory, balance, time.
+"""A head on 1, 2 and 4 gloo ranks of this machine, by each route of a step: bytes, memory, balance, time.
 
 C = 1,000,000, d = 128, m = 64 per row, log-uniform draws, B = 256 rows in all, RowAdagrad fused into backward.
 
 Rows (--only takes any part of a name):
-  bytes_2, bytes_4     bytes that a rank sends in a step / those of the model: (P - 1) B (8 d + 8 + 8 (m + 1)), B local
-  memory_2, memory_4   memory of a rank above an idle one / shard + state + gathered queries
+  bytes_ROUTE_2, bytes_ROUTE_4   bytes that a rank sends in a step / those of the model (docs/scale.md); ROUTE is
+                       summed_logits, online_softmax, rows_to_queries, shared_rows or replicated
+  memory_2, memory_4   memory of a rank above an idle one / shard + state + sampler + gathered queries
   balance_class, balance_spread   entries of the busiest of 4 ranks / mean, by the order of the classes
   ranks_2              step on 2 ranks of one thread / step of one process with 2 threads that is not sharded
   one_rank             the same with one rank of 2 threads: what the exchange costs by itself
+
+shared_rows has 64 uniform draws for the batch (of a skewed distribution, copies are merged, and fewer rows travel).
 
 The ranks share one machine, so ranks_2 says what sharding costs and not what it gains: the same work is done by the
 same two cores.
@@ -34,6 +37,7 @@ from _harness import Report, Row, Timing, common_options, set_up, wanted
 
 import samplex_cuda as sx
 from samplex_cuda.distributed import Layout
+from samplex_cuda.distributed.routes import ROUTES, Sizes, bytes_sent
 
 CLASSES, DIM, BATCH, M = 1_000_000, 128, 256, 64
 CONFIG = {"C": CLASSES, "d": DIM, "B": BATCH, "m": M}
@@ -75,25 +79,43 @@ def stepper(head: Any, rows: int, key: sx.Key) -> Any:
     return step
 
 
-def on_rank(rank: int, world: int, port: int, threads: int, seconds: float, order: str, results: Any) -> None:
+def make_head(route: str, rows: int, order: str) -> Any:
+    shared = route == "shared_rows"
+    sampler = sx.samplers.Uniform(CLASSES) if shared else sx.samplers.LogUniform(CLASSES)
+    if route == "replicated":
+        head = sx.SampledClassifier(DIM, CLASSES, sampler, M, bias=False)
+        return sx.distributed.replicate(head, encoder="sum", batch_capacity=rows)
+    return sx.SampledClassifier(DIM, CLASSES, sampler, M, bias=False, shared=shared, device="meta").shard(
+        encoder="sum", batch_capacity=rows, order=order, key=sx.Key(3), route=route
+    )
+
+
+def warm_up() -> None:
+    """A step of a tiny head: an idle rank has loaded the code that a step runs, about 80 MB of it."""
+    head: Any = sx.SampledClassifier(8, 100, sx.samplers.LogUniform(100), 4, bias=False, device="meta")
+    head = head.shard(encoder="sum", batch_capacity=2, key=sx.Key(3))
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.05))
+    head(torch.randn(2, 8, requires_grad=True), torch.zeros(2, dtype=torch.int64)).backward()
+
+
+def on_rank(rank: int, world: int, port: int, threads: int, seconds: float, order: str, route: str, out: Any) -> None:
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     rows = BATCH // world
-    sampler = sx.samplers.LogUniform(CLASSES)
+    warm_up()
     gc.collect()
     idle = resident()
-    head = sx.SampledClassifier(DIM, CLASSES, sampler, M, bias=False, device="meta").shard(
-        encoder="sum", batch_capacity=rows, order=order, key=sx.Key(3)
-    )
+    head = make_head(route, rows, order)
     head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.05))
+    exchange = head._replica.exchange if route == "replicated" else head.exchange
     step = stepper(head, rows, sx.Key(9))
     for _ in range(30):
         step()
     used = resident() - idle
     dist.barrier()
-    before = head.exchange.sent
+    before = exchange.sent
     step()
-    sent = head.exchange.sent - before
+    sent = exchange.sent - before
     count = torch.tensor([20 if seconds == 0 else 0])
     if rank == 0 and seconds:
         begin = time.perf_counter()
@@ -109,15 +131,15 @@ def on_rank(rank: int, world: int, port: int, threads: int, seconds: float, orde
         begin = time.perf_counter()
         step()
         times.append(1e3 * (time.perf_counter() - begin))
-    results.put((rank, sent, used, times))
+    out.put((rank, sent, used, times, exchange.unique))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def run_ranks(
-    world: int, threads: int, seconds: float, order: str = "spread"
-) -> list[tuple[int, int, int, list[float]]]:
-    """(rank, bytes of a step, memory above idle, times) of each rank."""
+    world: int, threads: int, seconds: float, route: str = "summed_logits", order: str = "spread"
+) -> list[tuple[int, int, int, list[float], float]]:
+    """(rank, bytes of a step, memory above idle, times, share of unique classes) of each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -125,7 +147,7 @@ def run_ranks(
     results = context.Queue()
     os.environ["OMP_NUM_THREADS"] = str(threads)
     started = [
-        context.Process(target=on_rank, args=(rank, world, port, threads, seconds, order, results))
+        context.Process(target=on_rank, args=(rank, world, port, threads, seconds, order, route, results))
         for rank in range(world)
     ]
     for process in started:
@@ -137,14 +159,17 @@ def run_ranks(
     return sorted(found)
 
 
-def bytes_row(world: int, found: Any) -> Row:
+def bytes_row(route: str, world: int, found: Any) -> Row:
     rows = BATCH // world
-    model = (world - 1) * rows * (8 * DIM + 8 + 8 * (M + 1))
-    sent = max(f[1] for f in found)
+    if route == "replicated":
+        model = float((world - 1) * rows * (4 * DIM + 12 * (M + 1)))
+    else:
+        model = statistics.mean(bytes_sent(route, Sizes(world, rows, M, DIM, f[4])) for f in found)
+    sent = statistics.mean(f[1] for f in found)
     return Row(
-        f"bytes_{world}", f"bytes sent by a rank of {world} in a step / model", sent / model, "ratio",
-        "counted from the sizes given to the collectives", sense="<=", target=1.05,
-        note=f"{sent:,} bytes, model {model:,}", config={**CONFIG, "ranks": world},
+        f"bytes_{route}_{world}", f"{route}: bytes sent by a rank of {world} in a step / model", sent / model, "ratio",
+        "counted from the sizes given to the collectives, mean of the ranks", sense="<=", target=1.05,
+        note=f"{sent:,.0f} bytes, model {model:,.0f}, unique {found[0][4]:.2f}", config={**CONFIG, "ranks": world},
     )  # fmt: skip
 
 
@@ -153,8 +178,9 @@ def memory_row(world: int, found: Any) -> Row:
     model = 2 * rows * DIM * 4 + BATCH * DIM * 4
     used = max(f[2] for f in found)
     return Row(
-        f"memory_{world}", f"memory of a rank of {world} above an idle one / shard + state + queries", used / model,
-        "ratio", "resident set of each rank before the head is made and after 30 steps", sense="<=", target=1.15,
+        f"memory_{world}", f"memory of a rank of {world} above an idle one / shard, state, sampler, queries",
+        used / model, "ratio", "resident set of each rank after a step of a tiny head, and after 30 steps of this one",
+        sense="<=", target=1.15,
         note=f"{used / 2**20:.0f} MiB, model {model / 2**20:.0f} MiB", config={**CONFIG, "ranks": world},
     )  # fmt: skip
 
@@ -193,11 +219,13 @@ def main() -> int:
     seconds = 1.0 if options.quick else 5.0
     ranks: dict[int, Any] = {}
     for world in (2, 4):
-        if any(wanted(options, f"{what}_{world}") for what in ("bytes", "memory", "ranks")):
+        if wanted(options, f"memory_{world}") or wanted(options, f"ranks_{world}"):
             ranks[world] = run_ranks(world, 1, seconds)
-        for what, make in (("bytes", bytes_row), ("memory", memory_row)):
-            if wanted(options, f"{what}_{world}"):
-                report.add(make(world, ranks[world]))
+        if wanted(options, f"memory_{world}"):
+            report.add(memory_row(world, ranks[world]))
+        for route in (*ROUTES, "replicated"):
+            if wanted(options, f"bytes_{route}_{world}"):
+                report.add(bytes_row(route, world, run_ranks(world, 1, 0.0, route)))
     for order in ("class", "spread"):
         if wanted(options, f"balance_{order}"):
             report.add(balance_row(order))

@@ -59,6 +59,13 @@ def batches(steps: int = 4, targets: int = 0, dtype: torch.dtype = torch.float32
     return found
 
 
+def rows_optimizer(options: dict[str, Any], parameters: Any) -> sx.optim.RowOptimizer:
+    """Adagrad; or SGD, whose steps show the size of a gradient."""
+    if options.get("rule") == "sgd":
+        return sx.optim.RowSGD(parameters, lr=0.5)
+    return sx.optim.RowAdagrad(parameters, lr=0.2)
+
+
 def part_of(step: int, world: int, rank: int) -> Tensor:
     """The rows of a rank: even parts, then all on the last rank, then one each and the rest on the last."""
     rows = torch.arange(BATCH)
@@ -102,9 +109,12 @@ def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """A few steps; what is the same on any number of ranks, and this rank's gradients of h."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     head: Any = make_head(name, "meta", **options.get("head", {}))
-    head = head.shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH, order=options.get("order", "class"))
+    head = head.shard(
+        group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH, order=options.get("order", "class"),
+        route=options.get("route", "summed_logits"),
+    )  # fmt: skip
     start = whole(head, group)
-    optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.2)
+    optimizer = rows_optimizer(options, head.parameters())
     if options.get("fused", True):
         head.fuse_optimizer(optimizer)
     key, losses, grads = sx.Key(9), [], []

@@ -68,9 +68,10 @@ class RankPool:
         return [found[rank] for rank in range(count)]
 
     def outcomes(self, world: int, name: str, *args: Any) -> list[tuple[str | None, Any]]:
-        """(error or None, result) of each rank."""
+        """(error or None, result) of each rank; `name` is "function" of rank_cases, or "module:function"."""
+        module, _, function = name.rpartition(":")
         for tasks in self.tasks[:world]:
-            tasks.put((world, "rank_cases", name, args))
+            tasks.put((world, module or "rank_cases", function, args))
         return self._collect(world)
 
     def run(self, world: int, name: str, *args: Any) -> list[Any]:

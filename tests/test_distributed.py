@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_cases import BATCH, CLASSES, DIM, HEADS, batches, extras, make_head
+from rank_cases import BATCH, CLASSES, DIM, HEADS, batches, extras, make_head, rows_optimizer
 
 import samplex_cuda as sx
 from samplex_cuda.distributed import Layout
@@ -45,6 +45,7 @@ CASES = {
     **{name: (name, {}) for name in HEADS if name != "augment and reduce"},
     "augment and reduce": ("augment and reduce", {"index": True}),
     "spread": ("plain", {"order": "spread"}),
+    "sgd": ("plain", {"rule": "sgd"}),
     "unfused": ("plain", {"fused": False}),
     "unfused shared": ("shared", {"fused": False}),
     "several targets": ("plain", {"targets": 3}),
@@ -95,7 +96,7 @@ def compare_with_one_process(name, options, one):
         head.weight.copy_(one["start"][0])
         if head.bias is not None:
             head.bias.copy_(one["start"][1])
-    optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.2)
+    optimizer = rows_optimizer(options, head.parameters())
     head.fuse_optimizer(optimizer)
     key, everything = sx.Key(9), torch.arange(BATCH)
     close = {"bf16": 2e-2}.get(name, 1e-5)
@@ -105,6 +106,10 @@ def compare_with_one_process(name, options, one):
         loss.backward()
         torch.testing.assert_close(loss.detach(), one["losses"][step], rtol=close, atol=close)
         torch.testing.assert_close(h.grad.double(), by_row([one], step), rtol=close, atol=close)
+    if name != "bf16" and "tables" in one:
+        for mine, other in zip(one["tables"], (head.weight, head.bias), strict=True):
+            if other is not None:
+                torch.testing.assert_close(mine, other.detach(), rtol=1e-4, atol=1e-5)
     head.eval()
     h, y = batches(1, options.get("targets", 0), head.weight.dtype)[0]
     torch.testing.assert_close(head(h, y), one["nll"], rtol=close, atol=close)

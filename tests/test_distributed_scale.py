@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import samplex_cuda as sx
+from samplex_cuda.distributed.fetch import pair_capacity
+from samplex_cuda.distributed.routes import Sizes, bytes_sent
 
 CLASSES, DIM, BATCH, DRAWS, WORLD = 10**8, 128, 256, 64, 64
 
@@ -53,14 +55,20 @@ def fake_ranks(monkeypatch):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_step_on_64_ranks(fake_ranks, shared):
+ROUTES_OF = [
+    (False, "summed_logits"), (True, "summed_logits"), (False, "online_softmax"), (True, "online_softmax"),
+    (False, "rows_to_queries"), (True, "shared_rows"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shared", "route"), ROUTES_OF)
+def test_a_step_on_64_ranks(fake_ranks, shared, route):
     """Fake tensors raise where a number is asked for: `.item()`, `nonzero`, a boolean mask."""
     held = LiveBytes()
     with contextlib.ExitStack() as stack:
         head = sx.SampledClassifier(
             DIM, CLASSES, sx.samplers.LogUniform(CLASSES), DRAWS, shared=shared, device="meta"
-        ).shard(encoder="average", batch_capacity=BATCH, order="spread", key=torch.tensor([1, 2]))
+        ).shard(encoder="average", batch_capacity=BATCH, order="spread", key=torch.tensor([1, 2]), route=route)
         head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
         assert head.weight.shape == (CLASSES // WORLD, DIM)
         h, y = torch.randn(BATCH, DIM, requires_grad=True), torch.randint(CLASSES, (BATCH,))
@@ -72,11 +80,12 @@ def test_a_step_on_64_ranks(fake_ranks, shared):
         loss.backward()
     assert loss.shape == ()
     assert h.grad.shape == h.shape
-    # Of the table in docs/scale.md: queries to rows, logits summed.
-    bytes_sent = (WORLD - 1) * BATCH * (8 * DIM + 8 + 8 * (DRAWS + 1))
-    assert head.exchange.sent == pytest.approx(bytes_sent, rel=0.05)
+    room = pair_capacity(BATCH if shared else BATCH * (DRAWS + 1), WORLD, CLASSES // WORLD)
+    filled = WORLD * room / (BATCH if shared else BATCH * (DRAWS + 1))  # rows that travel, for each that is named
+    assert head.exchange.sent == pytest.approx(bytes_sent(route, Sizes(WORLD, BATCH, DRAWS, DIM, filled)), rel=0.05)
     queries, logits = WORLD * BATCH * DIM * 4, WORLD * BATCH * (DRAWS + 1) * 4
+    rows = 2 * WORLD * room * DIM * 4
     table = CLASSES // WORLD * (DIM + 1) * 4
-    print(f"{held.peak / 1e6:.0f} MB beside {2 * table / 1e6:.0f} MB of table and state")
-    assert held.peak < 5 * queries + 20 * logits
+    print(f"{route}: {held.peak / 1e6:.0f} MB beside {2 * table / 1e6:.0f} MB of table and state")
+    assert held.peak < (5 * queries + 20 * logits if route in ("summed_logits", "online_softmax") else 4 * rows)
     assert held.peak < 0.1 * 2 * table

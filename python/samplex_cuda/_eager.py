@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from samplex_cuda.losses.base import Loss
     from samplex_cuda.ops.loss_types import Form, Inputs
 
-__all__ = ["captures_scalars", "eager_attention_pool", "eager_loss", "eager_run_loss"]
+__all__ = ["captures_scalars", "eager_attention_pool", "eager_loss", "eager_replica_loss", "eager_run_loss"]
 
 _UPDATES = (
     "SampledClassifier: a head with a fused optimizer, or with a sampler that follows the class table (Quadratic, "
@@ -44,6 +44,12 @@ def captures_scalars() -> bool:
 def eager_loss(head: SampledClassifier, *args: Any) -> Tensor:
     """The sampled loss of a head, outside of any graph."""
     return head._sampled_loss(*args)
+
+
+@torch.compiler.disable(reason="SampledClassifier: a replicated head exchanges its batch outside of the graph")
+def eager_replica_loss(head: SampledClassifier, *args: Any) -> Tensor:
+    """The loss of a replicated head, outside of any graph."""
+    return head._replica.loss(head, *args)
 
 
 @torch.compiler.disable(reason=_SPARSE)

@@ -9,6 +9,7 @@ from samplex_cuda.distributed.checkpoint import CheckpointError, load_checkpoint
 from samplex_cuda.distributed.head import ShardedClassifier
 from samplex_cuda.distributed.health import Heartbeat, agree, attempt_store
 from samplex_cuda.distributed.layout import Layout
+from samplex_cuda.distributed.replica import replicate
 
 __all__ = [
     "CheckpointError",
@@ -18,5 +19,6 @@ __all__ = [
     "agree",
     "attempt_store",
     "load_checkpoint",
+    "replicate",
     "save_checkpoint",
 ]

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from samplex_cuda import _device
 
-__all__ = ["Everyone", "Exchange", "group_of"]
+__all__ = ["ENCODERS", "Everyone", "Exchange", "group_of"]
 
 _NAME = "SampledClassifier.shard"
 _ALIGN = 16  # bytes; of each field
+ENCODERS = ("average", "sum")  # what happens to the gradients of the model before the head
 
 
 def group_of(mesh_or_group: Any) -> dist.ProcessGroup:
@@ -63,6 +64,15 @@ class Exchange:
         self.group, self.capacity = group, capacity
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sent = 0  # bytes that this rank has sent
+        self.unique = 1.0  # of the last step: the share of entries that name a class for the first time
+
+    def check_rows(self, name: str, rows: int) -> None:
+        """ValueError for a batch above the capacity."""
+        if self.capacity is not None and rows > self.capacity:
+            raise ValueError(
+                f"{name}: a batch must have at most batch_capacity = {self.capacity} rows, got {rows}; pass a larger "
+                "batch_capacity"
+            )
 
     def meet(self, rows: int, form: Sequence[int], key: Tensor, *, refused: bool = False) -> Everyone:
         """Every rank says how many rows it brings and in which form.
@@ -160,16 +170,38 @@ class Exchange:
         self.sent += (self.world - 1) * t.numel() * t.element_size()
         return made.view(self.world, *t.shape)
 
-    def send_home(self, rows: Tensor, place: Tensor | None, count: int) -> Tensor:
-        """Partial sums [R, d] for the rows of everyone -> sums [count, d] for the rows of this rank, in rank order."""
+    def swap(self, t: Tensor, counts: tuple[list[int], list[int]] | None) -> Tensor:
+        """Rows of `t` [n, ...], in the order of the ranks they go to -> what this rank gets, in the order of the ranks.
+
+        Args:
+            t: what to send.
+            counts: rows to each rank, and from each; None: the same number for all.
+        """
+        item = _row_bytes(t)
+        if counts is None:
+            made = torch.empty_like(t)
+            dist.all_to_all_single(made, t.contiguous(), group=self.group)
+            self.sent += (self.world - 1) * (t.shape[0] // self.world) * item
+            return made
+        made = t.new_empty(sum(counts[1]), *t.shape[1:])
+        dist.all_to_all_single(made, t.contiguous(), counts[1], counts[0], group=self.group)
+        self.sent += (t.shape[0] - counts[0][self.rank]) * item
+        return made
+
+    def to_home(self, rows: Tensor, place: Tensor | None, count: int) -> Tensor:
+        """Parts [R, ...] for the rows of everyone -> the parts [world, count, ...] for the rows of this rank."""
         assert self.capacity is not None
         if place is not None:
-            padded = rows.new_zeros(self.world * self.capacity, rows.shape[1])
+            padded = rows.new_zeros(self.world * self.capacity, *rows.shape[1:])
             rows = padded.index_copy_(0, place, rows)
         parts = torch.empty_like(rows)
         dist.all_to_all_single(parts, rows.contiguous(), group=self.group)
-        self.sent += (self.world - 1) * self.capacity * rows.shape[1] * rows.element_size()
-        parts = parts.view(self.world, self.capacity, -1)[:, :count]
+        self.sent += (self.world - 1) * self.capacity * _row_bytes(rows)
+        return parts.view(self.world, self.capacity, *rows.shape[1:])[:, :count]
+
+    def send_home(self, rows: Tensor, place: Tensor | None, count: int) -> Tensor:
+        """Partial sums [R, d] for the rows of everyone -> sums [count, d] for the rows of this rank, in rank order."""
+        parts = self.to_home(rows, place, count)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part

@@ -6,15 +6,26 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, describe
-from samplex_cuda.distributed.collectives import Everyone, Exchange, group_of
+from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, group_of
 from samplex_cuda.distributed.layout import Layout
-from samplex_cuda.distributed.step import StepResult, logits_of, loss_of_logits, partial_hidden, run_step
+from samplex_cuda.distributed.online import online_softmax
+from samplex_cuda.distributed.own_rows import OWN_ROWS, own_rows_step
+from samplex_cuda.distributed.routes import refuse_unfit, resolve_route
+from samplex_cuda.distributed.step import (
+    StepResult,
+    entries_of,
+    logits_of,
+    loss_of_logits,
+    partial_hidden,
+    run_step,
+)
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.heads.checks import inside_ddp, like_weight
 from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
@@ -25,8 +36,7 @@ from samplex_cuda.tables import empty_table
 __all__ = ["ShardedClassifier"]
 
 _NAME = "SampledClassifier.shard"
-_FILL = 1 << 19  # numbers of a table that are made at once
-ENCODERS = ("average", "sum")
+_FILL = 1 << 17  # numbers of a table that are made at once: malloc keeps what larger pieces leave behind
 
 
 class ShardedClassifier(SampledClassifier):
@@ -42,6 +52,7 @@ class ShardedClassifier(SampledClassifier):
         order: "class" or "spread"; see `Layout`.
         encoder: what happens to the gradients of the model before the head: "average" over the ranks, as
             DistributedDataParallel and FSDP2 do, or "sum".
+        route: how queries and class rows meet; see `samplex_cuda.distributed.routes`.
         key: what the rows of a head on the meta device are made from; by default torch's generator on the first rank.
         device: of the rows, for a head on the meta device.
     """
@@ -54,6 +65,7 @@ class ShardedClassifier(SampledClassifier):
         encoder: str,
         batch_capacity: int | None = None,
         order: str = "class",
+        route: str = "summed_logits",
         key: Key | Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -72,6 +84,10 @@ class ShardedClassifier(SampledClassifier):
                 f"{_NAME}: sampler must not depend on the class table, got {type(head.sampler).__name__}: no "
                 "sampler follows a sharded table yet; sampler_update=None keeps it as it is"
             )
+        whole = not head.weight.is_meta
+        place = head.weight.device if whole else torch.device("cpu" if device is None else device)
+        balanced = order == "spread" or place.type == "cpu"
+        route = resolve_route(route, head, dist.get_world_size(group), batch_capacity, balanced)
         super().__init__(
             head.in_features,
             head.num_classes,
@@ -89,12 +105,10 @@ class ShardedClassifier(SampledClassifier):
             device="meta",
             dtype=head.weight.dtype,
         )
-        self.encoder = encoder
+        self.encoder, self.route = encoder, route
         self._mesh: DeviceMesh | None = None
         self.exchange = Exchange(group, batch_capacity)
         self.layout = Layout(head.num_classes, self.exchange.world, self.exchange.rank, order)
-        whole = not head.weight.is_meta
-        place = head.weight.device if whole else torch.device("cpu" if device is None else device)
         self.weight = nn.Parameter(
             empty_table(self.layout.rows, head.in_features, device=place, dtype=head.weight.dtype)
         )
@@ -135,6 +149,13 @@ class ShardedClassifier(SampledClassifier):
 
     def reset_parameters(self) -> None:
         """Nothing: the constructor fills the rows."""
+
+    def _resolve(self) -> LossSpec:
+        """As in `SampledClassifier`; a changed setting must fit the route."""
+        route = self.__dict__.get("route")
+        if route is not None:
+            refuse_unfit(route, self)
+        return super()._resolve()
 
     # -------------------------------------------------------------------------------------------- a step
     def forward(
@@ -179,10 +200,11 @@ class ShardedClassifier(SampledClassifier):
             if not _device.host_waits(target):
                 self._refuse_targets(target)
             number = self._check_index(index, lead) if index is not None else None
-            if self.exchange.capacity is not None and rows.shape[0] > self.exchange.capacity:
+            self.exchange.check_rows(_NAME, rows.shape[0])
+            if positives is not None and self.training and self.route != "summed_logits":
                 raise ValueError(
-                    f"{_NAME}: a batch must have at most batch_capacity = {self.exchange.capacity} rows, got "
-                    f"{rows.shape[0]}; pass a larger batch_capacity to shard()"
+                    f'{_NAME}: positives must be None with route="{self.route}", got {type(positives).__name__}; '
+                    'shard the head with route="summed_logits"'
                 )
             if isinstance(context, Tensor):
                 context = context.reshape(rows.shape[0], *context.shape[len(lead) :])
@@ -203,6 +225,13 @@ class ShardedClassifier(SampledClassifier):
             fields["context"] = context
         if sample_weight is not None:
             fields["sample_weight"] = sample_weight.reshape(-1).to(self._wide())
+        if self.training and self.route in OWN_ROWS:
+            with torch.no_grad():
+                step = own_rows_step(self, self.spec(), everyone, fields)
+            if not grad:
+                return step.loss
+            sink = self._fusion or self._rows_of(self.weight, self.bias)
+            return run_step(rows, self.weight, self.bias, step, sink, self.loss.name)
         pads = [self.ignore_index if name == "y" else 0 for name in fields]
         found = dict(zip(fields, self.exchange.gather(everyone, list(fields.values()), pads), strict=True))
         if not self.training:
@@ -226,26 +255,32 @@ class ShardedClassifier(SampledClassifier):
             draw, target_log_q = self._draw(
                 spec, h, target[:, 0] if single else target, seen, batch.get("context"), everyone.key
             )
-            of_target, of_draws = self.layout.local(target), self.layout.local(draw.ids)
             known = bias if bias is None else bias.detach()
             table = weight.detach()
-            logits = torch.cat([logits_of(h, table, known, of_target), logits_of(h, table, known, of_draws)], 1)
-            if positives is not None:
-                self._mask(logits, draw.ids, everyone, positives, target.shape[1])
-            exchange.sum_(logits)
+            logits, of_target, of_draws = logits_of(h, table, known, target, draw.ids, self.layout)
             log_q = draw.log_q.double() if weight.dtype is torch.float64 else draw.log_q
             weights = batch.get("sample_weight")
-            form = spec.form if weights is None else spec.rows
             state = None if self._state_name is None else self.get_buffer(self._state_name)
             used = None if state is None else state[batch["index"]]
-            of_targets = None if target_log_q is None else target_log_q.reshape(target.shape)
-            coefs = loss_of_logits(
-                spec.loss, form, logits, target, draw.ids, log_q, self.class_weight, of_targets, used, grad
-            )
-            loss = coefs.loss
-            if weights is not None:
-                loss, factor = self._weighted(loss, target, weights)
-                coefs = coefs._replace(target=coefs.target * factor, draws=coefs.draws * factor)
+            if self.route == "online_softmax":
+                coefs = online_softmax(
+                    exchange, everyone, spec.form, spec.loss.absolute, logits, target, draw.ids, log_q, of_target,
+                    of_draws, self.class_weight, weights, self.reduction == "mean",
+                )  # fmt: skip
+                loss = coefs.loss
+            else:
+                if positives is not None:
+                    self._mask(logits, draw.ids, everyone, positives, target.shape[1])
+                exchange.sum_(logits)
+                form = spec.form if weights is None else spec.rows
+                of_targets = None if target_log_q is None else target_log_q.reshape(target.shape)
+                coefs = loss_of_logits(
+                    spec.loss, form, logits, target, draw.ids, log_q, self.class_weight, of_targets, used, grad
+                )
+                loss = coefs.loss
+                if weights is not None:
+                    loss, factor = self._weighted(loss, target, weights)
+                    coefs = coefs._replace(target=coefs.target * factor, draws=coefs.draws * factor)
             if state is not None and used is not None and coefs.extra is not None:
                 spec.loss.update_state(state, batch["index"], used, coefs.extra)
             if not grad:
@@ -254,7 +289,8 @@ class ShardedClassifier(SampledClassifier):
             d_hidden = exchange.send_home(partial, everyone.place, everyone.rows)
             if self.encoder == "average":
                 d_hidden *= exchange.world
-        step = StepResult(loss, coefs, h, of_target, of_draws, d_hidden)
+            found = entries_of(coefs, h, of_target, of_draws, bias is not None and bias.requires_grad)
+        step = StepResult(loss, found, d_hidden)
         return run_step(rows, weight, bias, step, self._fusion or self._rows_of(weight, bias), spec.loss.name)
 
     def _mask(

@@ -13,36 +13,51 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.losses import Loss
-from samplex_cuda.losses.base import weighted_rows
-from samplex_cuda.ops.loss_types import Entries, Form, Inputs, LossGrad, Plan, acc_dtype
-from samplex_cuda.ops.predict import predict_dots
+from samplex_cuda.ops.loss_types import Entries, Form, Inputs, LossGrad, Plan
 from samplex_cuda.ops.row_gradients import entries
+from samplex_cuda.ops.shard_rows import shard_hidden, shard_logits
 from samplex_cuda.optim.fusion import Fusion
 
-__all__ = ["Coefficients", "StepResult", "logits_of", "loss_of_logits", "partial_hidden", "run_step"]
+__all__ = [
+    "Coefficients",
+    "StepResult",
+    "entries_of",
+    "logits_of",
+    "loss_of_logits",
+    "partial_hidden",
+    "run_step",
+]
 
 
-def logits_of(h: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
-    """Products h . w + b of the local rows, 0 where a row is not local (-1).
+def logits_of(
+    h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ids: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Products h . w + b of targets and draws, 0 where another rank has the row.
 
     Args:
         h: [R, d].
         weight: [n, d], this rank's table.
         bias: [n].
-        rows: int64 [R, k], or [k] for all rows of h.
+        target: int64 [R, P], classes.
+        ids: int64 [R, m], or [m] for all rows of h.
+        layout: which classes the rows are.
 
     Returns:
-        [R, k] in the accumulation type.
+        The products [R, P + m] in the accumulation type, and the local rows of target and ids, -1 for none.
     """
-    acc = acc_dtype(weight.dtype)
+    if ids.dim() == 2:
+        return shard_logits(h, weight, bias, target, ids, layout.num_classes, layout.step, layout.start)
+    own, rows, _ = shard_logits(h, weight, bias, target, target[:, :0], layout.num_classes, layout.step, layout.start)
+    local = layout.local(ids)
     if weight.shape[0] == 0:
-        return torch.zeros(h.shape[0], rows.shape[-1], dtype=acc, device=h.device)
-    safe = rows.clamp_min(0)
-    dots = predict_dots(h, weight, safe) if rows.dim() == 2 else torch.mm(h.to(acc), weight[safe].to(acc).t())
+        return torch.cat([own, own.new_zeros(h.shape[0], ids.shape[0])], 1), rows, local
+    safe = local.clamp_min(0)
+    dots = torch.mm(h.to(own.dtype), weight[safe].to(own.dtype).t())
     if bias is not None:
-        dots = dots + bias[safe].to(acc)
-    return torch.where(rows >= 0, dots, 0.0)
+        dots = dots + bias[safe].to(own.dtype)
+    return torch.cat([own, torch.where(local >= 0, dots, 0.0)], 1), rows, local
 
 
 class Coefficients(NamedTuple):
@@ -90,20 +105,26 @@ def loss_of_logits(
         valid &= target != -100
     own = torch.where(valid, number[:, :targets], target)
     drawn = ids.expand(rows, draws) if ids.dim() == 1 else ids
+    column = number[:, targets:]
     if loss.needs.excludes_target:
         # The class of the first target that counts stands for every draw that equals a target or is a known positive.
-        first = own.gather(1, valid.to(torch.int8).argmax(1, keepdim=True))
-        hit = ((drawn.unsqueeze(2) == target.unsqueeze(1)) & valid.unsqueeze(1)).any(2)
-        hit |= logits[:, targets:] == -torch.inf
-        column = torch.where(hit & valid.any(1, keepdim=True), first, number[:, targets:])
-    else:
-        column = number[:, targets:]
+        hit = drawn == torch.where(valid[:, :1], target[:, :1], -1)  # draws are not negative
+        first, any_valid = own, valid
+        if targets > 1:
+            first = own.gather(1, valid.to(torch.int8).argmax(1, keepdim=True))
+            any_valid = valid.any(1, keepdim=True)
+            hit |= ((drawn.unsqueeze(2) == target[:, 1:].unsqueeze(1)) & valid[:, 1:].unsqueeze(1)).any(2)
+        masked = logits == -torch.inf
+        masked[:, :targets] = False
+        hit |= masked[:, targets:] & any_valid
+        column = torch.where(hit, first, column)
+        logits = logits.masked_fill(masked, 0.0)
     share = None
     if class_weight is not None:
         known = torch.cat([torch.where(valid, target, 0), drawn], 1)
         share = class_weight[known].reshape(-1)
     one = torch.ones(rows, 1, dtype=logits.dtype, device=device)
-    table = torch.where(logits == -torch.inf, 0.0, logits).reshape(-1, 1)
+    table = logits.reshape(-1, 1)
     x = Inputs(
         one,
         table,
@@ -136,29 +157,41 @@ def partial_hidden(weight: Tensor, coefs: Coefficients, target: Tensor, ids: Ten
         target: int64 [R, P], local rows or -1.
         ids: int64 [R, m] or [m], local rows or -1.
     """
-    acc = acc_dtype(weight.dtype)
-    total = torch.zeros(coefs.target.shape[0], weight.shape[1], dtype=acc, device=weight.device)
-    if weight.shape[0] == 0 or total.shape[0] == 0:
+    if ids.dim() == 2:
+        return shard_hidden(weight, coefs.target, coefs.draws, target, ids)
+    total = shard_hidden(weight, coefs.target, coefs.draws[:, :0], target, target[:, :0])
+    if weight.shape[0] == 0:
         return total
-    total += weighted_rows(weight, target.clamp_min(0), torch.where(target >= 0, coefs.target, 0.0), acc)
     local = torch.where(ids >= 0, coefs.draws, 0.0)
-    if ids.dim() == 1:
-        return total.addmm_(local, weight[ids.clamp_min(0)].to(acc))
-    return total + weighted_rows(weight, ids.clamp_min(0), local, acc)
+    return total.addmm_(local, weight[ids.clamp_min(0)].to(total.dtype))
+
+
+def entries_of(coefs: Coefficients, hidden: Tensor, target: Tensor, ids: Tensor, with_bias: bool) -> Entries:
+    """The gradient of this rank's rows, before it is summed by row.
+
+    Args:
+        coefs: of the step.
+        hidden: [R, d], of all ranks.
+        target: int64 [R, P], local rows or -1.
+        ids: int64 [R, m] or [m], local rows or -1.
+        with_bias: whether there is a bias to update.
+    """
+    if ids.dim() == 2:
+        return Entries(target, coefs.target, hidden, ids, coefs.draws, hidden, None)
+    rows = torch.mm(coefs.draws.t(), hidden.to(coefs.draws.dtype))
+    bias = coefs.draws.sum(0) if with_bias else None
+    return Entries(target, coefs.target, hidden, ids, torch.ones_like(rows[:, :1]), rows, bias)
 
 
 class StepResult(NamedTuple):
     """What the backward of a step needs: everything has been exchanged before."""
 
     loss: Tensor  # [], of all ranks
-    coefs: Coefficients
-    hidden: Tensor  # [R, d], of all ranks
-    target: Tensor  # int64 [R, P], local rows or -1
-    ids: Tensor  # int64 [R, m] or [m], local rows or -1
+    entries: Entries  # of the loss: the gradient of this rank's table
     d_hidden: Tensor  # [B, d], of this rank's rows
 
 
-class _ShardedLoss(torch.autograd.Function):
+class _ExchangedLoss(torch.autograd.Function):
     """The loss of all ranks, differentiable in this rank's rows and table. Backward exchanges nothing."""
 
     @staticmethod
@@ -180,7 +213,9 @@ class _ShardedLoss(torch.autograd.Function):
         d_hidden = (step.d_hidden * grad).to(of_hidden) if need_hidden else None
         d_weight = d_bias = None
         if need_weight or need_bias:
-            found = _entries_of(step, grad, need_bias)
+            e = step.entries
+            of_rows = None if e.bias_b is None else e.bias_b * grad
+            found = e._replace(coef_a=e.coef_a * grad, coef_b=e.coef_b * grad, bias_b=of_rows)
             if isinstance(ctx.sink, Fusion):
                 ctx.sink.deliver_entries(found, ctx.version)
             else:
@@ -189,18 +224,8 @@ class _ShardedLoss(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None
 
 
-def _entries_of(step: StepResult, grad: Tensor, with_bias: bool) -> Entries:
-    coefs, hidden = step.coefs, step.hidden
-    of_target, of_draws = coefs.target * grad, coefs.draws * grad
-    if step.ids.dim() == 2:
-        return Entries(step.target, of_target, hidden, step.ids, of_draws, hidden, None)
-    rows = torch.mm(of_draws.t(), hidden.to(of_draws.dtype))
-    bias = of_draws.sum(0) if with_bias else None
-    return Entries(step.target, of_target, hidden, step.ids, torch.ones_like(rows[:, :1]), rows, bias)
-
-
 def run_step(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, step: StepResult, sink: Fusion | Any, name: str
 ) -> Tensor:
     """The loss with its backward; `hidden` are this rank's rows."""
-    return _ShardedLoss.apply(hidden, weight, bias, step, sink, name)
+    return _ExchangedLoss.apply(hidden, weight, bias, step, sink, name)

@@ -118,7 +118,8 @@ def refuse_replicas(head: SampledClassifier) -> None:
     how = "a fused optimizer" if head.fused is not None else "sparse gradients"
     raise RuntimeError(
         f"{_NAME}: a head with {how} must not be inside DistributedDataParallel, which would not synchronize its class "
-        "table across ranks. Wrap only the encoder in DistributedDataParallel and spread the table over the ranks, "
+        'table across ranks. Call sx.distributed.replicate(model, encoder="average") on the model before it is '
+        "wrapped, and every rank keeps the whole table; or wrap only the encoder and spread the table over the ranks, "
         'head.shard(encoder="average"); or use sparse=False without a fused optimizer (dense gradients, O(C) per step)'
     )
 

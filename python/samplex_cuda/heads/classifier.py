@@ -198,6 +198,7 @@ class SampledClassifier(HeadModule):
         self.follower = TableFollower(policy, self.num_classes, sampler_update == "auto")
         self._fusion: Fusion | None = None
         self._sink: RowSink | None = None
+        self._replica: Any = None  # what sx.distributed.replicate made
         if class_weight is not None:
             place = class_weight.device if self.weight.is_meta else self.weight.device  # numbers are not lost on meta
             class_weight = class_weight.detach().to(device=place, dtype=self._wide())
@@ -301,6 +302,11 @@ class SampledClassifier(HeadModule):
             >>> head(torch.randn(2, 3, 4), torch.randint(50, (2, 3))).shape
             torch.Size([2, 3])
         """
+        if self._replica is not None and self.training:
+            exchange: Any = self._replica.loss
+            if _is_compiling():
+                from samplex_cuda._eager import eager_replica_loss as exchange
+            return exchange(self, h, y, features, index, context, sample_weight, positives, key)
         rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
         spec = self._spec or self._resolve()
         if not self.training:
@@ -432,11 +438,7 @@ class SampledClassifier(HeadModule):
         following = follower.active and not transformed()
         with torch.no_grad():
             if following:
-                if follower.auto:
-                    follower.settle(self.sampler, h.shape[0], self.num_samples, self.shared)
-                follower.look(weight, bias if getattr(self.sampler, "has_bias", False) else None)
-                if follower.due():
-                    self.update_sampler()
+                self._follow(weight, bias, h.shape[0])
             try:
                 draw, target_log_q = self._draw(spec, h, target, features, context, key)
             except IndexError:
@@ -470,6 +472,15 @@ class SampledClassifier(HeadModule):
         if state is not None and index is not None and used is not None and extra is not None:
             spec.loss.update_state(state, index, used, extra.detach())
         return loss
+
+    def _follow(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
+        """Brings a sampler that depends on the class table up to date, where that is due."""
+        follower = self.follower
+        if follower.auto:
+            follower.settle(self.sampler, rows, self.num_samples, self.shared)
+        follower.look(weight, bias if getattr(self.sampler, "has_bias", False) else None)
+        if follower.due():
+            self.update_sampler()
 
     def _draw(
         self, spec: LossSpec, h: Tensor, target: Tensor, features: Tensor | None, context: Any, key: Key | Tensor | None
@@ -573,6 +584,7 @@ class SampledClassifier(HeadModule):
         encoder: str,
         batch_capacity: int | None = None,
         order: str = "class",
+        route: str = "summed_logits",
         key: Key | Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> ShardedClassifier:
@@ -588,6 +600,9 @@ class SampledClassifier(HeadModule):
             batch_capacity: the most rows of a rank in a step; None: the most in the first step.
             order: "class": a rank holds a range of classes; "spread": neighbouring classes lie far apart, so that
                 frequent ones do not meet on one rank.
+            route: how queries and class rows meet, decided here once: "summed_logits", which takes every loss and has
+                the same bits on any number of ranks; "online_softmax", "rows_to_queries", "shared_rows"; "auto": what
+                sends the fewest bytes. docs/scale.md compares them.
             key: what the rows of a head on the meta device are made from; by default torch's generator on rank 0.
             device: of the rows of a head on the meta device; the CPU by default.
 
@@ -600,8 +615,9 @@ class SampledClassifier(HeadModule):
         from samplex_cuda.distributed import ShardedClassifier
 
         return ShardedClassifier(
-            self, mesh_or_group, encoder=encoder, batch_capacity=batch_capacity, order=order, key=key, device=device
-        )
+            self, mesh_or_group, encoder=encoder, batch_capacity=batch_capacity, order=order, route=route, key=key,
+            device=device,
+        )  # fmt: skip
 
     @property
     def fused(self) -> Fusion | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from samplex_cuda.optim import rules
 from samplex_cuda.reference import predict as plain
 from samplex_cuda.reference import row_rules
+from samplex_cuda.reference import shard_rows as shards
 from samplex_cuda.reference.row_reduce import row_reduce
 from samplex_fuzz.call import Args, Call, Dice, generator, op_call
 from samplex_fuzz.oracle import acc, all_ordinary, close, expect, has_form, is_meta, near, ordinary
@@ -145,6 +146,64 @@ def _predict_dots(d: Dice) -> Call:
             close("dots", out, *both, size)
 
     return op_call("predict_dots", args, check, words=_WORDS)
+
+
+@generator("shard_logits")
+def _shard_logits(d: Dice) -> Call:
+    dtype, dim, classes, batch = d.float_dtype(), d.width(), d.int(2, 30), d.size()
+    rows = d.int(0, classes)
+    args = {
+        "hidden": d.normal(batch, dim, dtype=dtype), "weight": d.normal(rows, dim, dtype=dtype),
+        "bias": d.normal(rows, dtype=d.pick((dtype, torch.float32))) if d.maybe(0.5) else None,
+        "target": d.ids(classes + 3, batch, d.int(0, 3)) - 1, "ids": d.ids(classes + 3, batch, d.int(0, 6)) - 1,
+        "num_classes": classes, "step": d.pick((1, classes - 1)), "start": d.int(0, classes - rows),
+    }  # fmt: skip
+
+    def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
+        if is_meta(*a.values(), *out):
+            return
+        wide = acc(a.weight.dtype)
+        has_form("logits", out[0], (a.hidden.shape[0], a.target.shape[1] + a.ids.shape[1]), wide)
+        rest = (a.target, a.ids, a.num_classes, a.step, a.start)
+        both = [
+            shards.shard_logits(a.hidden.to(t), a.weight.to(t), None if a.bias is None else a.bias.to(t), *rest)
+            for t in (torch.float64, wide)
+        ]
+        for name, mine, theirs in zip(("target_rows", "id_rows"), out[1:], both[0][1:], strict=True):
+            expect(torch.equal(mine, theirs), f"{name} must be {theirs.tolist()}, got {mine.tolist()}")
+        if all_ordinary(a.hidden, a.weight, a.bias):
+            size = float((a.hidden.double().abs() @ a.weight.double().abs().T).sum(1).max()) if out[0].numel() else 0.0
+            close("logits", out[0], both[0][0], both[1][0], 1.0 + size)
+
+    return op_call("shard_logits", args, check, words=(*_WORDS, "slot"))
+
+
+@generator("shard_hidden")
+def _shard_hidden(d: Dice) -> Call:
+    dtype, dim, rows, batch = d.float_dtype(), d.width(), d.int(0, 9), d.size()
+    wide, targets, draws = acc(dtype), d.int(0, 3), d.int(0, 6)
+    args = {
+        "weight": d.normal(rows, dim, dtype=dtype), "target_coef": d.normal(batch, targets, dtype=wide),
+        "id_coef": d.normal(batch, draws, dtype=wide), "target_rows": d.ids(rows + 3, batch, targets) - 1,
+        "id_rows": d.ids(rows + 3, batch, draws) - 1,
+    }  # fmt: skip
+
+    def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
+        if is_meta(*a.values(), out):
+            return
+        has_form("hidden", out, (a.target_rows.shape[0], a.weight.shape[1]), acc(a.weight.dtype))
+        if all_ordinary(a.weight, a.target_coef, a.id_coef):
+            both = [
+                shards.shard_hidden(a.weight.to(t), a.target_coef.to(t), a.id_coef.to(t), a.target_rows, a.id_rows)
+                for t in (torch.float64, acc(a.weight.dtype))
+            ]
+            coefs = torch.cat([a.target_coef, a.id_coef], 1).double().abs().sum(1)
+            size = (
+                float(coefs.max()) * float(a.weight.double().abs().max()) if out.numel() and a.weight.numel() else 0.0
+            )
+            close("hidden", out, both[0], both[1], size)
+
+    return op_call("shard_hidden", args, check, words=_WORDS)
 
 
 @generator("predict_buffer", 0.4)

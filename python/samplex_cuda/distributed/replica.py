@@ -1,0 +1,306 @@
+"""`replicate(model, encoder=...)`: plain heads on several ranks, each with the whole class table.
+
+For tables that fit everywhere. Each rank computes the loss of its own rows; what travels is what the update of the
+table is made from, the rows h, the ids and a coefficient of each, never a gradient of [C, d].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samplex_cuda import _device
+from samplex_cuda._checks import check_choice, check_int, op_error
+from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, group_of
+from samplex_cuda.distributed.step import StepResult, run_step
+from samplex_cuda.functional._inputs import known_positives
+from samplex_cuda.heads.checks import inside_ddp, like_weight
+from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
+from samplex_cuda.ops.loss_types import REDUCTIONS, Entries, Inputs, LossGrad, Plan
+from samplex_cuda.ops.row_gradients import entries
+from samplex_cuda.prediction import mean_weight
+from samplex_cuda.rng import Key, fold_in, key_tensor
+
+__all__ = ["Replica", "replicate"]
+
+_NAME = "sx.distributed.replicate"
+
+
+def replicate(
+    module: nn.Module,
+    mesh_or_group: Any = None,
+    *,
+    encoder: str,
+    batch_capacity: int | None = None,
+) -> nn.Module:
+    """Keeps the class tables of plain heads equal on all ranks; call it before DistributedDataParallel wraps `module`.
+
+    In training mode the loss is then the mean over the rows of all ranks, however many each has, and every rank must
+    call the head at the same time. All ranks make the same update of the whole table, from (h, ids, coefficients). The
+    tables start with the numbers of rank 0. DistributedDataParallel leaves parameters and buffers of these heads alone:
+    it reads their names from the module that it wraps, so that must be `module` itself.
+
+    In evaluation mode nothing is exchanged: each rank answers for its own rows.
+
+    Args:
+        module: the model that is to be wrapped, or a head beside a wrapped encoder.
+        mesh_or_group: a `DeviceMesh` of one dimension or a process group; None: all ranks.
+        encoder: what happens to the gradients of the model before the head: "average" over the ranks, as
+            DistributedDataParallel and FSDP2 do, or "sum".
+        batch_capacity: the most rows of a rank in a step; None: the most in the first step.
+
+    Returns:
+        `module`, changed in place.
+
+    Example:
+        >>> import torch, torch.distributed as dist, samplex_cuda as sx
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+        >>> head = sx.distributed.replicate(head, encoder="average")
+        >>> head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+        >>> head(torch.randn(4, 8), torch.arange(4)).backward()
+        >>> dist.destroy_process_group()
+    """
+    check_choice(_NAME, "encoder", encoder, ENCODERS)
+    if batch_capacity is not None:
+        check_int(_NAME, "batch_capacity", batch_capacity)
+    if not isinstance(module, nn.Module) or isinstance(module, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            f"{_NAME}: module must be the module that DistributedDataParallel will wrap, got {type(module).__name__}"
+        )
+    heads = {name: head for name, head in module.named_modules() if isinstance(head, SampledClassifier)}
+    if not heads:
+        raise ValueError(f"{_NAME}: module must hold a SampledClassifier, got {type(module).__name__}")
+    for head in heads.values():
+        _check_head(head)
+    group = group_of(mesh_or_group)
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    first = dist.get_global_rank(group, 0)
+    for name, head in heads.items():
+        prefix = f"{name}." if name else ""
+        own = dict(head.named_parameters(recurse=False)) | dict(head.named_buffers())
+        ignored |= {f"{prefix}{which}" for which in own}
+        for value in own.values():
+            dist.broadcast(value.detach(), first, group=group)
+        head._replica = Replica(Exchange(group, batch_capacity), encoder)
+        head.mark_changed()
+    module._ddp_params_and_buffers_to_ignore = sorted(ignored)  # type: ignore[assignment]
+    return module
+
+
+def _check_head(head: SampledClassifier) -> None:
+    if type(head) is not SampledClassifier:
+        raise ValueError(f"{_NAME}: heads must be plain, got a {type(head).__name__}, which has its own exchange")
+    if not head.loss.needs.draws:
+        raise ValueError(
+            f"{_NAME}: loss must sample classes, got {head.loss!r}, whose gradient is dense: DistributedDataParallel "
+            "takes it as it is"
+        )
+    if head.weight.is_meta:
+        raise ValueError(f"{_NAME}: heads must have numbers, got one on the meta device: call head.to_empty() first")
+    if head.reduction == "none":
+        raise ValueError(f'{_NAME}: reduction must be "mean" or "sum", got "none"')
+    if not head.sparse and head.fused is None:
+        raise ValueError(
+            f"{_NAME}: heads must have sparse=True or a fused optimizer, got dense gradients, which "
+            "DistributedDataParallel exchanges by itself"
+        )
+
+
+class Replica:
+    """The training step of a plain head whose table every rank has; made by `replicate`.
+
+    Args:
+        exchange: the collectives.
+        encoder: "average" or "sum".
+    """
+
+    def __init__(self, exchange: Exchange, encoder: str) -> None:
+        self.exchange, self.encoder = exchange, encoder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a head has a table of its own: it takes part in nothing."""
+        return type(None), ()
+
+    def loss(
+        self,
+        head: SampledClassifier,
+        h: Tensor,
+        y: Tensor,
+        features: Tensor | None,
+        index: Tensor | None,
+        context: Any,
+        sample_weight: Tensor | None,
+        positives: tuple[Tensor, Tensor] | None,
+        key: Key | Tensor | None,
+    ) -> Tensor:
+        """The loss of the rows of all ranks; arguments as in `SampledClassifier.forward`.
+
+        Returns:
+            [], the same on every rank.
+        """
+        exchange, weight = self.exchange, head.weight
+        grad = torch.is_grad_enabled()
+        targets = y.shape[-1] if isinstance(y, Tensor) and isinstance(h, Tensor) and y.dim() == h.dim() else 1
+        form = [int(grad), targets, head.num_samples, int(head.shared)]
+        spec = head.spec()
+        nothing = torch.zeros(2, dtype=torch.int64, device=weight.device)
+        try:
+            self._check(head)
+            rows, target, lead = head._check_batch(h, y, features, sample_weight, positives)
+            number = head._check_index(index, lead) if spec.needs.example_index else None
+            if rows.dtype is not weight.dtype or rows.device != weight.device:
+                rows = like_weight(rows, weight)
+            if not _device.host_waits(target):
+                head._refuse_targets(target)
+            exchange.check_rows(_NAME, rows.shape[0])
+            pair = key_tensor(_NAME, key, weight.device)
+        except BaseException:
+            exchange.meet(0, form, nothing, refused=True)
+            raise
+        everyone = exchange.meet(rows.shape[0], form, pair)
+        weights = None if sample_weight is None else sample_weight.reshape(-1)
+        with torch.no_grad():
+            if head.follower.active:
+                head._follow(weight, head.bias, rows.shape[0])
+            own = fold_in(everyone.key, exchange.rank)  # other draws on every rank, from the key of the first
+            part = self._own(head, spec, rows.detach(), target, features, number, context, weights, positives, own)
+            step = self._exchange(head, spec, everyone, part, number, grad)
+        if not grad:
+            return step.loss
+        sink = head.fused or head._rows_of(weight, head.bias)
+        return run_step(rows, weight, head.bias, step, sink, spec.loss.name)
+
+    def _check(self, head: SampledClassifier) -> None:
+        """What may have been changed since `replicate`."""
+        _check_head(head)
+        if inside_ddp(head):
+            active: Any = nn.parallel.DistributedDataParallel._active_ddp_module
+            for name, p in active.module.named_parameters():
+                if p is head.weight and name not in active.parameters_to_ignore:
+                    raise RuntimeError(
+                        f"{_NAME}: DistributedDataParallel must leave {name} alone: call replicate on the module that "
+                        "it wraps, before it is wrapped"
+                    )
+        if head.fused is not None and head.fused.optimizer.key is None:
+            for group in head.fused.optimizer.param_groups:
+                if group["stochastic_rounding"] and head.weight.dtype in (torch.float16, torch.bfloat16):
+                    raise ValueError(
+                        f"{_NAME}: an optimizer with stochastic_rounding=True must have a key, the same on every rank, "
+                        "or their tables part; got key=None: pass key=sx.Key(seed)"
+                    )
+
+    def _own(
+        self,
+        head: SampledClassifier,
+        spec: LossSpec,
+        rows: Tensor,
+        target: Tensor,
+        features: Tensor | None,
+        number: Tensor | None,
+        context: Any,
+        weights: Tensor | None,
+        positives: tuple[Tensor, Tensor] | None,
+        pair: Tensor,
+    ) -> dict[str, Any]:
+        """This rank's rows by themselves: the sum of their losses, its gradients, and what they weigh in a mean."""
+        weight, bias = head.weight, head.bias
+        draw, target_log_q = head._draw(spec, rows, target, features, context, pair)
+        offsets, known = (None, None)
+        if positives is not None:
+            offsets, known = known_positives(spec.loss.name, positives, rows.shape[0], weight.device)
+        state = None if number is None or head._state_name is None else head.get_buffer(head._state_name)
+        used = None if state is None else state[number]
+        log_q = draw.log_q if weight.dtype is not torch.float64 else draw.log_q.double()
+        x = Inputs(
+            rows.contiguous(), weight.detach(), None if bias is None else bias.detach(), target.contiguous(), draw.ids,
+            log_q, head.class_weight, offsets, known, target_log_q, used,
+        )  # fmt: skip
+        form = spec.form._replace(reduction=REDUCTIONS["none"])
+        try:
+            made = spec.loss.forward(x, form, True, True)
+        except RuntimeError as error:
+            raise op_error(error) from None
+        plan = Plan(
+            spec.loss.name, head.num_classes, weight.dtype, None if bias is None else bias.dtype, form.reduction, False,
+            made.extra is not None,
+        )  # fmt: skip
+        upstream = torch.ones_like(made.loss) if weights is None else weights.to(made.loss.dtype)
+        with_bias = bias is not None and bias.requires_grad
+        grad = LossGrad(plan, x.hidden, x.target, x.ids, made.saved, upstream.contiguous(), None)
+        d_hidden, found = entries(grad, with_bias)
+        counts = mean_weight(target, head._valid(target), head.class_weight).to(made.loss.dtype) * upstream
+        sums = torch.stack([(made.loss * upstream).sum(), counts.sum()])
+        return {"entries": found, "d_hidden": d_hidden, "sums": sums, "used": used, "extra": made.extra}
+
+    def _exchange(
+        self,
+        head: SampledClassifier,
+        spec: LossSpec,
+        everyone: Everyone,
+        part: dict[str, Any],
+        number: Tensor | None,
+        grad: bool,
+    ) -> StepResult:
+        """The parts of all ranks as one step: everything that is sent is sent here."""
+        exchange = self.exchange
+        e: Entries = part["entries"]
+        total = exchange.stack(part["sums"]).sum(0)
+        loss, scale = total[0], torch.ones_like(total[0])
+        if head.reduction == "mean":
+            scale = torch.where(total[1] == 0, 0.0, 1.0 / torch.where(total[1] == 0, 1.0, total[1]))
+            loss = loss * scale
+        fields: dict[str, Tensor] = {}
+        if grad or head.follower.active:
+            targets = e.ids_a.unsqueeze(1) if e.ids_a.dim() == 1 else e.ids_a
+            fields = {"h": e.rows_a, "target": targets.to(torch.int64), "coef_a": e.coef_a}
+            if not head.shared:
+                fields |= {"ids": e.ids_b, "coef_b": e.coef_b}
+        if number is not None and part["extra"] is not None:
+            fields |= {"index": number, "used": part["used"], "extra": part["extra"]}
+        if not fields:
+            return StepResult(loss, e, part["d_hidden"])
+        pads = [-1 if name in ("target", "ids") else 0 for name in fields]
+        found = dict(zip(fields, exchange.gather(everyone, list(fields.values()), pads), strict=True))
+        if "index" in found:
+            state = head.get_buffer(str(head._state_name))
+            spec.loss.update_state(state, found["index"], found["used"], found["extra"])
+        if "h" not in found:
+            return StepResult(loss, e, part["d_hidden"])
+        ids, coef_b, rows_b, bias_b = found.get("ids"), found.get("coef_b"), found["h"], None
+        if head.shared:
+            ids, coef_b, rows_b, bias_b = self._shared(head, e)
+        assert ids is not None
+        assert coef_b is not None
+        if head.follower.active:
+            target = found["target"]
+            head.follower.touch(torch.where(head._valid(target), target, -1).reshape(-1), ids.reshape(-1))
+        factor = scale * exchange.world if self.encoder == "average" else scale
+        whole = Entries(
+            found["target"], found["coef_a"] * scale, found["h"], ids, coef_b * scale, rows_b,
+            None if bias_b is None else bias_b * scale,
+        )  # fmt: skip
+        return StepResult(loss, whole, part["d_hidden"].to(scale.dtype) * factor)
+
+    def _shared(self, head: SampledClassifier, e: Entries) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Ids, coefficients, rows and bias gradients of the shared draws of all ranks, m of each rank.
+
+        Draws that were merged leave fewer than m; a rank without a row has none: ids of -1 fill up.
+        """
+        exchange, most = self.exchange, head.num_samples
+        count = e.ids_b.shape[0]
+        rows = e.rows_b.new_zeros(most, head.in_features + 1)
+        ids = torch.full((most,), -1, dtype=torch.int64, device=rows.device)
+        rows[:count, :-1] = e.rows_b[:count] * (1.0 if e.coef_b.numel() == 0 else e.coef_b[:count])
+        ids[:count] = e.ids_b
+        if e.bias_b is not None:
+            rows[:count, -1] = e.bias_b
+        width = rows if e.bias_b is not None or head.bias is not None else rows[:, :-1].contiguous()
+        found = exchange.stack(width).reshape(exchange.world * most, -1)
+        all_ids = exchange.stack(ids).reshape(-1)
+        bias = found[:, -1].contiguous() if found.shape[1] > head.in_features else None
+        values = found[:, : head.in_features].contiguous()
+        return all_ids, torch.ones_like(values[:, :1]), values, bias
