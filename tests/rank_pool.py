@@ -41,7 +41,10 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """`run(world, "name of a function in rank_cases", ...)` calls it on the first `world` ranks with their group."""
+    """`run(world, name, ...)` calls a function on the first `world` ranks with their group.
+
+    The name is that of a function in rank_cases, or "module.function" for another module of this folder.
+    """
 
     def __init__(self) -> None:
         import torch.multiprocessing as mp
@@ -69,8 +72,9 @@ class RankPool:
 
     def outcomes(self, world: int, name: str, *args: Any) -> list[tuple[str | None, Any]]:
         """(error or None, result) of each rank."""
+        module, _, function = name.rpartition(".")
         for tasks in self.tasks[:world]:
-            tasks.put((world, "rank_cases", name, args))
+            tasks.put((world, module or "rank_cases", function, args))
         return self._collect(world)
 
     def run(self, world: int, name: str, *args: Any) -> list[Any]:

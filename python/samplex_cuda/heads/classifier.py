@@ -561,7 +561,7 @@ class SampledClassifier(HeadModule):
         """
         fusion = None
         if optimizer is not None:
-            fusion = Fusion(self.weight, self.bias, optimizer, accumulate, grad_scaler, self.mark_changed)
+            fusion = Fusion(self.weight, self.bias, optimizer, accumulate, grad_scaler, self._mark_rows)
         if self._fusion is not None:
             self._fusion.remove()
         self._fusion = fusion
@@ -575,6 +575,7 @@ class SampledClassifier(HeadModule):
         order: str = "class",
         key: Key | Tensor | None = None,
         device: torch.device | str | None = None,
+        sampler: str = "auto",
     ) -> ShardedClassifier:
         """This head with its class rows spread over the ranks of a process group; every rank must call it.
 
@@ -590,6 +591,8 @@ class SampledClassifier(HeadModule):
                 frequent ones do not meet on one rank.
             key: what the rows of a head on the meta device are made from; by default torch's generator on rank 0.
             device: of the rows of a head on the meta device; the CPU by default.
+            sampler: "replicate" a `Unigram` on every rank or "shard" it; "auto": shard it above 10^7 classes. Samplers
+                that depend on the class table are always sharded; others are replicated.
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -600,7 +603,14 @@ class SampledClassifier(HeadModule):
         from samplex_cuda.distributed import ShardedClassifier
 
         return ShardedClassifier(
-            self, mesh_or_group, encoder=encoder, batch_capacity=batch_capacity, order=order, key=key, device=device
+            self,
+            mesh_or_group,
+            encoder=encoder,
+            batch_capacity=batch_capacity,
+            order=order,
+            key=key,
+            device=device,
+            sampler=sampler,
         )
 
     @property
