@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from rank_cases import BATCH, batches
-from rank_sampler_cases import KERNELS, excluded, make_head, make_sampler, queries
+from rank_sampler_cases import KERNELS, excluded, make_head, make_sampler, queries, table
 
 import samplex_cuda as sx
 from samplex_cuda.distributed import Layout
@@ -14,7 +14,6 @@ from samplex_cuda.distributed.heap import Heap
 from samplex_cuda.reference import kernel_tree as reference
 
 WORLDS = (1, 2, 3, 4)
-STATIC = ("unigram",)
 # Numbers of classes, ranks without a class among them, with leaves that two or three ranks share.
 SIZES = (1, 2, 5, 37, 203)
 FIELDS = ("ids", "log_q", "all", "again", "left", "shared again")
@@ -27,11 +26,8 @@ def run(ranks, world, name, *args):
 def in_slots(kind, classes, order):
     """The unsharded sampler with its rows in the order of slots, and the class of each slot."""
     by_slot = Layout(classes, 1, 0, order).classes()
-    sampler = make_sampler(kind, classes)
-    if order == "class":
-        return sampler, by_slot
-    weight, bias = sampler.rows[by_slot, : sampler.dim], sampler.rows[by_slot, sampler.dim]
-    return KERNELS[kind](weight.clone(), bias.clone()), by_slot
+    weight, bias = table(classes)
+    return KERNELS[kind](weight[by_slot], bias[by_slot]), by_slot
 
 
 def distribution(sampler, by_slot, h, without):
@@ -116,8 +112,9 @@ def test_draws_of_a_kernel_tree_have_the_distribution_they_report(ranks):
 @pytest.mark.parametrize("without", ["none", "one", "several"])
 @pytest.mark.parametrize("order", ["class", "spread"])
 @pytest.mark.parametrize("classes", SIZES)
-def test_static_draws_are_the_same_bits_on_any_number_of_ranks(ranks, classes, order, without):
-    of = {world: run(ranks, world, "draws", "unigram", classes, order, without) for world in WORLDS}
+@pytest.mark.parametrize("kind", ["unigram", "tree"])
+def test_static_and_tree_draws_are_the_same_bits_on_any_number_of_ranks(ranks, kind, classes, order, without):
+    of = {world: run(ranks, world, "draws", kind, classes, order, without) for world in WORLDS}
     one = of[1][0]
     for world in WORLDS:
         for rank in of[world]:
@@ -125,11 +122,18 @@ def test_static_draws_are_the_same_bits_on_any_number_of_ranks(ranks, classes, o
                 assert torch.equal(rank[field], one[field]), field
             for a, b in zip(rank["shared"] + rank["scored"], one["shared"] + one["scored"], strict=True):
                 assert torch.equal(a, b)
-    sampler, out = make_sampler("unigram", classes), excluded(without, classes, 10)
+    sampler, out = make_sampler(kind, classes), excluded(without, classes, 10)
+    h = queries()
     given = torch.arange(classes).expand(10, -1)
-    wanted = sampler.log_prob(None, given).double().exp()
-    check_scores(one, wanted, sampler.log_prob(None, given, exclude=out).double().exp())
+    all_p, left = sampler.log_prob(h, given), sampler.log_prob(h, given, exclude=out)
+    check_scores(one, all_p.double().exp(), left.double().exp())
     assert ((one["ids"] >= 0) & (one["ids"] < classes)).all()
+    if kind == "tree":  # the bits of the replicated tree
+        draw = sampler.sample(h, 20, key=torch.tensor([3, 4]), exclude=out)
+        assert torch.equal(one["ids"], draw.ids)
+        assert torch.equal(one["log_q"], draw.log_q)
+        assert torch.equal(one["all"], all_p)
+        assert torch.equal(one["left"], left)
 
 
 def test_draws_of_a_sharded_unigram_have_its_distribution(ranks):
@@ -196,12 +200,22 @@ def as_one_process(kind, options, one):
     torch.testing.assert_close(one["nll"], head(h, y), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"head": {"shared": True}}, {"head": {"loss": "negative_sampling"}}])
-def test_a_head_with_a_sharded_unigram(ranks, options):
+FIXED = {
+    "unigram": ("unigram", {}),
+    "unigram shared": ("unigram", {"head": {"shared": True}}),
+    "unigram negative sampling": ("unigram", {"head": {"loss": "negative_sampling"}}),
+    "tree": ("tree", {}),
+    "tree nce": ("tree", {"head": {"loss": "nce"}, "order": "spread"}),
+}
+
+
+@pytest.mark.parametrize("case", FIXED)
+def test_a_head_with_a_sharded_fixed_sampler(ranks, case):
+    kind, options = FIXED[case]
     options = {**options, "sampler": "shard"}
-    (one,) = run(ranks, 1, "follow", "unigram", 203, options)
+    (one,) = run(ranks, 1, "follow", kind, 203, options)
     for world in WORLDS[1:]:
-        for rank in run(ranks, world, "follow", "unigram", 203, options):
+        for rank in run(ranks, world, "follow", kind, 203, options):
             assert rank["losses"] == one["losses"]
             torch.testing.assert_close(rank["nll"], one["nll"], rtol=1e-5, atol=1e-6)
 
@@ -253,6 +267,7 @@ SAVED = {
     "spread": ("quadratic", {"order": "spread"}),
     "every third": ("quadratic", {"head": {"sampler_update": 4}}),
     "unigram": ("unigram", {}),
+    "tree": ("tree", {"order": "spread"}),
 }
 
 
@@ -267,10 +282,10 @@ def test_saved_on_four_ranks_and_resumed_on_fewer(ranks, tmp_path, case):
             assert resumed == pytest.approx(losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["quadratic", "positive", "unigram"])
+@pytest.mark.parametrize("kind", ["quadratic", "positive", "unigram", "tree"])
 def test_state_of_plain_and_sharded_heads(ranks, kind):
     assert all(run(ranks, 3, "through_plain", kind, "class"))
-    if kind != "positive":
+    if kind != "positive":  # whose estimates depend on the order of the rows
         assert all(run(ranks, 2, "through_plain", kind, "spread"))
 
 

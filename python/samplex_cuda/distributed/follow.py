@@ -12,9 +12,11 @@ from samplex_cuda.distributed.collectives import Exchange
 from samplex_cuda.distributed.kernel import ShardedKernel
 from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.distributed.samplers import ShardedUnigram
+from samplex_cuda.distributed.subtrees import ShardedTree
 from samplex_cuda.heads.follow import TableFollower
 from samplex_cuda.samplers.kernel_base import KernelSampler
 from samplex_cuda.samplers.static import Unigram
+from samplex_cuda.samplers.tree import Tree
 
 __all__ = ["REPLICATED", "SAMPLERS", "due_state", "follow_table", "shard_sampler"]
 
@@ -23,7 +25,9 @@ SAMPLERS = ("auto", "replicate", "shard")
 REPLICATED = 10_000_000  # classes up to which `sampler="auto"` replicates what does not depend on the table
 
 
-def shard_sampler(sampler: Any, how: str, layout: Layout, exchange: Exchange, device: torch.device) -> Any:
+def shard_sampler(
+    sampler: Any, how: str, layout: Layout, exchange: Exchange, device: torch.device, whole: bool = False
+) -> Any:
     """The sampler of a sharded head: spread over the ranks, or as it is on each of them.
 
     Args:
@@ -32,6 +36,7 @@ def shard_sampler(sampler: Any, how: str, layout: Layout, exchange: Exchange, de
         layout: which rank holds which class.
         exchange: the collectives of the head.
         device: of the class rows.
+        whole: whether the head asks a tree for more than draws: log q of every class, or stratified draws.
     """
     check_choice(_NAME, "sampler", how, SAMPLERS)
     if isinstance(sampler, KernelSampler):
@@ -44,9 +49,12 @@ def shard_sampler(sampler: Any, how: str, layout: Layout, exchange: Exchange, de
     spread = how == "shard" or (how == "auto" and layout.num_classes > REPLICATED)
     if spread and type(sampler) is Unigram:
         return ShardedUnigram.of(sampler, layout, exchange)
+    if spread and type(sampler) is Tree and not whole:
+        return ShardedTree(sampler, layout, exchange)
     if how == "shard":
         raise ValueError(
-            f'{_NAME}: sampler="shard" requires a Unigram, Quadratic or RandomFourier, got {type(sampler).__name__}'
+            f'{_NAME}: sampler="shard" requires a Unigram, Quadratic, RandomFourier, or a Tree without stratified '
+            f"draws and without a loss whose predictions need log q of every class, got {type(sampler).__name__}"
         )
     return sampler
 

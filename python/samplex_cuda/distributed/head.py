@@ -79,7 +79,7 @@ class ShardedClassifier(SampledClassifier):
         super().__init__(
             head.in_features,
             head.num_classes,
-            shard_sampler(head.sampler, sampler, layout, exchange, place),
+            shard_sampler(head.sampler, sampler, layout, exchange, place, head.loss.needs.prior or head.stratified),
             head.num_samples,
             head.loss,
             head.bias is not None,

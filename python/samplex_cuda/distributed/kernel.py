@@ -19,7 +19,7 @@ from samplex_cuda._checks import describe
 from samplex_cuda.distributed.collectives import Exchange
 from samplex_cuda.distributed.heap import Heap
 from samplex_cuda.distributed.layout import Layout
-from samplex_cuda.distributed.samplers import ShardedSampler
+from samplex_cuda.distributed.samplers import ShardedSampler, kept_at
 from samplex_cuda.ops import kernel_tree as ops
 from samplex_cuda.ops.predict import predict_dots
 from samplex_cuda.rng import below, philox_bits, uniform53
@@ -239,7 +239,7 @@ class ShardedKernel(ShardedSampler, KernelRows):
     def _kept_below(self, excluded: Excluded, level: int, node: Tensor) -> Tensor:
         """P(nothing excluded | child) of both children of nodes [B, k] of a level, [B, k, 2]."""
         child = torch.stack([2 * node, 2 * node + 1], -1)
-        return _kept_at(child, excluded.slots // self.heap.span(level + 1), excluded.slots, excluded.kept[level + 1])
+        return kept_at(child, excluded.slots // self.heap.span(level + 1), excluded.slots, excluded.kept[level + 1])
 
     def _exclude(self, query: Tensor, phi: Tensor, slots: Tensor) -> Excluded:
         """Bottom up, p_left kept_left + p_right kept_right, never 1 - p: first inside the rank, then above."""
@@ -273,7 +273,7 @@ class ShardedKernel(ShardedSampler, KernelRows):
             if level < self.heap.depth:
                 span = self.heap.span(level + 1)
                 child = (slots // span) & ~1
-                both = _kept_at(torch.stack([child, child + 1], -1), slots // span, slots, found[-1])
+                both = kept_at(torch.stack([child, child + 1], -1), slots // span, slots, found[-1])
                 kept = left[level] * both[..., 0] + right[level] * both[..., 1]
                 found.append(torch.where(kept < _NOTHING, 0.0, kept))
             if entry is not None and told is not None:
@@ -514,12 +514,3 @@ class ShardedKernel(ShardedSampler, KernelRows):
             f"num_classes={self.num_classes}, rows={self.layout.rows}, leaf_size={self.leaf_size}, "
             f"depth={self.heap.depth}, epsilon={self.epsilon:g}, memory={self.memory()['total'] / 1e6:.1f} MB"
         )
-
-
-def _kept_at(nodes: Tensor, of_excluded: Tensor, slots: Tensor, kept: Tensor) -> Tensor:
-    """P(nothing excluded | node) of nodes [B, k, 2]: 1, or `kept` [B, E] of an excluded slot below the node."""
-    found = torch.ones(nodes.shape, dtype=torch.float64, device=nodes.device)
-    for e in range(slots.shape[1]):
-        hit = (nodes == of_excluded[:, e, None, None]) & (slots[:, e, None, None] >= 0)
-        found = torch.where(hit, kept[:, e, None, None], found)
-    return found

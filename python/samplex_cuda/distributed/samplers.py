@@ -37,6 +37,15 @@ def as_dtensor(rows: Tensor, num_classes: int, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
 
 
+def kept_at(nodes: Tensor, of_excluded: Tensor, slots: Tensor, kept: Tensor) -> Tensor:
+    """P(nothing excluded | node) of nodes [B, k, 2]: 1, or `kept` [B, E] of an excluded slot below the node."""
+    found = torch.ones(nodes.shape, dtype=torch.float64, device=nodes.device)
+    for e in range(slots.shape[1]):
+        hit = (nodes == of_excluded[:, e, None, None]) & (slots[:, e, None, None] >= 0)
+        found = torch.where(hit, kept[:, e, None, None], found)
+    return found
+
+
 class ShardedSampler(Sampler):
     """What the samplers of a sharded head share. Every method that draws or scores must be called by every rank.
 

@@ -591,8 +591,8 @@ class SampledClassifier(HeadModule):
                 frequent ones do not meet on one rank.
             key: what the rows of a head on the meta device are made from; by default torch's generator on rank 0.
             device: of the rows of a head on the meta device; the CPU by default.
-            sampler: "replicate" a `Unigram` on every rank or "shard" it; "auto": shard it above 10^7 classes. Samplers
-                that depend on the class table are always sharded; others are replicated.
+            sampler: "replicate" a `Unigram` or `Tree` on every rank, or "shard" it; "auto": shard it above 10^7
+                classes. `Quadratic` and `RandomFourier` are always sharded, other samplers replicated.
 
         Example:
             >>> import torch, samplex_cuda as sx
