@@ -110,8 +110,7 @@ def test_draws_of_a_kernel_tree_have_the_distribution_they_report(ranks):
 
 # ------------------------------------------------------------------------------------------------ unigram
 @pytest.mark.parametrize("without", ["none", "one", "several"])
-@pytest.mark.parametrize("order", ["class", "spread"])
-@pytest.mark.parametrize("classes", SIZES)
+@pytest.mark.parametrize(("classes", "order"), zip(SIZES, ("class", "class", "spread", "class", "spread"), strict=True))
 @pytest.mark.parametrize("kind", ["unigram", "tree"])
 def test_static_and_tree_draws_are_the_same_bits_on_any_number_of_ranks(ranks, kind, classes, order, without):
     of = {world: run(ranks, world, "draws", kind, classes, order, without) for world in WORLDS}

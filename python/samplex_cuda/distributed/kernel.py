@@ -73,6 +73,9 @@ class ShardedKernel(ShardedSampler, KernelRows):
         device: of the tables.
     """
 
+    squares: Tensor
+    shift: Tensor
+
     def __init__(self, sampler: KernelSampler, layout: Layout, exchange: Exchange, device: torch.device) -> None:
         super().__init__(layout, exchange)
         self._op = sampler._op
@@ -90,7 +93,8 @@ class ShardedKernel(ShardedSampler, KernelRows):
             omega = exchange.stack(sampler.omega.to(device))[0].clone()
         self.register_buffer("omega", omega)
         self.register_buffer("shift", torch.zeros((), dtype=torch.float64, device=device))
-        rows = empty_table(self._shared_rows + layout.rows, width, device=device).zero_()
+        held = max(1, self._shared_rows + layout.rows)  # never empty, so that any index has a row
+        rows = empty_table(held, width, device=device).zero_()
         sums = empty_table(self.heap.size, ops.padded(self.num_numbers, ops.FEATURE_ALIGN), device=device).zero_()
         self.register_buffer("rows", rows, persistent=False)  # of the common leaves, then this rank's own
         self.register_buffer("sums", sums, persistent=False)
@@ -101,7 +105,7 @@ class ShardedKernel(ShardedSampler, KernelRows):
 
     def own_rows(self) -> Tensor:
         """The rows of this rank's classes, [rows, width]."""
-        return self.rows[self._shared_rows :]
+        return self.rows[self._shared_rows : self._shared_rows + self.layout.rows]
 
     def memory(self) -> dict[str, int]:
         """Bytes of this rank's copy of its class rows, of the node sums, of the frequencies, and of all."""
@@ -384,6 +388,8 @@ class ShardedKernel(ShardedSampler, KernelRows):
 
     def _change(self, at: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """New rows at `at`, and the sums above them. A row that does not fit keeps its old numbers."""
+        if not at.shape[0]:
+            return
         width, size = self.dim + self.has_bias, self.leaf_size
         for some in at.split(self._rows_at_a_time()):
             new, old = self._own(weight, bias, some), self.own_rows()[some, :width]
@@ -418,7 +424,7 @@ class ShardedKernel(ShardedSampler, KernelRows):
         self.sums.index_copy_(0, self.heap.own_rows(self.heap.depth, leaves), total)
 
     @torch.no_grad()
-    def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:  # type: ignore[override]
+    def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """All rows anew from this rank's table [rows, d] (and bias [rows]); every rank must call it."""
         width = self.dim + self.has_bias
         for part in torch.arange(self.layout.rows, device=self.rows.device).split(self._rows_at_a_time()):
@@ -436,11 +442,10 @@ class ShardedKernel(ShardedSampler, KernelRows):
         for part in torch.arange(self.rows.shape[0], device=self.rows.device).split(self._rows_at_a_time()):
             self._measure_rows(part)
         first, last = self.heap.own_leaves()
-        for leaves in torch.arange(first, last, device=self.rows.device).split(
-            max(1, self._rows_at_a_time() // self.leaf_size)
-        ):
-            self._sum_leaves(leaves)
         if last > first:
+            some = max(1, self._rows_at_a_time() // self.leaf_size)
+            for leaves in torch.arange(first, last, device=self.rows.device).split(some):
+                self._sum_leaves(leaves)
             self.heap.sum_own(self.sums)
         self._exchange()
 
@@ -475,8 +480,8 @@ class ShardedKernel(ShardedSampler, KernelRows):
         self._measure_rows(slice(0, slots.shape[0]))
         if self.kind == "quadratic":
             most = self.sums[0].abs().amax().double()
-            most = most if _device.host_waits(most) else float(most)
-            self._longest = longest_query(most, self.num_numbers, self.scale)
+            known = most if _device.host_waits(most) else float(most)
+            self._longest = longest_query(known, self.num_numbers, self.scale)
         self._refused, own_part = 0, self._refused
         if not _device.host_waits(refused) and float(refused):
             where = f"{own_part} of them on this rank" if own_part else "none of them on this rank"

@@ -74,7 +74,7 @@ class ShardedTree(ShardedSampler):
             rows += (self._last - self._first) << (level - self.levels)
         self._leaf_span = 1 << (self.depth - self.levels)
         device, kept = tree.nodes.device, (self._last - self._first) * self._leaf_span
-        new = {"dtype": torch.int64, "device": device}
+        new: dict[str, Any] = {"dtype": torch.int64, "device": device}
         self.register_buffer("nodes", tree.nodes.new_zeros(rows, tree.nodes.shape[1]), persistent=False)
         self.register_buffer("leaf_class", torch.full((kept,), -1, **new), persistent=False)
         self.register_buffer("class_leaf", torch.zeros(layout.rows, **new), persistent=False)
@@ -149,7 +149,7 @@ class ShardedTree(ShardedSampler):
             right = (given >> (self.depth - 1 - level)) & 1 == 1
             if pair is not None:
                 if level % 2 == 0:
-                    bits = philox_bits(pair, *given.shape, level // 2, first)
+                    bits = philox_bits(pair, given.shape[0], given.shape[1], level // 2, first)
                 assert bits is not None
                 on_right, on_left = torch.where(z >= 0, 1.0, e), torch.where(z >= 0, e, 1.0)
                 if excluded is not None:
