@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_cases import BATCH, batches
+from rank_cases import batches
 from rank_sampler_cases import KERNELS, excluded, make_head, make_sampler, queries, table
 
 import samplex_cuda as sx
@@ -110,7 +110,9 @@ def test_draws_of_a_kernel_tree_have_the_distribution_they_report(ranks):
 
 # ------------------------------------------------------------------------------------------------ unigram
 @pytest.mark.parametrize("without", ["none", "one", "several"])
-@pytest.mark.parametrize(("classes", "order"), zip(SIZES, ("class", "class", "spread", "class", "spread"), strict=True))
+@pytest.mark.parametrize(
+    ("classes", "order"), [(1, "class"), (2, "class"), (5, "spread"), (37, "class"), (203, "spread")]
+)
 @pytest.mark.parametrize("kind", ["unigram", "tree"])
 def test_static_and_tree_draws_are_the_same_bits_on_any_number_of_ranks(ranks, kind, classes, order, without):
     of = {world: run(ranks, world, "draws", kind, classes, order, without) for world in WORLDS}
@@ -164,6 +166,7 @@ CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:random_fourier")  # 64 features are few: estimates below zero
 @pytest.mark.parametrize("case", CASES)
 def test_a_sampler_follows_a_sharded_table(ranks, case):
     kind, options = CASES[case]
@@ -172,7 +175,8 @@ def test_a_sampler_follows_a_sharded_table(ranks, case):
     for world in WORLDS:
         for rank in of[world]:
             assert rank["losses"] == pytest.approx(one["losses"], rel=1e-4)
-            assert rank["lag"] == one["lag"]
+            if "accumulate" not in options:  # of a late update a rank records its own rows alone
+                assert rank["lag"] == one["lag"]
             assert rank["losses"] == of[world][0]["losses"]
             for field in ("before", "after"):
                 assert torch.equal(rank[field], of[world][0][field])
@@ -250,12 +254,12 @@ def test_samplers_that_cannot_be_spread():
         head.sampler.sample(torch.randn(1, 8), 2, exclude=(torch.tensor([0, 1]), torch.tensor([3])))
 
 
-def shard_alone(sampler, **options):
+def shard_alone(of_head, **options):
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return sx.SampledClassifier(8, 20, sampler, 5).shard(encoder="sum", **options)
+        return sx.SampledClassifier(8, 20, of_head, 5).shard(encoder="sum", **options)
     finally:
         dist.destroy_process_group()
 
@@ -304,7 +308,6 @@ def test_every_node_is_on_its_rank_or_on_all(classes, world, leaf):
         assert rows[:, common].all()
     most = 2 * (-(-classes // world) // leaf + 1) + 4 * depth + 2
     assert max(heap.size for heap in heaps) <= most + 2 * (world - 1) * depth + 1
-    assert BATCH  # the cases of this file use the batches of rank_cases
 
 
 def test_logarithm_and_exponential_have_the_bits_of_the_kernels():
