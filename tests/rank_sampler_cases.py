@@ -30,11 +30,16 @@ def table(classes: int) -> tuple[Tensor, Tensor]:
     return 0.5 * torch.randn(classes, DIM, generator=g), 0.3 * torch.randn(classes, generator=g)
 
 
-def make_sampler(kind: str, classes: int, device: str | None = None) -> Any:
-    """The unsharded sampler, on any rank."""
+DEFERRED: dict[str, Any] = {
+    "quadratic": lambda classes: sx.samplers.Quadratic.deferred(classes, DIM, alpha=5.0),
+    "rff": lambda classes: sx.samplers.RandomFourier.deferred(classes, DIM, num_features=64, nu=1.0, key=sx.Key(3)),
+}
+
+
+def make_sampler(kind: str, classes: int) -> Any:
+    """The unsharded sampler, the same on every rank."""
     if kind in KERNELS:
-        weight, bias = table(classes)
-        return KERNELS[kind](*((weight, bias) if device is None else (weight.to(device), bias.to(device))))
+        return KERNELS[kind](*table(classes))
     g = torch.Generator().manual_seed(8)
     if kind == "unigram":
         counts = torch.randint(0, 1000, (classes,), generator=g).double() ** 2
@@ -92,7 +97,7 @@ def draws(group: Any, kind: str, classes: int, order: str, without: str, count: 
 def make_head(kind: str, classes: int, meta: bool, **options: Any) -> sx.SampledClassifier:
     """An unsharded head whose sampler has its class rows, or no numbers at all."""
     weight, bias = table(classes)
-    sampler = make_sampler(kind, classes, "meta" if meta and kind in KERNELS else None)
+    sampler = DEFERRED[kind](classes) if meta else make_sampler(kind, classes)
     head = sx.SampledClassifier(DIM, classes, sampler, 6, device="meta" if meta else None, **options)
     if not meta:
         with torch.no_grad():

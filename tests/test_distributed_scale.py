@@ -86,12 +86,11 @@ def test_a_step_on_64_ranks(fake_ranks, shared):
 def test_a_step_that_follows_the_table_on_64_ranks(fake_ranks, kind):
     """Draws and updates of a kernel tree ask for no number; what it sends and holds is that of docs/scale.md."""
     classes, dim, draws, rows = 10**8, 32, 16, 64
-    weight = torch.empty(classes, dim, device="meta")
     if kind == "quadratic":
-        sampler, numbers = sx.samplers.Quadratic(weight), dim * (dim + 1) // 2 + 1
+        sampler, numbers = sx.samplers.Quadratic.deferred(classes, dim), dim * (dim + 1) // 2 + 1
     else:
         with unset_fake_temporarily():  # the frequencies are numbers
-            sampler, numbers = sx.samplers.RandomFourier(torch.empty(classes, dim, device="meta"), 256), 512
+            sampler, numbers = sx.samplers.RandomFourier.deferred(classes, dim, num_features=256), 512
     head = sx.SampledClassifier(dim, classes, sampler, draws, bias=False, device="meta").shard(
         encoder="average", batch_capacity=rows, key=torch.tensor([1, 2])
     )

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,17 @@ from samplex_cuda._checks import check_data, check_dense, describe
 from samplex_cuda.ops import kernel_tree as ops
 from samplex_cuda.samplers.base import Sampler
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["KernelRows", "longest_query"]
 
 MOST_SUM = 1e30  # of features over all classes: a product with the features of a query must stay in float32
 MOST_ROW = 1e15  # of the numbers of a row: its distance from a query must stay in float32
 MOST_QUERY = 1e15  # a longer query is shortened to this
+
+
+_deferring: ContextVar[bool] = ContextVar("deferring", default=False)  # whether a table without numbers is meant
 
 
 class KernelRows(Sampler):
@@ -40,6 +47,29 @@ class KernelRows(Sampler):
     num_numbers: int
     _shift: float
     _longest: float | Tensor
+
+    @classmethod
+    def deferred(cls, num_classes: int, dim: int, *, bias: bool = False, **options: Any) -> Self:
+        """A sampler without numbers, for a head on the meta device: `head.shard` makes its tree from the class rows.
+
+        Args:
+            num_classes: C.
+            dim: d, the width of the class rows.
+            bias: whether it takes the bias of the head, too.
+            options: the others of the constructor.
+
+        Example:
+            >>> import samplex_cuda as sx
+            >>> sampler = sx.samplers.Quadratic.deferred(10**8, 128, alpha=10.0)
+            >>> head = sx.SampledClassifier(128, 10**8, sampler, num_samples=64, device="meta")
+        """
+        make: Any = cls
+        token = _deferring.set(True)
+        try:
+            weight = torch.empty(num_classes, dim, device="meta")
+            return make(weight, bias=torch.empty(num_classes, device="meta") if bias else None, **options)
+        finally:
+            _deferring.reset(token)
 
     @property
     def depth(self) -> int:
@@ -113,7 +143,7 @@ class KernelRows(Sampler):
         good = good and table.shape[1] >= 1 and (rows is None or table.shape == (rows, self.dim))
         if not good:
             raise ValueError(f"{self._op}: {name} must be [{wanted}, {width}] floating point, got {describe(table)}")
-        if rows is not None or not table.is_meta:  # a sampler without numbers is for a head that `shard` will fill
+        if not (table.is_meta and _deferring.get()):
             check_data(self._op, name, table)
 
     def _check_bias(self, bias: Tensor | None, rows: int) -> None:
