@@ -160,6 +160,16 @@ def refuse(group: Any, what: str) -> tuple[str, bool]:
     return message, bool(head(h, y).isfinite())
 
 
+def another_sampler(group: Any) -> Tensor:
+    """A head that gets a kernel tree later; its distribution after a step."""
+    head: Any = make_head("unigram", 203, False).shard(group, encoder="sum", batch_capacity=BATCH)
+    h, y = batches(1)[0]
+    head(h, y, key=sx.Key(1))
+    head.set_sampler(DEFERRED["quadratic"](203))
+    head(h, y, key=sx.Key(2))
+    return head.sampler.log_prob_all(queries())
+
+
 # ------------------------------------------------------------------------------------------------ checkpoints
 def _training(group: Any, kind: str, options: dict[str, Any]) -> tuple[Any, Any]:
     head: Any = make_head(kind, 203, False, **options.get("head", {})).shard(

@@ -229,6 +229,12 @@ def test_ranks_without_a_class_follow_too(ranks):
         assert rank["losses"] == pytest.approx(one["losses"], rel=1e-4)
 
 
+def test_another_sampler_is_spread_too(ranks):
+    wanted = make_sampler("quadratic", 203).log_prob_all(queries())
+    for found in run(ranks, 3, "another_sampler"):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 # ------------------------------------------------------------------------------------------------ errors
 @pytest.mark.parametrize("what", ["nan", "alone"])
 def test_a_table_that_one_rank_breaks_stops_every_rank(ranks, what):

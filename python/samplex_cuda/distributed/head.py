@@ -292,6 +292,20 @@ class ShardedClassifier(SampledClassifier):
         target = target.squeeze(1) if target.shape[1] == 1 else target
         return mean_weight(target, self._valid(target), self.class_weight)
 
+    def set_sampler(
+        self, sampler: nn.Module, *, num_samples: int | None = None, update: str | int | None = "auto"
+    ) -> None:
+        """Give the head another sampler, spread over the ranks as `shard` does. Every rank must call it.
+
+        Args:
+            sampler: of all classes, as for a head that is not sharded.
+            num_samples: as in `SampledClassifier.set_sampler`.
+            update: as there.
+        """
+        whole = self.loss.needs.prior or self.stratified
+        made = shard_sampler(sampler, "auto", self.layout, self.exchange, self.weight.device, whole)
+        super().set_sampler(made, num_samples=num_samples, update=update)
+
     def update_sampler(self) -> None:
         """Bring the sampler up to date with the tables of all ranks now. Every rank must call it."""
         follow_table(self.follower, self.sampler, self.weight, self.bias)
