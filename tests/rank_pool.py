@@ -41,7 +41,10 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """`run(world, "name of a function in rank_cases", ...)` calls it on the first `world` ranks with their group."""
+    """`run(world, name, ...)` calls a function on the first `world` ranks with their group.
+
+    The name is that of a function in rank_cases, or "module.function" for another module of this folder.
+    """
 
     def __init__(self) -> None:
         import torch.multiprocessing as mp

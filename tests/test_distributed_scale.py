@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -89,3 +89,29 @@ def test_a_step_on_64_ranks(fake_ranks, shared, route):
     print(f"{route}: {held.peak / 1e6:.0f} MB beside {2 * table / 1e6:.0f} MB of table and state")
     assert held.peak < (5 * queries + 20 * logits if route in ("summed_logits", "online_softmax") else 4 * rows)
     assert held.peak < 0.1 * 2 * table
+
+
+@pytest.mark.parametrize("kind", ["quadratic", "rff"])
+def test_a_step_that_follows_the_table_on_64_ranks(fake_ranks, kind):
+    """Draws and updates of a kernel tree ask for no number; what it sends and holds is that of docs/scale.md."""
+    classes, dim, draws, rows = 10**8, 32, 16, 64
+    if kind == "quadratic":
+        sampler, numbers = sx.samplers.Quadratic.deferred(classes, dim), dim * (dim + 1) // 2 + 1
+    else:
+        with unset_fake_temporarily():  # the frequencies are numbers
+            sampler, numbers = sx.samplers.RandomFourier.deferred(classes, dim, num_features=256), 512
+    head = sx.SampledClassifier(dim, classes, sampler, draws, bias=False, device="meta").shard(
+        encoder="average", batch_capacity=rows, key=torch.tensor([1, 2])
+    )
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+    h, y = torch.randn(rows, dim, requires_grad=True), torch.randint(classes, (rows,))
+    head(h, y, key=torch.tensor([1, 2])).backward()
+    head.exchange.sent = 0
+    head(h, y, key=torch.tensor([1, 2])).backward()
+    step = (WORLD - 1) * rows * (8 * dim + 8 + 8 * (draws + 1))
+    drawn = 2 * (WORLD - 1) * rows * (12 * draws + 8)
+    depth, shared = head.sampler.heap.depth, 2 * 4 * numbers * (WORLD - 1)
+    assert step + drawn < head.exchange.sent < step + drawn + 1.1 * shared * (depth + 2) + 8 * 63 * 64 * 128
+    per_rank, leaf = classes / WORLD, head.sampler.leaf_size
+    most = 4 * (dim + 1) * per_rank + 8 * numbers * per_rank / leaf + 8 * numbers * (WORLD - 1) * (depth + 1)
+    assert head.sampler.memory()["total"] < 1.1 * most

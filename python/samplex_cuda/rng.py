@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Key", "fold_in", "is_capturing", "key_tensor", "uniform_at"]
+__all__ = ["Key", "below", "fold_in", "is_capturing", "key_tensor", "philox_bits", "uniform53", "uniform_at"]
 
 _INT64 = 1 << 63
 
@@ -186,3 +186,65 @@ def _mixed(x: Tensor) -> Tensor:
 def _shift_right(x: Tensor, count: int) -> Tensor:
     """Logical shift of the 64 bits; torch's is arithmetic."""
     return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def philox_bits(pair: Tensor, rows: int, draws: int, block: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """The two 64-bit numbers that draw j of row b takes from Philox block `block`, as the kernels do: int64 [B, m].
+
+    Args:
+        pair: int64 [2], a reserved key.
+        rows: B.
+        draws: m.
+        block: level or attempt, below 256.
+        first: number of the first row.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.rng import philox_bits
+        >>> [hex(int(bits) & (1 << 64) - 1) for bits in philox_bits(torch.tensor([0, 0]), 1, 1, 0)]
+        ['0xe169c58d6627e8d5', '0x9b00dbd8bc57ac4c']
+    """
+    word = 0xFFFFFFFF
+    device = pair.device
+    k0, k1 = pair[0] & word, _shift_right(pair[0], 32)
+    c0, c1 = (pair[1] & word).expand(rows, draws), _shift_right(pair[1], 32).expand(rows, draws)
+    c2 = ((torch.arange(rows, device=device) + first) & word).unsqueeze(1).expand(rows, draws)
+    c3 = ((torch.arange(draws, device=device) << 8 | block) & word).expand(rows, draws)
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # they wrap around: the low 64 bits are right
+        c0, c1, c2, c3 = _shift_right(p1, 32) ^ c1 ^ k0, p1 & word, _shift_right(p0, 32) ^ c3 ^ k1, p0 & word
+        k0, k1 = (k0 + 0x9E3779B9) & word, (k1 + 0xBB67AE85) & word
+    return c1 << 32 | c0, c3 << 32 | c2
+
+
+def uniform53(bits: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1) of 53 random bits, fp64, from numbers of 64 random bits.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.rng import uniform53
+        >>> uniform53(torch.tensor([0, 1 << 62, -1 << 63]))
+        tensor([0.0000, 0.2500, 0.5000], dtype=torch.float64)
+    """
+    return _shift_right(bits, 11).double() * 2.0**-53
+
+
+def below(bits: Tensor, count: Tensor | int) -> Tensor:
+    """A number in [0, count) from 64 random bits, by multiply-high.
+
+    Args:
+        bits: int64 of any shape.
+        count: below 2^62; a number, or int64 that broadcasts against `bits`.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.rng import below
+        >>> below(torch.tensor([0, 1 << 62, -1]), 1000)
+        tensor([  0, 250, 999])
+    """
+    word = 0xFFFFFFFF
+    a_low, a_high = bits & word, _shift_right(bits, 32)
+    b_low, b_high = count & word, count >> 32
+    middle = a_high * b_low + _shift_right(a_low * b_low, 32)
+    other = a_low * b_high + (middle & word)
+    return a_high * b_high + _shift_right(middle, 32) + _shift_right(other, 32)

@@ -170,6 +170,19 @@ class Exchange:
         self.sent += (self.world - 1) * t.numel() * t.element_size()
         return made.view(self.world, *t.shape)
 
+    def from_owners(self, mine: Tensor, *fields: Tensor) -> tuple[Tensor, ...]:
+        """Numbers that one rank each knows, on every rank, bit by bit; 0 where no rank has them. One collective.
+
+        Args:
+            mine: bool [...], which entries this rank knows.
+            fields: tensors of that shape, of 4 or 8 bytes a number.
+        """
+        if self.world == 1:
+            return tuple(torch.where(mine, t, 0) for t in fields)
+        parts = [torch.where(mine, t, 0).reshape(-1).view(torch.int32) for t in fields]
+        found = self.sum_(torch.cat(parts)).split([part.numel() for part in parts])
+        return tuple(part.view(t.dtype).view(t.shape) for part, t in zip(found, fields, strict=True))
+
     def swap(self, t: Tensor, counts: tuple[list[int], list[int]] | None) -> Tensor:
         """Rows of `t` [n, ...], in the order of the ranks they go to -> what this rank gets, in the order of the ranks.
 

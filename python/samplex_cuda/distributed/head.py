@@ -14,10 +14,13 @@ from torch.distributed.tensor import DTensor, Shard
 from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, describe
 from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, group_of
+from samplex_cuda.distributed.follow import due_state, follow_table, shard_sampler
+from samplex_cuda.distributed.kernel import ShardedKernel
 from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.distributed.online import online_softmax
 from samplex_cuda.distributed.own_rows import OWN_ROWS, own_rows_step
 from samplex_cuda.distributed.routes import refuse_unfit, resolve_route
+from samplex_cuda.distributed.samplers import ShardedSampler, as_dtensor
 from samplex_cuda.distributed.step import (
     StepResult,
     entries_of,
@@ -55,6 +58,7 @@ class ShardedClassifier(SampledClassifier):
         route: how queries and class rows meet; see `samplex_cuda.distributed.routes`.
         key: what the rows of a head on the meta device are made from; by default torch's generator on the first rank.
         device: of the rows, for a head on the meta device.
+        sampler: "replicate", "shard" or "auto"; see `SampledClassifier.shard`.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class ShardedClassifier(SampledClassifier):
         route: str = "summed_logits",
         key: Key | Tensor | None = None,
         device: torch.device | str | None = None,
+        sampler: str = "auto",
     ) -> None:
         if batch_capacity is not None:
             check_int(_NAME, "batch_capacity", batch_capacity)
@@ -79,19 +84,17 @@ class ShardedClassifier(SampledClassifier):
             raise ValueError(f"{_NAME}: shard the head first and fuse its optimizer then; got a fused head")
         if not head.loss.needs.draws:
             raise ValueError(f"{_NAME}: loss must sample classes, got {head.loss!r}")
-        if head.follower.active:
-            raise NotImplementedError(
-                f"{_NAME}: sampler must not depend on the class table, got {type(head.sampler).__name__}: no "
-                "sampler follows a sharded table yet; sampler_update=None keeps it as it is"
-            )
+        exchange = Exchange(group, batch_capacity)
+        layout = Layout(head.num_classes, exchange.world, exchange.rank, order)
         whole = not head.weight.is_meta
         place = head.weight.device if whole else torch.device("cpu" if device is None else device)
+        made = shard_sampler(head.sampler, sampler, layout, exchange, place, head.loss.needs.prior or head.stratified)
         balanced = order == "spread" or place.type == "cpu"
-        route = resolve_route(route, head, dist.get_world_size(group), batch_capacity, balanced)
+        route = resolve_route(route, head, exchange.world, batch_capacity, balanced, made)
         super().__init__(
             head.in_features,
             head.num_classes,
-            head.sampler,
+            made,
             head.num_samples,
             head.loss,
             head.bias is not None,
@@ -101,14 +104,14 @@ class ShardedClassifier(SampledClassifier):
             ignore_index=head.ignore_index,
             sparse=head.sparse,
             reduction=head.reduction,
-            sampler_update=None,
+            sampler_update=head.follower.policy,
             device="meta",
             dtype=head.weight.dtype,
         )
         self.encoder, self.route = encoder, route
         self._mesh: DeviceMesh | None = None
-        self.exchange = Exchange(group, batch_capacity)
-        self.layout = Layout(head.num_classes, self.exchange.world, self.exchange.rank, order)
+        self.exchange, self.layout = exchange, layout
+        self.follower.auto = head.follower.auto
         self.weight = nn.Parameter(
             empty_table(self.layout.rows, head.in_features, device=place, dtype=head.weight.dtype)
         )
@@ -126,6 +129,8 @@ class ShardedClassifier(SampledClassifier):
             self._take_rows(head)
         else:
             self._fill(self.exchange.stack(key_tensor(_NAME, key, place))[0])
+        if isinstance(self.sampler, ShardedKernel) and head.sampler.rows.is_meta:
+            self.update_sampler()
 
     @torch.no_grad()
     def _take_rows(self, head: SampledClassifier) -> None:
@@ -193,7 +198,8 @@ class ShardedClassifier(SampledClassifier):
         grad = torch.is_grad_enabled()
         given = [t is not None for t in (features, index, context, sample_weight)]
         targets = y.shape[-1] if isinstance(y, Tensor) and isinstance(h, Tensor) and y.dim() == h.dim() else 0
-        form = [int(self.training), int(grad), targets, *map(int, given)]
+        due = due_state(self.follower, self.sampler, self.weight, self.bias) if self.training else 0
+        form = [int(self.training), int(grad), targets, *map(int, given), due]
         try:
             rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
             rows = like_weight(rows, self.weight) if rows.dtype is not self.weight.dtype else rows
@@ -236,6 +242,8 @@ class ShardedClassifier(SampledClassifier):
         found = dict(zip(fields, self.exchange.gather(everyone, list(fields.values()), pads), strict=True))
         if not self.training:
             return self._exact(found)
+        if due:
+            self.update_sampler()
         return self._step(self.spec(), everyone, found, rows, positives, grad)
 
     def _step(
@@ -255,6 +263,8 @@ class ShardedClassifier(SampledClassifier):
             draw, target_log_q = self._draw(
                 spec, h, target[:, 0] if single else target, seen, batch.get("context"), everyone.key
             )
+            if self.follower.active:
+                self.follower.touch(torch.where(self._valid(target), target, -1).reshape(-1), draw.ids.reshape(-1))
             known = bias if bias is None else bias.detach()
             table = weight.detach()
             logits, of_target, of_draws = logits_of(h, table, known, target, draw.ids, self.layout)
@@ -319,6 +329,27 @@ class ShardedClassifier(SampledClassifier):
         target = target.squeeze(1) if target.shape[1] == 1 else target
         return mean_weight(target, self._valid(target), self.class_weight)
 
+    def set_sampler(
+        self, sampler: nn.Module, *, num_samples: int | None = None, update: str | int | None = "auto"
+    ) -> None:
+        """Give the head another sampler, spread over the ranks as `shard` does. Every rank must call it.
+
+        Args:
+            sampler: of all classes, as for a head that is not sharded.
+            num_samples: as in `SampledClassifier.set_sampler`.
+            update: as there.
+        """
+        whole = self.loss.needs.prior or self.stratified
+        made = shard_sampler(sampler, "auto", self.layout, self.exchange, self.weight.device, whole)
+        super().set_sampler(made, num_samples=num_samples, update=update)
+
+    def update_sampler(self) -> None:
+        """Bring the sampler up to date with the tables of all ranks now. Every rank must call it."""
+        follow_table(self.follower, self.sampler, self.weight, self.bias)
+
+    def _mark_rows(self, ids: list[Tensor]) -> None:
+        self.mark_changed([torch.where(i >= 0, self.layout.class_at(i + self.layout.start), -1) for i in ids])
+
     # -------------------------------------------------------------------------------------------- exact answers
     @torch.no_grad()
     def _sums(self, h: Tensor, target: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,6 +370,8 @@ class ShardedClassifier(SampledClassifier):
         if not self.loss.needs.prior:
             return None
         sampler: Any = self.sampler
+        if isinstance(sampler, ShardedSampler):
+            return lambda rows: sampler.log_prob_local(seen[rows])
         classes = self.layout.classes(seen.device)
         return lambda rows: sampler.log_prob_all(seen[rows])[..., classes].expand(seen[rows].shape[0], -1)
 
@@ -426,9 +459,7 @@ class ShardedClassifier(SampledClassifier):
     # -------------------------------------------------------------------------------------------- as a module
     def as_dtensor(self, rows: Tensor) -> DTensor:
         """Rows [n, ...] of this rank as their part of a [C, ...] DTensor, in the order of slots; nothing is copied."""
-        shape = torch.Size([self.num_classes, *rows.shape[1:]])
-        strides = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
+        return as_dtensor(rows, self.num_classes, self.mesh)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -443,11 +474,26 @@ class ShardedClassifier(SampledClassifier):
             if f"{prefix}{name}" in destination:
                 destination[f"{prefix}{name}"] = self.as_dtensor(destination[f"{prefix}{name}"].detach())
         destination[f"{prefix}slot_step"] = torch.tensor([self.layout.step])
+        if self.follower.active:
+            # Of a fixed size: the rows that the sampler has not seen yet are marked, one byte each.
+            lag = destination.pop(f"{prefix}sampler_lag", torch.zeros(2, dtype=torch.int64))
+            local = self.layout.local(lag[2:])
+            marked = torch.zeros(self.layout.rows, dtype=torch.uint8, device=self.weight.device)
+            marked[local[local >= 0].to(marked.device)] = 1
+            destination[f"{prefix}sampler_lag"] = lag[:2]
+            destination[f"{prefix}sampler_unseen"] = self.as_dtensor(marked)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes the state of a sharded head, as DTensors, or that of a plain one, with whole tables."""
         errors = args[-1]
         step = state_dict.pop(f"{prefix}slot_step", None)
+        unseen = state_dict.pop(f"{prefix}sampler_unseen", None)
+        if isinstance(unseen, DTensor) and f"{prefix}sampler_lag" in state_dict:
+            marked = unseen.redistribute(self.mesh, [Shard(0)]).to_local().nonzero().squeeze(1).cpu()
+            lag = state_dict[f"{prefix}sampler_lag"][:2].cpu()
+            state_dict[f"{prefix}sampler_lag"] = torch.cat([lag, self.layout.class_at(marked + self.layout.start)])
+        if isinstance(self.sampler, ShardedSampler):
+            self.sampler.adopt(state_dict, f"{prefix}sampler.")
         given = {name: state_dict.get(f"{prefix}{name}") for name in ("weight", "bias")}
         for name, value in given.items():
             if not isinstance(value, Tensor):
@@ -483,8 +529,10 @@ class ShardedClassifier(SampledClassifier):
         ]
         found: dict[str, Tensor] = {}
         for name, value in self.state_dict().items():
-            if name == "slot_step":
+            if name in ("slot_step", "sampler_lag", "sampler_unseen"):
                 continue
+            if isinstance(self.sampler, ShardedSampler) and name.startswith("sampler."):
+                continue  # a plain head keeps its sampler, and rebuilds it if it depends on the table
             if isinstance(value, DTensor):
                 by_slot = value.full_tensor()
                 value = torch.empty_like(by_slot)
@@ -500,7 +548,7 @@ class ShardedClassifier(SampledClassifier):
             fields["features"] = self._seen(rows, features)
         if ids is not None:
             fields["ids"] = ids
-        form = [2, 0, 0 if ids is None else ids.shape[1], int(features is not None), 0, 0, 0]
+        form = [2, 0, 0 if ids is None else ids.shape[1], int(features is not None), 0, 0, 0, 0]
         everyone = self.exchange.meet(rows.shape[0], form, torch.zeros(2, dtype=torch.int64, device=rows.device))
         found = self.exchange.gather(everyone, list(fields.values()), [0] * len(fields))
         return everyone, dict(zip(fields, found, strict=True))

@@ -85,7 +85,10 @@ class Layout:
             [0, 1, 2, 3, 4, 5, 6]
         """
         last = self.rows if end is None else min(end, self.rows)
-        slots = torch.arange(self.start + begin, self.start + max(last, begin), device=device)
+        return self.class_at(torch.arange(self.start + begin, self.start + max(last, begin), device=device))
+
+    def class_at(self, slots: Tensor) -> Tensor:
+        """The class of each slot, int64 of any shape in [0, C)."""
         return slots if self.step == 1 else slots * self._back % self.num_classes
 
     def __repr__(self) -> str:

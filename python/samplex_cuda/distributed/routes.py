@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samplex_cuda._checks import check_choice
+from samplex_cuda.distributed.samplers import ShardedSampler
 from samplex_cuda.losses import Loss, SampledSoftmax
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def bytes_sent(route: str, sizes: Sizes) -> float:
     return ROUTES[route](sizes)
 
 
-def unfit(route: str, head: SampledClassifier, balanced: bool) -> str | None:
+def unfit(route: str, head: SampledClassifier, balanced: bool, sampler: Any) -> str | None:
     """Why a head cannot take a route; None if it can."""
     loss: Loss = head.loss
     if route == "online_softmax" and not (isinstance(loss, SampledSoftmax) and not loss.label_smoothing):
@@ -77,23 +78,27 @@ def unfit(route: str, head: SampledClassifier, balanced: bool) -> str | None:
     if route in ("rows_to_queries", "shared_rows"):
         if loss.needs.example_index:
             return f"loss must not keep a number per example, got {loss!r}"
+        if isinstance(sampler, ShardedSampler):  # its draws take all ranks, for the rows of all ranks
+            return f"sampler must be replicated, got {type(sampler).__name__}"
         if head.shared != (route == "shared_rows"):
             return f"shared must be {not head.shared}, got {head.shared}"
         if not balanced:
             return 'order must be "spread" on a GPU, where a rank has room for about its share of the rows, got "class"'
-    if route == "shared_rows" and getattr(head.sampler, "conditional", True):
-        return f"sampler must have one distribution for all rows, got {type(head.sampler).__name__}"
+    if route == "shared_rows" and getattr(sampler, "conditional", True):
+        return f"sampler must have one distribution for all rows, got {type(sampler).__name__}"
     return None
 
 
-def refuse_unfit(route: str, head: SampledClassifier, balanced: bool = True) -> None:
+def refuse_unfit(route: str, head: SampledClassifier, balanced: bool = True, sampler: Any = None) -> None:
     """ValueError if a head cannot take a route; arguments as in `resolve_route`."""
-    reason = unfit(route, head, balanced)
+    reason = unfit(route, head, balanced, head.sampler if sampler is None else sampler)
     if reason is not None:
         raise ValueError(f'{_NAME}: with route="{route}" {reason}; route="summed_logits" takes every head')
 
 
-def resolve_route(route: str, head: SampledClassifier, world: int, batch: int | None, balanced: bool = True) -> str:
+def resolve_route(
+    route: str, head: SampledClassifier, world: int, batch: int | None, balanced: bool = True, sampler: Any = None
+) -> str:
     """The name of the route that a head takes: the given one, or with "auto" that which sends least.
 
     Args:
@@ -102,6 +107,7 @@ def resolve_route(route: str, head: SampledClassifier, world: int, batch: int | 
         world: ranks.
         batch: `batch_capacity`, where it is given.
         balanced: whether the classes of a step are spread over the ranks, or sizes need not be fixed.
+        sampler: of the sharded head, where it is not that of `head`.
 
     Example:
         >>> import samplex_cuda as sx
@@ -112,10 +118,11 @@ def resolve_route(route: str, head: SampledClassifier, world: int, batch: int | 
     """
     check_choice(_NAME, "route", route, ("auto", *ROUTES))
     if route != "auto":
-        refuse_unfit(route, head, balanced)
+        refuse_unfit(route, head, balanced, sampler)
         return route
+    sampler = head.sampler if sampler is None else sampler
     sizes = Sizes(world, batch or 1, head.num_samples, head.in_features)
-    fit = [name for name in ROUTES if unfit(name, head, balanced) is None]
+    fit = [name for name in ROUTES if unfit(name, head, balanced, sampler) is None]
     if batch is None and "shared_rows" in fit:
         fit.remove("shared_rows")  # it pays from some batch size on
     if head.num_samples <= head.in_features and "online_softmax" in fit:

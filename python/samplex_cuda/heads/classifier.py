@@ -572,7 +572,7 @@ class SampledClassifier(HeadModule):
         """
         fusion = None
         if optimizer is not None:
-            fusion = Fusion(self.weight, self.bias, optimizer, accumulate, grad_scaler, self.mark_changed)
+            fusion = Fusion(self.weight, self.bias, optimizer, accumulate, grad_scaler, self._mark_rows)
         if self._fusion is not None:
             self._fusion.remove()
         self._fusion = fusion
@@ -587,6 +587,7 @@ class SampledClassifier(HeadModule):
         route: str = "summed_logits",
         key: Key | Tensor | None = None,
         device: torch.device | str | None = None,
+        sampler: str = "auto",
     ) -> ShardedClassifier:
         """This head with its class rows spread over the ranks of a process group; every rank must call it.
 
@@ -605,6 +606,8 @@ class SampledClassifier(HeadModule):
                 sends the fewest bytes. docs/scale.md compares them.
             key: what the rows of a head on the meta device are made from; by default torch's generator on rank 0.
             device: of the rows of a head on the meta device; the CPU by default.
+            sampler: "replicate" a `Unigram` or `Tree` on every rank, or "shard" it; "auto": shard it above 10^7
+                classes. `Quadratic` and `RandomFourier` are always sharded, other samplers replicated.
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -615,9 +618,16 @@ class SampledClassifier(HeadModule):
         from samplex_cuda.distributed import ShardedClassifier
 
         return ShardedClassifier(
-            self, mesh_or_group, encoder=encoder, batch_capacity=batch_capacity, order=order, route=route, key=key,
+            self,
+            mesh_or_group,
+            encoder=encoder,
+            batch_capacity=batch_capacity,
+            order=order,
+            route=route,
+            key=key,
             device=device,
-        )  # fmt: skip
+            sampler=sampler,
+        )
 
     @property
     def fused(self) -> Fusion | None:

@@ -115,6 +115,10 @@ class SamplerOfHead(ExactAnswers):
             ids = [torch.where((i >= 0) & (i < self.num_classes), i, -1).reshape(-1) for i in several]
         self.follower.mark(ids)
 
+    def _mark_rows(self, ids: list[Tensor]) -> None:
+        """Rows of `weight` that a late update of the fused optimizer changed."""
+        self.mark_changed(ids)
+
     def train(self, mode: bool = True) -> Self:
         """As in `nn.Module`; with `sampler_update="epoch"` going from eval to training marks the sampler for a rebuild.
 

@@ -16,20 +16,14 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import _device, chunking, rff
-from samplex_cuda._checks import call, check_data, check_dense, check_number, describe
+from samplex_cuda._checks import call, check_number, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import kernel_tree as ops
 from samplex_cuda.ops.static_sample import sort_exclude
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, check_int64
-from samplex_cuda.samplers.kernel_follow import (
-    LOST,
-    MOST_QUERY,
-    MOST_ROW,
-    MOST_SUM,
-    DeviceFollowing,
-    longest_query,
-)
+from samplex_cuda.samplers.kernel_follow import LOST, DeviceFollowing
+from samplex_cuda.samplers.kernel_rows import MOST_QUERY, MOST_SUM, longest_query
 from samplex_cuda.samplers.progress import bar
 from samplex_cuda.samplers.stored import finite_error, shape_error
 from samplex_cuda.tables import empty_table
@@ -59,10 +53,6 @@ class KernelSampler(DeviceFollowing):
         True
     """
 
-    follows_rows = True
-    rows: Tensor
-    sums: Tensor
-    omega: Tensor | None
     shift: Tensor
 
     def __init__(
@@ -95,20 +85,23 @@ class KernelSampler(DeviceFollowing):
         self.num_numbers = numbers
         omega = None
         if kind != "quadratic":
-            omega = rff.frequencies(width, num_features, nu=self.scale, kind=kind, key=key, device=weight.device)
+            place = "cpu" if weight.is_meta else weight.device
+            omega = rff.frequencies(width, num_features, nu=self.scale, kind=kind, key=key, device=place)
         self._warned = False
         self._calls = 0
         self._shift = 0.0
         leaves = 1 << self.depth
         stride = ops.padded(numbers, ops.FEATURE_ALIGN)
-        self._check_finite("weight", weight, bias)
+        if not weight.is_meta:
+            self._check_finite("weight", weight, bias)
         self.register_buffer("omega", omega)
         self.register_buffer("shift", torch.zeros((), dtype=torch.float64, device=weight.device))
         self.register_buffer(
             "rows", empty_table(self.num_classes, ops.padded(width, ops.ROW_ALIGN), device=weight.device).zero_()
         )
         self.register_buffer("sums", empty_table(2 * leaves, stride, device=weight.device).zero_())
-        self._fill(weight, bias, progress)
+        if not weight.is_meta:
+            self._fill(weight, bias, progress)
 
     # -------------------------------------------------------------------------------------------- shape
     def memory(self) -> dict[str, int]:
@@ -222,33 +215,6 @@ class KernelSampler(DeviceFollowing):
             ids = torch.arange(begin, end, device=query.device).expand(query.shape[0], -1).contiguous()
             out[:, begin:end] = call(ops.kernel_tree_log_prob, query, phi, ids, self.rows, self.sums, *self._law())
         return out
-
-    def _law(self) -> tuple[int, str, float, float]:
-        return self.leaf_size, self.kernel, self.scale, self.epsilon
-
-    def _query(self, h: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Queries [B, dim] as the leaves see them, and their features."""
-        if not isinstance(h, Tensor) or h.dim() < 1 or not h.is_floating_point() or h.shape[-1] != self.dim:
-            got = describe(h) if isinstance(h, Tensor) else type(h).__name__
-            raise ValueError(f"{self._op}: h must be [*, {self.dim}] floating point, got {got}")
-        if h.device != self.rows.device:
-            raise ValueError(f"{self._op}: h must be on {self.rows.device}, where the tree is, got {h.device}")
-        flat = check_dense(self._op, "h", h).detach().reshape(-1, self.dim).to(torch.float32)
-        if self.normalize:
-            flat = torch.nn.functional.normalize(flat, dim=1)
-        if self.has_bias:
-            flat = torch.nn.functional.pad(flat, (0, 1), value=1.0)
-        # Exactly 1 for all but absurd queries, whose features would overflow: no bit of the others changes.
-        flat = flat * (self._longest / torch.linalg.vector_norm(flat, math.inf, 1, keepdim=True)).clamp(max=1.0)
-        return ops.pad_columns(flat, ops.ROW_ALIGN), self._features(flat, 0.0)
-
-    def _features(self, x: Tensor, shift: float) -> Tensor:
-        """phi of rows [n, width] times e^shift ("positive"), zero columns up to the stride of the sums."""
-        if self.kind == "quadratic":
-            phi = rff.features(x, kind="quadratic", alpha=self.scale)
-        else:
-            phi = rff.features(x, self.omega, kind=self.kind, nu=self.scale, shift=shift)
-        return ops.pad_columns(phi, ops.FEATURE_ALIGN)
 
     def _watch(self, clipped: Tensor) -> None:
         """Warn once where too much of the estimated mass is negative."""
@@ -369,17 +335,6 @@ class KernelSampler(DeviceFollowing):
         self._longest = longest_query(most, self.num_numbers, self.scale) if quadratic else MOST_QUERY
         return True
 
-    def _refuse_rows(self, name: str, rows: Tensor, bias: Tensor | None) -> None:
-        most = max(float(t.detach().abs().amax()) for t in (rows, bias) if t is not None and t.numel())
-        raise ValueError(
-            f"{self._op}: {name} must have features that sum up within float32, got numbers up to {most:g}. "
-            f"{self._way_out()}"
-        )
-
-    def _way_out(self) -> str:
-        smaller = f", use normalize=True or a nu smaller than {self.scale:g}" if self.kind == "positive" else ""
-        return f"Scale the rows down{smaller}; the sampler is as it was before"
-
     def rebuild(self, weight: Tensor, bias: Tensor | None = None, *, progress: bool = False) -> None:
         """Build the tree anew from the whole class table [C, d] (and bias [C]), in chunks, on all threads.
 
@@ -402,15 +357,6 @@ class KernelSampler(DeviceFollowing):
         self._check_finite("weight", weight, bias)
         with self._held():
             self._fill(weight, bias, progress)
-
-    def _own(self, weight: Tensor, bias: Tensor | None, which: slice | Tensor) -> Tensor:
-        """Rows as the tree keeps them, [n, width] float32."""
-        rows = weight.detach()[which].to(torch.float32)
-        if self.normalize:
-            rows = torch.nn.functional.normalize(rows, dim=1)
-        if bias is not None:
-            rows = torch.cat([rows, bias.detach()[which].to(torch.float32).unsqueeze(1)], 1)
-        return rows.contiguous()
 
     @torch.no_grad()
     def _fill(self, weight: Tensor, bias: Tensor | None, progress: bool) -> None:
@@ -456,49 +402,7 @@ class KernelSampler(DeviceFollowing):
         self._mixed = False
         return fine
 
-    def _decay(self, rows: Tensor) -> float:
-        """nu |c|^2 / 2 of the shortest row."""
-        return 0.5 * self.scale * float(rows.square().sum(1).min())
-
     # -------------------------------------------------------------------------------------------- checks
-    def _check_table(self, name: str, table: Tensor, rows: int | None = None) -> None:
-        wanted = "C" if rows is None else str(rows)
-        width = "d" if rows is None else str(self.dim)
-        if not isinstance(table, Tensor):
-            raise TypeError(f"{self._op}: {name} must be a [{wanted}, {width}] tensor, got {type(table).__name__}")
-        good = table.dim() == 2 and table.is_floating_point() and table.shape[0] >= (rows is None)
-        good = good and table.shape[1] >= 1 and (rows is None or table.shape == (rows, self.dim))
-        if not good:
-            raise ValueError(f"{self._op}: {name} must be [{wanted}, {width}] floating point, got {describe(table)}")
-        check_data(self._op, name, table)
-
-    def _check_bias(self, bias: Tensor | None, rows: int) -> None:
-        if bias is None and not self.has_bias:
-            return
-        if bias is None or not self.has_bias:
-            wanted = f"[{rows}], the sampler has a bias" if self.has_bias else "None, the sampler has no bias"
-            raise ValueError(f"{self._op}: bias must be {wanted}, got {'None' if bias is None else describe(bias)}")
-        if not isinstance(bias, Tensor) or bias.shape != (rows,) or not bias.is_floating_point():
-            got = describe(bias) if isinstance(bias, Tensor) else type(bias).__name__
-            raise ValueError(f"{self._op}: bias must be [{rows}] floating point, got {got}")
-
-    def _check_finite(self, name: str, rows: Tensor, bias: Tensor | None) -> None:
-        for what, table in ((name, rows), ("bias", bias)):
-            if table is None:
-                continue
-            for begin in range(0, table.shape[0], 65536):
-                part = table.detach()[begin : begin + 65536].reshape(-1, 1 if table.dim() == 1 else table.shape[1])
-                if float(torch.linalg.vector_norm(part, math.inf)) <= MOST_ROW:  # false for nan
-                    continue
-                fine = part.double().abs() <= MOST_ROW  # which fp16 would round to inf
-                bad = int((~fine).any(1).nonzero()[0, 0])
-                if not bool(part[bad].isfinite().all()):
-                    raise ValueError(f"{self._op}: {what} must be finite, got nan or inf in row {bad + begin}")
-                most = float(part[bad].abs().amax())
-                raise ValueError(
-                    f"{self._op}: {what} must hold numbers up to {MOST_ROW:g}, got {most:g} in row {bad + begin}. "
-                    f"{self._way_out()}"
-                )
 
     # -------------------------------------------------------------------------------------------- module
     def _stored_error(self, found: dict[str, Any]) -> str | None:

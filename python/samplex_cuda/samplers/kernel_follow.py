@@ -15,16 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplex_cuda import _device, chunking
+from samplex_cuda import _device
 from samplex_cuda._device import Mailbox
 from samplex_cuda.ops import kernel_tree as ops
-from samplex_cuda.samplers.base import Sampler
+from samplex_cuda.samplers.kernel_rows import KernelRows, longest_query
 
 __all__ = ["DeviceFollowing", "packed_ids"]
 
-MOST_SUM = 1e30  # of features over all classes: a product with the features of a query must stay in float32
-MOST_ROW = 1e15  # of the numbers of a row: its distance from a query must stay in float32
-MOST_QUERY = 1e15  # a longer query is shortened to this
 LOST = 64.0  # a leaf that was so many times larger is summed anew: the rest of a difference has few digits
 _MENDED = 1024  # classes of leaves that are summed anew in a step, the worst leaves first
 # A data-center GPU, for the ratio of two times: bytes and float32 operations per microsecond, microseconds per launch.
@@ -54,32 +51,12 @@ def packed_ids(ids: Tensor, num_classes: int) -> Tensor:
     return ids.new_full((count + 1,), -1).scatter_(0, place, key.long())[1:]
 
 
-class DeviceFollowing(Sampler):
+class DeviceFollowing(KernelRows):
     """`follow` of a kernel sampler; the tree itself belongs to `KernelSampler`."""
 
-    rows: Tensor
-    sums: Tensor
-    kind: str
-    scale: float
-    dim: int
-    leaf_size: int
-    num_numbers: int
-    _shift: float
-    _longest: float | Tensor
     _mixed: bool
 
-    @property
-    def depth(self) -> int:
-        """Levels of the tree; 0 where all classes fit into one leaf."""
-        return (-(-self.num_classes // self.leaf_size) - 1).bit_length()
-
     def _held(self) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def _own(self, weight: Tensor, bias: Tensor | None, which: slice | Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def _features(self, x: Tensor, shift: float) -> Tensor:
         raise NotImplementedError
 
     def __init__(self) -> None:
@@ -93,10 +70,6 @@ class DeviceFollowing(Sampler):
         if self._mail is None:
             self._mail = Mailbox(2, self.rows.device)
         return self._mail
-
-    def _rows_at_a_time(self) -> int:
-        """Rows of features that are held at once."""
-        return max(1, chunking.chunk_bytes(self.sums.device, "features") // (self.sums.shape[1] * 4))
 
     def _chunks(self, count: int) -> Iterator[slice]:
         """Rows whose features are made at once: whole leaves."""
@@ -176,20 +149,6 @@ class DeviceFollowing(Sampler):
         if nearest is not None:
             self._notice((nearest - self._shift).abs() > 32.0)
 
-    def _fits(self, rows: Tensor, phi: Tensor | None) -> Tensor:
-        """[n] bool: whether the sums of all classes stay in range with such rows [n, width] and their features."""
-        most = MOST_ROW
-        if self.kind == "quadratic":
-            most = min(most, math.sqrt(MOST_SUM / self.num_classes / math.sqrt(2.0 * self.scale)))
-        fits = torch.linalg.vector_norm(rows, math.inf, 1) <= most  # false for nan
-        if self.kind == "positive" and phi is not None:
-            fits &= torch.linalg.vector_norm(phi, math.inf, 1) <= MOST_SUM / self.num_classes
-        return fits
-
-    def _decays(self, rows: Tensor) -> Tensor:
-        """nu |c|^2 / 2 of each row."""
-        return 0.5 * self.scale * rows.square().sum(1)
-
     def _notice(self, which: Tensor) -> None:
         assert self._notices is not None
         self._notices += which.sum()
@@ -264,11 +223,3 @@ class DeviceFollowing(Sampler):
         numbers = batch * (2 * below * self.sums.shape[1] + scored)
         top = 2.0 * batch * (2 << min(_TOP_LEVELS, self.depth)) * self.sums.shape[1]
         return 10 * _LAUNCH + 4 * numbers / _BYTES + top / _FLOPS + batch * self._row_time()
-
-
-def longest_query(most: Any, num_numbers: int, scale: float) -> Any:
-    """The longest query a quadratic tree with sums up to `most` takes, of a number or of a tensor on a device."""
-    factor = num_numbers * math.sqrt(2.0 * scale)
-    if isinstance(most, Tensor):
-        return (1e37 / (factor * most.clamp_min(1.0))).sqrt().clamp_max(MOST_QUERY)
-    return min(MOST_QUERY, math.sqrt(1e37 / (factor * max(most, 1.0))))

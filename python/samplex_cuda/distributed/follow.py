@@ -1,0 +1,91 @@
+"""Which sampler a sharded head gets, and how it follows the table: the same decisions on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplex_cuda._checks import check_choice
+from samplex_cuda.distributed.collectives import Exchange
+from samplex_cuda.distributed.kernel import ShardedKernel
+from samplex_cuda.distributed.layout import Layout
+from samplex_cuda.distributed.samplers import ShardedUnigram
+from samplex_cuda.distributed.subtrees import ShardedTree
+from samplex_cuda.heads.follow import TableFollower
+from samplex_cuda.samplers.kernel_base import KernelSampler
+from samplex_cuda.samplers.static import Unigram
+from samplex_cuda.samplers.tree import Tree
+
+__all__ = ["REPLICATED", "SAMPLERS", "due_state", "follow_table", "shard_sampler"]
+
+_NAME = "SampledClassifier.shard"
+SAMPLERS = ("auto", "replicate", "shard")
+REPLICATED = 10_000_000  # classes up to which `sampler="auto"` replicates what does not depend on the table
+
+
+def shard_sampler(
+    sampler: Any, how: str, layout: Layout, exchange: Exchange, device: torch.device, whole: bool = False
+) -> Any:
+    """The sampler of a sharded head: spread over the ranks, or as it is on each of them.
+
+    Args:
+        sampler: of the unsharded head.
+        how: "auto", "replicate" or "shard".
+        layout: which rank holds which class.
+        exchange: the collectives of the head.
+        device: of the class rows.
+        whole: whether the head asks a tree for more than draws: log q of every class, or stratified draws.
+    """
+    check_choice(_NAME, "sampler", how, SAMPLERS)
+    if isinstance(sampler, KernelSampler):
+        return ShardedKernel(sampler, layout, exchange, device)
+    if getattr(sampler, "follows_rows", False):
+        raise NotImplementedError(
+            f"{_NAME}: a sampler that depends on the class table must be Quadratic or RandomFourier, got "
+            f"{type(sampler).__name__}, which needs the whole table on one rank"
+        )
+    spread = how == "shard" or (how == "auto" and layout.num_classes > REPLICATED)
+    if spread and type(sampler) is Unigram:
+        return ShardedUnigram.of(sampler, layout, exchange)
+    if spread and type(sampler) is Tree and not whole:
+        return ShardedTree(sampler, layout, exchange)
+    if how == "shard":
+        raise ValueError(
+            f'{_NAME}: sampler="shard" requires a Unigram, Quadratic, RandomFourier, or a Tree without stratified '
+            f"draws and without a loss whose predictions need log q of every class, got {type(sampler).__name__}"
+        )
+    return sampler
+
+
+def due_state(follower: TableFollower, sampler: Any, weight: Tensor, bias: Tensor | None) -> int:
+    """0: the sampler is up to date, 1: touched rows are due, 2: all rows are. Must be equal on all ranks."""
+    if not follower.active:
+        return 0
+    follower.look(weight, bias if getattr(sampler, "has_bias", False) else None)
+    return 2 if follower.stale else int(follower.due())
+
+
+@torch.no_grad()
+def follow_table(follower: TableFollower, sampler: Any, weight: Tensor, bias: Tensor | None) -> None:
+    """Brings the sampler up to date with the tables of all ranks: touched rows, or all of them. A collective.
+
+    Args:
+        follower: what was touched, in classes.
+        sampler: a `ShardedKernel`, or one that does not depend on the table.
+        weight: [rows, d], this rank's table.
+        bias: [rows].
+    """
+    if not isinstance(sampler, ShardedKernel):
+        return
+    known = bias if sampler.has_bias else None
+    if follower.stale or follower.policy is None or (follower.policy == "epoch" and follower.steps):
+        sampler.rebuild(weight, known)
+    else:
+        # After a load, ranks whose rows were not touched have no list: they take part all the same.
+        none = torch.empty(0, dtype=torch.int64, device=weight.device)
+        sampler.follow(torch.cat([none, *follower.touched]), weight, known)
+    follower.reset()
+    follower.look(weight, known)
+    follower.stale = False
