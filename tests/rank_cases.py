@@ -336,6 +336,29 @@ def through_plain(group: Any, order: str) -> bool:
     return True
 
 
+# ------------------------------------------------------------------------------------------------ runs
+def run_trainer(
+    group: Any, folder: str, model: str, sampler: str, settings: list[str], resume: bool = False
+) -> dict[str, Any]:
+    """A run of `Trainer` on the ranks of the group: how it ended."""
+    from training_cases import case
+
+    from samplex_cuda.training import Trainer, sharded
+
+    sharded._group = lambda: group
+    run, data, valid = case(model, sampler, "training.shard=classes", *settings)
+    go_on = Trainer.resume
+    trainer = go_on(folder, data, valid, settings=settings) if resume else Trainer(run, data, valid, folder)
+    result = trainer.fit()
+    return {"status": result.status, "step": result.step, "metrics": result.metrics, "rows": len(trainer.head.weight)}
+
+
+def trainer_message(group: Any, folder: str, model: str, sampler: str, settings: list[str], rank: int) -> str:
+    """What each rank says where one of them has other settings."""
+    mine = settings if dist.get_rank(group) == rank else []
+    return _message(lambda: run_trainer(group, folder, model, sampler, mine))
+
+
 # ------------------------------------------------------------------------------------------------ health
 def disagree(group: Any) -> str:
     """Rank 2 has another rate."""

@@ -23,7 +23,7 @@ from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.rng import Key
 from samplex_cuda.training import checkpoint, models
 from samplex_cuda.training.checkpoint import CheckpointError
-from samplex_cuda.training.config import Config, ConfigError
+from samplex_cuda.training.config import Config
 from samplex_cuda.training.ranks import Alone, RanksError, launched
 from samplex_cuda.training.run_folder import RunError
 from samplex_cuda.training.state import UNFIT, check_meta, is_sharded
@@ -180,10 +180,10 @@ class Ranks(Alone):
                 f"of them, got {batch_size}"
             )
         encoder, whole = models.build(config, train, fit=fit, trust_model=trust_model, head_device="meta")
-        if encoder.tables() and self.kind == "fsdp":
-            raise ConfigError(
-                'config: [model] sparse must be false with training.shard_encoder = "fsdp", which takes no row '
-                "gradients, got true"
+        if encoder.tables():
+            raise RanksError(
+                "config: [model] sparse must be false with training.shard: DistributedDataParallel and FSDP2 take no "
+                "row gradients, got true"
             )
         if fit:
             self._share(encoder, whole.sampler)
@@ -391,6 +391,10 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
+def _group() -> Any:
+    return dist.group.WORLD
+
+
 def join_ranks(config: Config) -> Ranks:
     """Makes or takes the process group of a sharded run; see `ranks.join`."""
     t = config.training
@@ -409,7 +413,7 @@ def join_ranks(config: Config) -> Ranks:
         store = attempt_store(store, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
-    ranks = Ranks(config, dist.group.WORLD, own)
+    ranks = Ranks(config, _group(), own)
     try:
         flat = {f"{table}.{key}": value for table, keys in config.as_dict().items() for key, value in keys.items()}
         flat.pop("training.device")
