@@ -52,15 +52,13 @@ def test_a_linear_model_has_the_same_bits_on_any_number_of_ranks(ranks, tmp_path
 CASES = {
     "ddp": ("mlp", "tree", ["model.dropout=0", "training.accumulate=2", "training.clip_norm=0.5"]),
     "fsdp": ("mlp", "log_uniform", ["model.dropout=0", "training.shard_encoder=fsdp", "training.clip_norm=0.5"]),
-    "fsdp average": ("mlp", "uniform", ["model.dropout=0", "training.shard_encoder=fsdp", "training.average=ema",
-                                        "training.average_decay=0.9", "training.average_head=true"]),
-    "average": ("mlp", "uniform", ["model.dropout=0", "training.average=swa"]),
+    "average": ("mlp", "uniform", ["model.dropout=0", "training.average=swa", "training.average_head=true"]),
     "tree refitted": ("mlp", "tree_default", ["model.dropout=0", "sampler.refit_steps=5", "sampler.features=hidden"]),
     "unfused": ("mlp", "uniform", ["model.dropout=0", "optimizer.fused=false", "optimizer.name=adam"]),
     "augment_reduce": ("linear", "uniform", ["head.loss=augment_reduce"]),
-    "sparse rows, several targets": ("embedding_bag", "unigram", ["head.mask_known=true", "model.sparse=false"]),
+    "sparse rows, several targets": ("embedding_bag", "unigram", ["model.sparse=false"]),
     "text": ("lstm", "bigram", ["model.dropout=0", "model.sparse=false"]),
-    "interactions": ("two_tower", "unigram", ["model.dropout=0", "model.sparse=false", "training.exclude_history=true",
+    "interactions": ("two_tower", "unigram", ["model.dropout=0", "model.sparse=false", "training.exclude_history=true", "head.mask_known=true",
                                               'training.metrics=["nll","recall@5","ndcg@5"]']),
 }  # fmt: skip
 

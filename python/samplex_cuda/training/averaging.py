@@ -40,24 +40,12 @@ def update_average(
 
 @contextlib.contextmanager
 def swapped(average: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """The averaged weights in place of the current ones; nothing is copied where both have the same dtype.
-
-    The parameters of FSDP2 (DTensors) keep their storage, and numbers are copied.
-    """
-    spread = {name for name in average if type(parameters[name].data) is not Tensor}
-    current = {name: parameters[name].data.clone() if name in spread else parameters[name].data for name in average}
+    """The averaged weights in place of the current ones; nothing is copied where both have the same dtype."""
+    current = {name: parameters[name].data for name in average}
     try:
         for name, mean in average.items():
-            _put(parameters[name], mean.to(parameters[name].dtype), name in spread)
+            parameters[name].data = mean.to(parameters[name].dtype)
         yield
     finally:
         for name, data in current.items():
-            _put(parameters[name], data, name in spread)
-
-
-def _put(parameter: nn.Parameter, data: Tensor, copied: bool) -> None:
-    if copied:
-        with torch.no_grad():
-            parameter.copy_(data)
-    else:
-        parameter.data = data
+            parameters[name].data = data

@@ -232,6 +232,8 @@ def check_together(source: str, c: Config) -> None:
             fail("model", "tied", f"false {with_shard}", True)
         if c.training.clip_head:
             fail("training", "clip_head", f"false {with_shard}", True)
+        if c.training.average != "none" and c.training.shard_encoder == "fsdp":
+            fail("training", "average", f'"none" {with_shard} and shard_encoder = "fsdp"', c.training.average)
         if "mrr" in c.training.metrics:
             fail("training", "metrics", f"without mrr {with_shard}; samplex evaluate has it", c.training.metrics)
     if c.training.average_head and c.training.average == "none":
