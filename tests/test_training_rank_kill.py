@@ -20,8 +20,8 @@ HERE = Path(__file__).parent
 
 def check(ranks, folder, encoder, steps, kills, seconds):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", str(kills),
-               "--monitor-interval", "0.1", "--standalone", str(HERE / "rank_kill.py"), str(folder), encoder, str(steps),
-               str(kills), "3"]  # fmt: skip
+               "--monitor-interval", "0.1", "--standalone", str(HERE / "rank_kill.py"), str(folder), encoder,
+               str(steps), str(kills), "3"]  # fmt: skip
     done = subprocess.run(
         command,
         capture_output=True,

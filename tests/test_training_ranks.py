@@ -58,7 +58,8 @@ CASES = {
     "augment_reduce": ("linear", "uniform", ["head.loss=augment_reduce"]),
     "sparse rows, several targets": ("embedding_bag", "unigram", ["model.sparse=false"]),
     "text": ("lstm", "bigram", ["model.dropout=0", "model.sparse=false"]),
-    "interactions": ("two_tower", "unigram", ["model.dropout=0", "model.sparse=false", "training.exclude_history=true", "head.mask_known=true",
+    "interactions": ("two_tower", "unigram", ["model.dropout=0", "model.sparse=false", "head.mask_known=true",
+                                              "training.exclude_history=true",
                                               'training.metrics=["nll","recall@5","ndcg@5"]']),
 }  # fmt: skip
 

@@ -87,6 +87,16 @@ def _tensors_of_modules(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return found
 
 
+def _of_samplers(modules: Mapping[str, nn.Module]) -> set[str]:
+    """Names of the entries that belong to samplers; their modules check what they are given."""
+    return {
+        f"modules.{name}.{key}"
+        for name, module in modules.items()
+        for key, value in _plain(module).state_dict().items()
+        if ".sampler." in f".{key}" and not isinstance(value, DTensor)
+    }
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -309,6 +319,9 @@ def load_checkpoint(
         missing = sorted(set(wanted) - set(stored))
         if missing:
             raise CheckpointError(f"{folder.name} has no {missing[0]}")
+        for name in _of_samplers(modules) & wanted.keys():  # of samplers: their sizes are what was fitted
+            if tuple(stored[name].size) != tuple(wanted[name].shape):
+                wanted[name] = torch.empty(stored[name].size, dtype=wanted[name].dtype, device=wanted[name].device)
         for name, t in wanted.items():
             if tuple(stored[name].size) != tuple(t.shape) or stored[name].properties.dtype != t.dtype:
                 size, dtype = list(stored[name].size), stored[name].properties.dtype

@@ -96,6 +96,11 @@ class ShardedClassifier(SampledClassifier):
         self.layout = Layout(head.num_classes, self.exchange.world, self.exchange.rank, order)
         whole = not head.weight.is_meta
         place = head.weight.device if whole else torch.device("cpu" if device is None else device)
+        for name, t in () if head.sampler is None else head.sampler.named_buffers():
+            if t.device.type != place.type:
+                raise ValueError(
+                    f"{_NAME}: sampler must be on {place}, as the rows, got {name} on {t.device}; move it first"
+                )
         self.weight = nn.Parameter(
             empty_table(self.layout.rows, head.in_features, device=place, dtype=head.weight.dtype)
         )
