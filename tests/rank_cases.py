@@ -134,9 +134,10 @@ def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     nll = head(h[rows], y[rows])
     logits, ids = head.topk(h[rows], 7)
     log_p = head.log_prob(h[rows], ids)
+    state = head.full_state_dict().get("log_eta")
     return {
-        "start": start, "losses": losses, "tables": whole(head, group), "grads": grads, "nll": nll, "rows": rows,
-        "topk": (logits, ids), "log_prob": log_p, "sent": head.exchange.sent,
+        "log_eta": state, "start": start, "losses": losses, "tables": whole(head, group), "grads": grads, "nll": nll,
+        "rows": rows, "topk": (logits, ids), "log_prob": log_p, "sent": head.exchange.sent,
     }  # fmt: skip
 
 
@@ -168,6 +169,13 @@ def refuse(group: Any, what: str) -> str:
     head.train()
     assert bool(head(h, y).isfinite())
     return message
+
+
+def wrong_device(group: Any) -> str:
+    """The message of a sampler that is not where the rows are."""
+    head = make_head("tree", "meta")
+    head.sampler.to("meta")
+    return _message(lambda: head.shard(group, encoder="sum", key=sx.Key(5)))
 
 
 def _message(call: Any) -> str:
@@ -257,7 +265,7 @@ def _training(group: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     """Encoder, sharded head and their optimizers; another start for each number of ranks."""
     torch.manual_seed(dist.get_world_size(group))
     encoder: Any = torch.nn.Linear(5, DIM)
-    head: Any = make_head("plain", "meta", **options.get("head", {})).shard(
+    head: Any = make_head(options.get("name", "plain"), "meta", **options.get("head", {})).shard(
         group, encoder="sum", key=sx.Key(dist.get_world_size(group)), batch_capacity=BATCH,
         order=options.get("order", "class"),
     )  # fmt: skip
@@ -275,7 +283,10 @@ def _steps(group: Any, encoder: Any, head: Any, optimizer: Any, key: sx.Key, fir
         x, y = torch.randn(BATCH, 5, generator=g), torch.randint(CLASSES, (BATCH,), generator=g)
         rows = torch.arange(BATCH).tensor_split(world)[rank]
         optimizer.zero_grad()
-        loss = head(encoder(x)[rows], y[rows], key=key)  # the encoder sees all rows: the same bits on every rank
+        index = {"index": torch.randperm(50, generator=g)[:BATCH][rows]} if head.loss.needs.example_index else {}
+        loss = head(
+            encoder(x)[rows], y[rows], key=key, **index
+        )  # the encoder sees all rows: the same bits on every rank
         loss.backward()
         for p in encoder.parameters():
             dist.all_reduce(p.grad, group=group)
@@ -344,6 +355,29 @@ def through_plain(group: Any, order: str) -> bool:
     from_whole: Any = plain.shard(group, encoder="sum", order=order)
     assert torch.equal(whole(from_whole, group)[0], plain.weight)
     return True
+
+
+# ------------------------------------------------------------------------------------------------ runs
+def run_trainer(
+    group: Any, folder: str, model: str, sampler: str, settings: list[str], resume: bool = False
+) -> dict[str, Any]:
+    """A run of `Trainer` on the ranks of the group: how it ended."""
+    from training_cases import case
+
+    from samplex_cuda.training import Trainer, sharded
+
+    sharded._group = lambda: group
+    run, data, valid = case(model, sampler, "training.shard=classes", *settings)
+    go_on = Trainer.resume
+    trainer = go_on(folder, data, valid, settings=settings) if resume else Trainer(run, data, valid, folder)
+    result = trainer.fit()
+    return {"status": result.status, "step": result.step, "metrics": result.metrics, "rows": len(trainer.head.weight)}
+
+
+def trainer_message(group: Any, folder: str, model: str, sampler: str, settings: list[str], rank: int) -> str:
+    """What each rank says where one of them has other settings."""
+    mine = settings if dist.get_rank(group) == rank else []
+    return _message(lambda: run_trainer(group, folder, model, sampler, mine))
 
 
 # ------------------------------------------------------------------------------------------------ health

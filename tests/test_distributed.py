@@ -83,6 +83,7 @@ def test_same_bits_on_any_number_of_ranks_and_as_one_process(ranks, case):
             assert torch.equal(ids, one["topk"][1][rank["rows"]])
             torch.testing.assert_close(logits, one["topk"][0][rank["rows"]], rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(rank["log_prob"], one["log_prob"][rank["rows"]], rtol=1e-5, atol=1e-5)
+            assert rank["log_eta"] is None or torch.equal(rank["log_eta"], one["log_eta"])
         for step in range(4):
             close = 1e-2 if name == "bf16" else 1e-5
             torch.testing.assert_close(by_row(of[world], step), by_row(of[1], step), rtol=close, atol=close)
@@ -110,6 +111,9 @@ def compare_with_one_process(name, options, one):
         for mine, other in zip(one["tables"], (head.weight, head.bias), strict=True):
             if other is not None:
                 torch.testing.assert_close(mine, other.detach(), rtol=1e-4, atol=1e-5)
+    if head.log_eta is not None:
+        assert (head.log_eta != head.log_eta.max()).any()  # moved
+        torch.testing.assert_close(head.log_eta, one["log_eta"], rtol=close, atol=close)
     head.eval()
     h, y = batches(1, options.get("targets", 0), head.weight.dtype)[0]
     torch.testing.assert_close(head(h, y), one["nll"], rtol=close, atol=close)
@@ -181,6 +185,11 @@ def test_a_batch_that_one_rank_refuses_stops_every_rank(ranks, what):
     assert own in messages[1]
     for message in (messages[0], messages[2]):
         assert others in message
+
+
+def test_a_sampler_on_another_device(ranks):
+    for message in ranks.run(2, "wrong_device"):
+        assert message.startswith("ValueError: SampledClassifier.shard: sampler must be on cpu, as the rows, got ")
 
 
 def test_without_a_process_group():

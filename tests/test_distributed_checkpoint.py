@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-CASES = {"adagrad": {}, "adam": {"rule": "adam"}, "spread": {"order": "spread"}, "no bias": {"head": {"bias": False}}}
+CASES = {"adagrad": {}, "adam": {"rule": "adam"}, "spread": {"order": "spread"}, "no bias": {"head": {"bias": False}},
+         "examples": {"name": "augment and reduce"}}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

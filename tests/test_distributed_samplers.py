@@ -20,7 +20,7 @@ FIELDS = ("ids", "log_q", "all", "again", "left", "shared again")
 
 
 def run(ranks, world, name, *args):
-    return ranks.run(world, f"rank_sampler_cases.{name}", *args)
+    return ranks.run(world, f"rank_sampler_cases:{name}", *args)
 
 
 def in_slots(kind, classes, order):

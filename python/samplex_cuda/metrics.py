@@ -363,6 +363,31 @@ class Evaluator:
         self._sums: dict[str, float] = {}
         self._nll, self._nll_rows = 0.0, 0
 
+    def totals(self) -> dict[str, float]:
+        """The sums so far, for `merge` in another process."""
+        counts = {"rows": self.rows, "counted": self.counted, "nll": self._nll, "nll_rows": self._nll_rows}
+        return {**self._sums, **counts}
+
+    def merge(self, parts: Sequence[dict[str, float]]) -> None:
+        """Add the batches of other evaluators, by their `totals`.
+
+        Example:
+            >>> import torch
+            >>> from samplex_cuda import metrics
+            >>> one, other = metrics.Evaluator(k=(1,)), metrics.Evaluator(k=(1,))
+            >>> other.update(torch.tensor([[4]]), torch.tensor([4]), nll=torch.tensor([2.0]))
+            >>> one.merge([other.totals()])
+            >>> one.compute()["nll"]
+            2.0
+        """
+        for part in map(dict, parts):
+            self.rows += int(part.pop("rows"))
+            self.counted += int(part.pop("counted"))
+            self._nll += part.pop("nll")
+            self._nll_rows += int(part.pop("nll_rows"))
+            for name, value in part.items():
+                self._sums[name] = self._sums.get(name, 0.0) + value
+
     def _add(self, name: str, values: Tensor) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())
 

@@ -33,6 +33,13 @@ class Which(str, enum.Enum):
     latest = "latest"
 
 
+class Shard(str, enum.Enum):
+    """What is spread over ranks."""
+
+    none = "none"
+    classes = "classes"
+
+
 class Part(str, enum.Enum):
     """Which part of the data of a run."""
 
@@ -71,6 +78,9 @@ def train(
     model: Annotated[str | None, typer.Option(help="The encoder: model.name.")] = None,
     sampler: Annotated[str | None, typer.Option(help="Where negatives come from: sampler.name.")] = None,
     loss: Annotated[str | None, typer.Option(help="The loss: head.loss.")] = None,
+    shard: Annotated[
+        Shard | None, typer.Option(help="Spread the class table over the ranks of torchrun: training.shard.")
+    ] = None,
     setting: Set = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; by default runs/run-NNN.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Go on with this run.")] = None,
@@ -83,6 +93,8 @@ def train(
     """Train a model and keep a run folder: configuration, metrics, curves, checkpoints.
 
     Ctrl-C saves a checkpoint and says how to go on.
+
+    On several ranks: torchrun --nproc_per_node 4 --no-python samplex train --shard classes --out RUN_DIR ...
     """
     from samplex_cuda.cli.train import settings_of
     from samplex_cuda.cli.train import train as work
@@ -104,6 +116,7 @@ def train(
         model__name=model,
         sampler__name=sampler,
         head__loss=loss,
+        training__shard=None if shard is None else shard.value,
     )
     common.run(
         "train",

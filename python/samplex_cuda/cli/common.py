@@ -21,6 +21,7 @@ from rich.table import Table
 from samplex_cuda.data.cache import SourceChangedError
 from samplex_cuda.data.lines import BadLineError
 from samplex_cuda.training import CheckpointError, Config, ConfigError, NonFiniteLossError, RunError, checkpoint
+from samplex_cuda.training.ranks import RanksError, launched
 
 __all__ = [
     "INTERRUPTED",
@@ -169,9 +170,9 @@ class Output:
         hello
     """
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, as_json: bool, quiet: bool = False) -> None:
         self.as_json = as_json
-        self.console = Console(stderr=as_json, highlight=False)
+        self.console = Console(stderr=as_json, highlight=False, quiet=quiet)
         self.live = self.console.is_terminal
         self.warnings: list[str] = []
 
@@ -224,7 +225,8 @@ def run(name: str, as_json: bool, body: Callable[[Output], tuple[dict[str, Any],
         {"command": "info", "classes": 5, "exit_code": 0}
         0
     """
-    out = Output(as_json)
+    other = launched()[0] > 0  # one rank of torchrun speaks for all
+    out = Output(as_json, quiet=other)
     payload: dict[str, Any] = {}
 
     def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
@@ -246,10 +248,10 @@ def run(name: str, as_json: bool, body: Callable[[Output], tuple[dict[str, Any],
         if not _is_users(error) or os.environ.get("SAMPLEX_DEBUG"):
             raise
         code, payload = PROBLEM, {"status": "error", "error": _say_error(error)}
-        Console(stderr=True, highlight=False).print(
+        Console(stderr=True, highlight=False, quiet=other and isinstance(error, RanksError)).print(
             f"samplex {name}: {payload['error']}", markup=False, soft_wrap=True, style="red"
         )
-    if as_json:
+    if as_json and not other:
         answer: dict[str, Any] = {"command": name, **payload, "exit_code": code}
         if out.warnings:
             answer["warnings"] = out.warnings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from samplex_cuda.cli.common import (
 )
 from samplex_cuda.training import NonFiniteLossError, Result, Trainer
 from samplex_cuda.training import config as configs
+from samplex_cuda.training.ranks import launched
 
 __all__ = ["Display", "new_run_dir", "settings_of", "train"]
 
@@ -256,6 +258,8 @@ def train(
     # A name on this command line is the user's own word; one in a file is not.
     named = [setting.partition("=")[2].strip() for setting in settings if setting.startswith("model.name=")]
     trust_model = trust_model or (named[-1] if named and ":" in named[-1] else None)
+    if _goes_on(config, settings, run_dir, resume):
+        resume, settings = run_dir, []
     with Display(out) as display:
         if resume is not None:
             folder = resume
@@ -283,6 +287,9 @@ def train(
         display.follows = trainer.head.sampler_update is not None
         display.name = trainer.config.sampler.name if trainer.head.loss.needs.draws else "full softmax"
         _introduce(out, trainer)
+        if trainer.ranks.sharded:
+            kind, count = trainer.config.training.shard_encoder, trainer.head.weight.shape[0]
+            out.say(f"ranks: {trainer.ranks.world}, {count:,} class rows on the first; encoder in {kind}")
         started = trainer.progress.step
         try:
             result = trainer.fit()
@@ -291,7 +298,26 @@ def train(
         except NonFiniteLossError as error:
             display._stop()
             return _not_finite(out, folder, error, trust_model)
-    return _report(out, trainer, result, started, time.perf_counter() - begin)
+    found = _report(out, trainer, result, started, time.perf_counter() - begin)
+    trainer.ranks.close()
+    return found
+
+
+def _goes_on(config: Path | None, settings: list[str], run_dir: Path | None, resume: Path | None) -> bool:
+    """Whether this is a restart by torchrun, whose attempt before has begun the run; refuses ranks that do not fit."""
+    world = launched()[1]
+    if resume is not None:
+        chosen = read_config(resume) if resume.is_dir() else configs.Config()
+    else:
+        chosen = configs.load(config) if config is not None else configs.Config()
+    if configs.override(chosen, settings).training.shard == "none":
+        if world > 1:
+            raise UserError(f"--shard classes must be given for {world} ranks: one process trains what is not sharded")
+        return False
+    if world > 1 and run_dir is None and resume is None:
+        raise UserError("--out must be given with --shard: all ranks, and those of a restart, must find the run folder")
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return again and run_dir is not None and (run_dir / "config.toml").exists()
 
 
 @contextlib.contextmanager

@@ -5,7 +5,13 @@ Nothing here replaces `torch.distributed`: groups, launchers, checkpoints and th
 
 from __future__ import annotations
 
-from samplex_cuda.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from samplex_cuda.distributed.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from samplex_cuda.distributed.head import ShardedClassifier
 from samplex_cuda.distributed.health import Heartbeat, agree, attempt_store
 from samplex_cuda.distributed.layout import Layout
@@ -19,6 +25,8 @@ __all__ = [
     "agree",
     "attempt_store",
     "load_checkpoint",
+    "read_checkpoint",
     "replicate",
     "save_checkpoint",
+    "verify_checkpoint",
 ]

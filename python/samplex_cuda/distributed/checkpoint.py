@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from samplex_cuda.distributed.head import ShardedClassifier
+from samplex_cuda.distributed.layout import Layout
 
-__all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint"]
+__all__ = ["CheckpointError", "load_checkpoint", "read_checkpoint", "save_checkpoint", "verify_checkpoint"]
 
 _MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -84,8 +87,29 @@ def _tensors_of_modules(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return found
 
 
+def _of_samplers(modules: Mapping[str, nn.Module]) -> set[str]:
+    """Names of the entries that belong to samplers; their modules check what they are given."""
+    return {
+        f"modules.{name}.{key}"
+        for name, module in modules.items()
+        for key, value in _plain(module).state_dict().items()
+        if ".sampler." in f".{key}" and not isinstance(value, DTensor)
+    }
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _orders_of_rows(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of the tensors with a row for each class, and in which order they have them."""
+    order_of = {id(head.mesh): head.layout for head in _sharded_parameters(modules).values()}
+    found = {}
+    for name, t in tensors.items():
+        layout = order_of.get(id(t.device_mesh)) if isinstance(t, DTensor) else None
+        if layout is not None and t.shape[0] == layout.num_classes and not name.endswith(".log_eta"):
+            found[name] = layout.order
+    return found
 
 
 def _tensors_of_optimizers(
@@ -105,7 +129,7 @@ def _tensors_of_optimizers(
                 if head is not None and value.shape[:1] == parameter.shape[:1] and value.dim():
                     value = head.as_dtensor(value)
                 tensors[f"optimizers.{name}.{at}.{key}"] = value
-        rest[name] = {"numbers": numbers, "param_groups": state["param_groups"]}
+        rest[name] = {"numbers": numbers, "param_groups": state["param_groups"], "key": state.get("key")}
     return tensors, rest
 
 
@@ -114,6 +138,7 @@ def save_checkpoint(
     modules: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
     *,
+    tensors: Mapping[str, Tensor] | None = None,
     extra: Mapping[str, Any] | None = None,
     group: Any = None,
 ) -> None:
@@ -123,6 +148,7 @@ def save_checkpoint(
         folder: of this checkpoint; replaced if it is there.
         modules: by name; sharded heads, plain modules, modules in DistributedDataParallel or FSDP2.
         optimizers: by name.
+        tensors: further ones by name: DTensors, or tensors that are the same on every rank.
         extra: what JSON can hold, e.g. the step and `Key.state_dict()`.
         group: the ranks that write; None: all.
 
@@ -134,15 +160,16 @@ def save_checkpoint(
 
     folder = Path(folder)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    aside = folder.with_name(folder.name + ".writing")
+    aside = folder.with_name(f".tmp-{folder.name}")
     problem = None
-    tensors: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     text = ""
     try:
-        tensors = _tensors_of_modules(modules)
+        found = {**_tensors_of_modules(modules), **{f"tensors.{k}": v for k, v in (tensors or {}).items()}}
         of_optimizers, rest = _tensors_of_optimizers(modules, optimizers or {})
-        tensors |= of_optimizers
-        text = json.dumps({"orders": _orders(modules), "optimizers": rest, "extra": dict(extra or {})})
+        found |= of_optimizers
+        orders, rows = _orders(modules), _orders_of_rows(modules, found)
+        text = json.dumps({"orders": orders, "rows": rows, "optimizers": rest, "extra": dict(extra or {})})
         if rank == 0:
             if aside.exists():
                 shutil.rmtree(aside)
@@ -151,10 +178,18 @@ def save_checkpoint(
         problem = str(error)
     _together(group, problem, "save_checkpoint")
     writer = dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True)
-    dcp.save({k: v.detach() for k, v in tensors.items()}, storage_writer=writer, process_group=group)
+    mine: dict[str, Any] = {}
+    try:
+        dcp.save({k: v.detach() for k, v in found.items()}, storage_writer=writer, process_group=group)
+    except dcp.api.CheckpointException as error:  # of any rank; it is raised on all of them
+        raise CheckpointError(f"save_checkpoint: {_first_line(error)}") from error
     dist.barrier(group=group)
-    files = sorted(aside.glob("*.safetensors"))
-    mine = {path.name: [path.stat().st_size, _digest(path)] for path in files[rank::world]}
+    try:
+        files = sorted(aside.glob("*.safetensors"))
+        mine = {path.name: [path.stat().st_size, _digest(path)] for path in files[rank::world]}
+    except OSError as error:
+        problem = str(error)
+    _together(group, problem, "save_checkpoint")
     parts: list[Any] = [None] * world
     dist.all_gather_object(parts, mine, group=group)
     if rank == 0:
@@ -163,6 +198,13 @@ def save_checkpoint(
         except OSError as error:
             problem = str(error)
     _together(group, problem, "save_checkpoint")
+
+
+def _first_line(error: Any) -> str:
+    """Which rank could not write, and why."""
+    for rank, (cause, _) in sorted(error.failures.items()):
+        return f"rank {rank}: {cause}"
+    return str(error)
 
 
 def _finish(folder: Path, aside: Path, files: dict[str, Any], text: str, world: int) -> None:
@@ -177,7 +219,7 @@ def _finish(folder: Path, aside: Path, files: dict[str, Any], text: str, world: 
     for name in files:
         with (aside / name).open("rb") as file:
             os.fsync(file.fileno())
-    old = folder.with_name(folder.name + ".old")
+    old = _old(folder)
     if old.exists():
         shutil.rmtree(old)
     if folder.exists():
@@ -187,11 +229,15 @@ def _finish(folder: Path, aside: Path, files: dict[str, Any], text: str, world: 
         shutil.rmtree(old)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _old(folder: Path) -> Path:
+    """Where the checkpoint of before is while `folder` is replaced."""
+    return folder.with_name(f".old-{folder.name}")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, checked by its own checksum; the files that it names are not."""
     if not (folder / _MANIFEST).exists():
-        old = folder.with_name(folder.name + ".old")
-        hint = f"; {old.name} beside it is whole: a save was killed between two renames" if old.exists() else ""
-        raise CheckpointError(f"{folder.name} has no {_MANIFEST}: it is no checkpoint, or incomplete{hint}")
+        raise CheckpointError(f"{folder.name} has no {_MANIFEST}: it is no checkpoint, or incomplete")
     manifest = json.loads((folder / _MANIFEST).read_text())
     if (
         not isinstance(manifest, dict)
@@ -225,6 +271,7 @@ def load_checkpoint(
     modules: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
     *,
+    tensors: Mapping[str, Tensor] | None = None,
     group: Any = None,
 ) -> dict[str, Any]:
     """Load what `save_checkpoint` wrote, on any number of ranks; every rank of the group must call it.
@@ -235,6 +282,7 @@ def load_checkpoint(
         folder: of the checkpoint.
         modules: by the names of the save.
         optimizers: by the names of the save.
+        tensors: by the names of the save; they are filled in place.
         group: the ranks that load; None: all.
 
     Returns:
@@ -250,8 +298,11 @@ def load_checkpoint(
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     problem, manifest = None, {}
     wanted: dict[str, Tensor] = {}
+    if rank == 0 and not folder.exists() and _old(folder).exists():
+        _old(folder).rename(folder)  # a save was killed between its two renames
+    dist.barrier(group=group)
     try:
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder)
         _check_files(folder, manifest, rank, world)
     except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
         problem = str(error)
@@ -263,10 +314,14 @@ def load_checkpoint(
                 raise CheckpointError(f"{name} must be sharded in the order of the save, {saved!r}, got {order!r}")
         stored: Any = reader.read_metadata().state_dict_metadata
         wanted = {k: v.detach() for k, v in _tensors_of_modules(modules).items()}
+        wanted |= {f"tensors.{k}": v.detach() for k, v in (tensors or {}).items()}
         wanted |= _room_for_optimizers(modules, optimizers or {}, stored, manifest)
         missing = sorted(set(wanted) - set(stored))
         if missing:
             raise CheckpointError(f"{folder.name} has no {missing[0]}")
+        for name in _of_samplers(modules) & wanted.keys():  # of samplers: their sizes are what was fitted
+            if tuple(stored[name].size) != tuple(wanted[name].shape):
+                wanted[name] = torch.empty(stored[name].size, dtype=wanted[name].dtype, device=wanted[name].device)
         for name, t in wanted.items():
             if tuple(stored[name].size) != tuple(t.shape) or stored[name].properties.dtype != t.dtype:
                 size, dtype = list(stored[name].size), stored[name].properties.dtype
@@ -282,6 +337,63 @@ def load_checkpoint(
         _load_optimizer(name, optimizer, wanted, manifest["optimizers"][name])
     extra: dict[str, Any] = manifest["extra"]
     return extra
+
+
+def verify_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Compare every file of a checkpoint with its checksum, in one process; the manifest. CheckpointError if one fails.
+
+    Example:
+        >>> from samplex_cuda.distributed import CheckpointError, verify_checkpoint
+        >>> try:
+        ...     verify_checkpoint("no/such/step_100")
+        ... except CheckpointError as error:
+        ...     print(error)
+        step_100 has no manifest.json: it is no checkpoint, or incomplete
+    """
+    folder = Path(folder)
+    try:
+        manifest = read_manifest(folder)
+        _check_files(folder, manifest, 0, 1)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{folder.name}: {error}") from None
+    return manifest
+
+
+def read_checkpoint(
+    folder: str | os.PathLike[str], prefixes: tuple[str, ...] = ("",)
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Every tensor of a checkpoint as a whole, on the CPU of one process, and the manifest; no group is needed.
+
+    Rows of class tables and of their optimizer states are in the order of classes, as a head that is not sharded has
+    them.
+
+    Args:
+        folder: of the checkpoint; checked first.
+        prefixes: names that are read begin with one of these.
+
+    Returns:
+        (tensors, manifest). Names are "modules.NAME.KEY", "optimizers.NAME.NUMBER.KEY" and "tensors.KEY";
+        `manifest["extra"]` is what `save_checkpoint` was given.
+
+    Example:
+        >>> from samplex_cuda.distributed import read_checkpoint
+        >>> tensors, manifest = read_checkpoint("runs/step_100")  # doctest: +SKIP
+    """
+    import torch.distributed.checkpoint as dcp
+
+    manifest = verify_checkpoint(folder)
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    stored: Any = reader.read_metadata().state_dict_metadata
+    chosen = {name: told for name, told in stored.items() if name.startswith(prefixes)}
+    found = {name: torch.empty(told.size, dtype=told.properties.dtype) for name, told in chosen.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    for name in chosen.keys() & manifest["rows"].keys():
+        classes = found[name].shape[0]
+        slots = Layout(classes, 1, 0, manifest["rows"][name]).slot(torch.arange(classes))
+        found[name] = found[name][slots]
+    return {k: v for k, v in found.items() if not k.endswith(".slot_step")}, manifest
 
 
 def _room_for_optimizers(
@@ -321,13 +433,16 @@ def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, tensors: dict[s
     for at, parameter in enumerate(_parameters(optimizer)):
         start = f"optimizers.{name}.{at}."
         mine: dict[str, Any] = {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
-        if not isinstance(parameter, torch.distributed.tensor.DTensor):
+        if not isinstance(parameter, DTensor):
             mine = {k: _local(v) for k, v in mine.items()}
         mine |= {k.partition(".")[2]: v for k, v in told["numbers"].items() if k.partition(".")[0] == str(at)}
         if mine:
             state[at] = mine
-    optimizer.load_state_dict({"state": state, "param_groups": told["param_groups"]})
+    given: dict[str, Any] = {"state": state, "param_groups": told["param_groups"]}
+    if told.get("key") is not None:
+        given["key"] = told["key"]
+    optimizer.load_state_dict(given)
 
 
 def _local(t: Tensor) -> Tensor:
-    return t.to_local() if isinstance(t, torch.distributed.tensor.DTensor) else t
+    return t.to_local() if isinstance(t, DTensor) else t

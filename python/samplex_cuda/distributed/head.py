@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, describe
 from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, group_of
+from samplex_cuda.distributed.examples import ExampleShard
 from samplex_cuda.distributed.follow import due_state, follow_table, shard_sampler
 from samplex_cuda.distributed.kernel import ShardedKernel
 from samplex_cuda.distributed.layout import Layout
@@ -89,6 +89,11 @@ class ShardedClassifier(SampledClassifier):
         whole = not head.weight.is_meta
         place = head.weight.device if whole else torch.device("cpu" if device is None else device)
         made = shard_sampler(head.sampler, sampler, layout, exchange, place, head.loss.needs.prior or head.stratified)
+        for name, t in () if made is None or made is not head.sampler else made.named_buffers():
+            if t.device.type != place.type:
+                raise ValueError(
+                    f"{_NAME}: sampler must be on {place}, as the rows, got {name} on {t.device}; move it first"
+                )
         balanced = order == "spread" or place.type == "cpu"
         route = resolve_route(route, head, exchange.world, batch_capacity, balanced, made)
         super().__init__(
@@ -122,8 +127,9 @@ class ShardedClassifier(SampledClassifier):
             state = head.loss.example_state(head.num_classes)
             assert state is not None
             kept = head.get_buffer(self._state_name)
-            full = torch.full((state.size,), state.value, device=place, dtype=self._wide())
-            setattr(self, self._state_name, full if kept.is_meta else kept.clone())
+            self._examples = ExampleShard(state, self.exchange)
+            mine = self._examples.make(None if kept.is_meta else kept, place, self._wide())
+            setattr(self, self._state_name, mine)
         self.training = head.training
         if whole:
             self._take_rows(head)
@@ -238,7 +244,7 @@ class ShardedClassifier(SampledClassifier):
                 return step.loss
             sink = self._fusion or self._rows_of(self.weight, self.bias)
             return run_step(rows, self.weight, self.bias, step, sink, self.loss.name)
-        pads = [self.ignore_index if name == "y" else 0 for name in fields]
+        pads = [{"y": self.ignore_index, "index": -1}.get(name, 0) for name in fields]
         found = dict(zip(fields, self.exchange.gather(everyone, list(fields.values()), pads), strict=True))
         if not self.training:
             return self._exact(found)
@@ -271,7 +277,7 @@ class ShardedClassifier(SampledClassifier):
             log_q = draw.log_q.double() if weight.dtype is torch.float64 else draw.log_q
             weights = batch.get("sample_weight")
             state = None if self._state_name is None else self.get_buffer(self._state_name)
-            used = None if state is None else state[batch["index"]]
+            used = None if state is None else self._examples.fetch(state, batch["index"])
             if self.route == "online_softmax":
                 coefs = online_softmax(
                     exchange, everyone, spec.form, spec.loss.absolute, logits, target, draw.ids, log_q, of_target,
@@ -292,7 +298,7 @@ class ShardedClassifier(SampledClassifier):
                     loss, factor = self._weighted(loss, target, weights)
                     coefs = coefs._replace(target=coefs.target * factor, draws=coefs.draws * factor)
             if state is not None and used is not None and coefs.extra is not None:
-                spec.loss.update_state(state, batch["index"], used, coefs.extra)
+                self._examples.move(spec.loss, state, batch["index"], used, coefs.extra)
             if not grad:
                 return loss
             partial = partial_hidden(table, coefs, of_target, of_draws)
@@ -456,6 +462,18 @@ class ShardedClassifier(SampledClassifier):
         log_p = (positive - lse.unsqueeze(1)).to(positive.dtype)
         return self.exchange.own(log_p, everyone.place, everyone.rows).reshape(*lead, ids.shape[-1])
 
+    def predict(self, h: Tensor, *, features: Tensor | None = None, chunk_size: int | None = None) -> Tensor:
+        """The most probable class of each of this rank's rows, int64 [*]. Every rank must call it."""
+        return self.topk(h, 1, features=features, chunk_size=chunk_size)[1].squeeze(-1)
+
+    def scores(self, *_: Any, **__: Any) -> Tensor:
+        """Not for a sharded head: no rank has the scores of all classes; see `topk` and `log_prob`."""
+        raise NotImplementedError(f"{_NAME}: a rank holds a part of the classes; use topk or log_prob(h, ids)")
+
+    def linear(self) -> nn.Linear:
+        """Not for a sharded head: no rank has all rows; see `full_state_dict`."""
+        raise NotImplementedError(f"{_NAME}: a rank holds a part of the rows; full_state_dict() has all of them")
+
     # -------------------------------------------------------------------------------------------- as a module
     def as_dtensor(self, rows: Tensor) -> DTensor:
         """Rows [n, ...] of this rank as their part of a [C, ...] DTensor, in the order of slots; nothing is copied."""
@@ -473,6 +491,9 @@ class ShardedClassifier(SampledClassifier):
         for name in ("weight", "bias"):
             if f"{prefix}{name}" in destination:
                 destination[f"{prefix}{name}"] = self.as_dtensor(destination[f"{prefix}{name}"].detach())
+        if self._state_name is not None:
+            kept = self.get_buffer(self._state_name).detach()
+            destination[f"{prefix}{self._state_name}"] = self._examples.as_dtensor(kept, self.mesh)
         destination[f"{prefix}slot_step"] = torch.tensor([self.layout.step])
         if self.follower.active:
             # Of a fixed size: the rows that the sampler has not seen yet are marked, one byte each.
@@ -515,7 +536,25 @@ class ShardedClassifier(SampledClassifier):
             else:
                 rows = value[self.layout.classes(value.device)]
             state_dict[f"{prefix}{name}"] = rows
+        if self._state_name is not None and not self._load_examples(state_dict, f"{prefix}{self._state_name}", errors):
+            return
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _load_examples(self, state_dict: dict[str, Any], name: str, errors: list[str]) -> bool:
+        """Replaces the numbers of all examples by those of this rank; False, with a message, if they do not fit."""
+        assert self._state_name is not None
+        given, kept = state_dict.get(name), self.get_buffer(self._state_name)
+        if isinstance(given, Tensor):
+            if given.shape != (self._examples.state.size,):
+                errors.append(f"{_NAME}: {name} must be [{self._examples.state.size}], got {describe(given)}")
+                return False
+            mine = kept.clone()
+            self._examples.take(mine, given)
+            state_dict[name] = mine
+        return True
+
+    def _check_index(self, index: Tensor | None, lead: torch.Size) -> Tensor:
+        return self._check_numbers(index, lead, self._examples.state.size)
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -534,9 +573,10 @@ class ShardedClassifier(SampledClassifier):
             if isinstance(self.sampler, ShardedSampler) and name.startswith("sampler."):
                 continue  # a plain head keeps its sampler, and rebuilds it if it depends on the table
             if isinstance(value, DTensor):
-                by_slot = value.full_tensor()
-                value = torch.empty_like(by_slot)
-                value[torch.cat(classes).to(value.device)] = by_slot
+                by_slot = value = value.full_tensor()
+                if name != self._state_name:
+                    value = torch.empty_like(by_slot)
+                    value[torch.cat(classes).to(value.device)] = by_slot
             found[name] = value
         return found
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -138,10 +138,13 @@ class Heartbeat:
             except RuntimeError:  # the store is gone: so is the run
                 return
 
-    def silent(self) -> list[tuple[int, str]]:
+    def silent(self, stop: Callable[[], bool] | None = None) -> list[tuple[int, str]]:
         """(rank, what it last did) of the ranks that gave no sign for `patience` seconds; it takes that long to know.
 
-        A process that is stopped or dead gives none. One whose main thread hangs still does: what it does then tells.
+        A process that is stopped or dead gives none. One whose main thread hangs still does: `behind` finds it.
+
+        Args:
+            stop: asked now and then whether to give up, e.g. because a signal came; then the answer is empty.
         """
         end = time.monotonic() + self.patience
         waiting = {rank for rank in range(self.world) if rank != self.rank}
@@ -149,6 +152,8 @@ class Heartbeat:
         while waiting and time.monotonic() < end:
             time.sleep(min(self.interval, max(0.01, end - time.monotonic())))
             waiting = {rank for rank in waiting if self._read(rank) == first[rank]}
+            if stop is not None and stop():
+                return []
         return [(rank, _words(first[rank])) for rank in sorted(waiting)]
 
     def _read(self, rank: int) -> str:
@@ -158,11 +163,14 @@ class Heartbeat:
             return ""
 
     @contextlib.contextmanager
-    def watch(self, what: str) -> Iterator[None]:
+    def watch(self, what: str, stop: Callable[[], bool] | None = None) -> Iterator[None]:
         """Around collectives: an error of the transport becomes one that names the ranks that have fallen silent.
+
+        If every rank gives signs of life, those are named that do something else than this one: they hang there.
 
         Args:
             what: what this rank does meanwhile, e.g. "step 100".
+            stop: as in `silent`.
         """
         self.doing(what)
         try:
@@ -170,11 +178,23 @@ class Heartbeat:
         except (RuntimeError, dist.DistError) as error:
             if not _of_transport(error):
                 raise
-            found = self.silent()
-            if not found:
-                raise
-            names = "; ".join(f"rank {rank}, which last said {text!r}" for rank, text in found)
-            raise RuntimeError(f"Heartbeat: no sign of life for {self.patience:g} s from {names}") from error
+            waits = any(word in str(error) for word in ("timeout", "Timed out", "timed out"))
+            elsewhere = self.behind() if waits else []
+            found = self.silent(stop)
+            if found:
+                names = "; ".join(f"rank {rank}, which last said {text!r}" for rank, text in found)
+                raise RuntimeError(f"Heartbeat: no sign of life for {self.patience:g} s from {names}") from error
+            if elsewhere:
+                names = "; ".join(f"rank {rank} says {text!r}" for rank, text in elsewhere)
+                raise RuntimeError(
+                    f"Heartbeat: every rank lives, but in {self._doing!r} this one waited for {names}"
+                ) from error
+            raise
+
+    def behind(self) -> list[tuple[int, str]]:
+        """(rank, what it does) of the ranks that do something else than this one."""
+        told = ((rank, self._read(rank)) for rank in range(self.world) if rank != self.rank)
+        return [(rank, _words(text)) for rank, text in told if _words(text) != self._doing]
 
 
 def _of_transport(error: BaseException) -> bool:

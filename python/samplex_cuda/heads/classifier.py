@@ -532,16 +532,18 @@ class SampledClassifier(HeadModule):
 
     def _check_index(self, index: Tensor | None, lead: torch.Size) -> Tensor:
         assert self._state_name is not None
-        state = self.get_buffer(self._state_name)
+        return self._check_numbers(index, lead, self.get_buffer(self._state_name).shape[0])
+
+    def _check_numbers(self, index: Tensor | None, lead: torch.Size, examples: int) -> Tensor:
         if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.shape != lead:
             raise ValueError(f"{_NAME}: index must be {list(lead)} int64 with {self.loss!r}, got {describe(index)}")
-        if index.device != state.device:
-            raise ValueError(f"{_NAME}: index must be on {state.device}, got {index.device}")
+        if index.device != self.weight.device:
+            raise ValueError(f"{_NAME}: index must be on {self.weight.device}, got {index.device}")
         # On a GPU a look at the numbers would wait for the device; torch's own indexing stops there.
         if index.is_cpu and index.numel() and not torch.compiler.is_compiling():
             low, high = (int(t) for t in index.aminmax())
-            if low < 0 or high >= state.shape[0]:
-                raise IndexError(f"{_NAME}: index must be in [0, {state.shape[0]}), got {low if low < 0 else high}")
+            if low < 0 or high >= examples:
+                raise IndexError(f"{_NAME}: index must be in [0, {examples}), got {low if low < 0 else high}")
         return index.reshape(-1)
 
     # -------------------------------------------------------------------------------------------- the optimizer

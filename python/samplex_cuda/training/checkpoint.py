@@ -378,7 +378,7 @@ def save(
         raise
     shutil.rmtree(aside, ignore_errors=True)
     if keep is not None:
-        _prune(directory.parent, keep, directory.name)
+        prune(directory.parent, keep, directory.name)
     return directory
 
 
@@ -426,6 +426,9 @@ def verify(directory: str | Path) -> None:
     check_inside(directory, MANIFEST, TENSORS, META)
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
+        if isinstance(manifest, dict) and "world" in manifest:
+            _verify_shards(directory)
+            return
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{where}: format must be {FORMAT}, got {manifest['format']!r}")
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
@@ -451,6 +454,17 @@ def verify(directory: str | Path) -> None:
             raise CheckpointError(f"{where}: {name} cannot be read ({error.strerror})") from None
         if found.hexdigest() != digest:
             raise CheckpointError(f"{where}: {name} is altered: its sha256 is not the one that was written")
+
+
+def _verify_shards(directory: Path) -> None:
+    """The same for a checkpoint of ranks; see `samplex_cuda.distributed`."""
+    from samplex_cuda.distributed import CheckpointError as ShardsError
+    from samplex_cuda.distributed import verify_checkpoint
+
+    try:
+        verify_checkpoint(directory)
+    except ShardsError as error:
+        raise CheckpointError(f"checkpoint: {directory}: {error}") from None
 
 
 def load(directory: str | Path, *, check: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -534,8 +548,13 @@ def latest(run_dir: str | Path, on_refused: Callable[[Path, str], None] | None =
     return None
 
 
-def prune(folder: str | Path, keep: int) -> list[Path]:
+def prune(folder: str | Path, keep: int, newest: str = "") -> list[Path]:
     """Removes all but the `keep` newest checkpoints of a folder; returns what was removed.
+
+    Args:
+        folder: of checkpoints.
+        keep: how many stay.
+        newest: name of the checkpoint that counts as the newest one, whatever its step.
 
     Example:
         >>> import tempfile
@@ -546,11 +565,6 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
         ...     [path.name for path in checkpoint.list_checkpoints(folder)]
         ['checkpoint-00000002', 'checkpoint-00000003']
     """
-    return _prune(folder, keep, "")
-
-
-def _prune(folder: str | Path, keep: int, newest: str) -> list[Path]:
-    """As `prune`; the checkpoint named `newest` counts as the newest one, whatever its step."""
     old = sorted(list_checkpoints(folder), key=lambda path: path.name == newest)[:-keep]
     for path in old:
         # Out of sight first: a half-removed checkpoint would be refused with a warning.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from samplex_cuda.data import Batches, Dataset
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.training import models
+from samplex_cuda.training.ranks import Alone
 
 __all__ = ["check_metrics", "evaluate"]
 
@@ -29,6 +30,7 @@ def evaluate(
     exclude_history: bool = False,
     propensities: Tensor | None = None,
     on_batch: Callable[[int, int], None] | None = None,
+    ranks: Alone | None = None,
 ) -> dict[str, float]:
     """Exact metrics over a data set; encoder and head are left as they were, a carried state included.
 
@@ -44,6 +46,7 @@ def evaluate(
         exclude_history: interactions: items that a user knows are no answers.
         propensities: [C], for "psp@k".
         on_batch: called with (batches done, batches in all).
+        ranks: those of a sharded head, each of which calls it and measures its part of every batch; None: one process.
 
     Example:
         >>> import torch
@@ -53,8 +56,9 @@ def evaluate(
         >>> sorted(evaluate(*build(Config(), train), train, metrics=["nll", "recall@3"]))
         ['nll', 'recall@3']
     """
-    from samplex_cuda.metrics import Evaluator, _first_ranks, _topk_without
+    from samplex_cuda.metrics import Evaluator, _first_ranks
 
+    ranks = Alone() if ranks is None else ranks
     names = list(metrics)
     ks = sorted({min(k, head.num_classes) for k in check_metrics("evaluate: metrics", names)} or {1})
     ranked = any(name not in ("nll", "perplexity", "mrr") for name in names)
@@ -73,8 +77,8 @@ def evaluate(
         head.reduction = "none"
         encoder.carry({})
         for number in range(count):
-            chosen = batches.rows(number)
-            batch = {name: t.to(device) for name, t in dataset.batch(chosen).items()}
+            chosen = ranks.part(batches.rows(number))
+            batch = {name: t.to(device) for name, t in ranks.batch(dataset, chosen).items()}
             h, features = encoder.encode(batch)
             y = batch["y"]
             several = y.dim() == h.dim()
@@ -84,23 +88,23 @@ def evaluate(
             valid = (y >= 0).any(1) if several else y >= 0
             if not exclude_history and not bool(valid.all()):  # the rest of a last window, rows without labels
                 h, y, features = h[valid], y[valid], None if features is None else features[valid]
-            if len(h):
+            if len(h) or ranks.sharded:
                 loss = h.new_zeros(len(h))
                 if "nll" in names or "perplexity" in names:
-                    loss = head(h, y, features=features)
+                    loss = ranks.row_losses(head, h, y, features)
                 ids = torch.zeros(len(h), ks[-1], dtype=torch.int64, device=device)
                 finite = h.isfinite().all(1)
                 if ranked and exclude_history:
-                    ids = _topk_without(head, h, features, ks[-1], *source.seen(chosen))
+                    ids = ranks.best_without(head, h, features, ks[-1], *source.seen(chosen))
                 elif ranked:
                     ids = head.topk(h, ks[-1], features=features)[1]
                 if ranked and not bool(finite.all()):
                     ids = torch.where(finite[:, None], ids, -1)  # classes of a nan row would be arbitrary
-                ranks = None
+                places = None
                 if "mrr" in names:
                     known = source.seen(chosen) if exclude_history else None
-                    ranks = _first_ranks(head, h, y, features, known)
-                evaluator.update(ids, y, loss, ranks=ranks)
+                    places = _first_ranks(head, h, y, features, known)
+                evaluator.update(ids, y, loss, ranks=places)
             if on_batch is not None:
                 on_batch(number + 1, count)
     finally:
@@ -108,6 +112,8 @@ def evaluate(
         nn.Module.train(head, training[1])
         head.reduction = reduction
         encoder.carry(carried)
+    if ranks.sharded:
+        evaluator.merge([part for number, part in enumerate(ranks.gather(evaluator.totals())) if number != ranks.rank])
     found = evaluator.compute()
     missing = [name for name in names if _bounded(name, head.num_classes) not in found]
     if missing:

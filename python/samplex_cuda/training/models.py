@@ -166,7 +166,12 @@ def _encoder(config: Config, dataset: Dataset, fit: bool, trust_model: str | Non
 
 
 def build(
-    config: Config, dataset: Dataset, *, fit: bool = True, trust_model: str | None = None
+    config: Config,
+    dataset: Dataset,
+    *,
+    fit: bool = True,
+    trust_model: str | None = None,
+    head_device: str | None = None,
 ) -> tuple[Encoder, SampledClassifier]:
     """Encoder and head of a configuration, on its device.
 
@@ -178,6 +183,7 @@ def build(
         fit: False leaves out what costs passes over the data: sizes are right, values come from a checkpoint.
         trust_model: `model.name` again, where it is an import path: its module is imported and its class called, so
             name only code that you know (docs/security.md).
+        head_device: "meta" leaves the class table without numbers, for `head.shard`; None: that of the configuration.
 
     Returns:
         (encoder, head): `encoder.encode(batch)` gives h and the sampler's features, `head(h, y, features=...)` a loss.
@@ -216,6 +222,7 @@ def build(
             c.bias,
             shared=bool(c.shared),
             scale=c.scale,
+            device=head_device,
             dtype=getattr(torch, c.dtype),
         )
         if config.model.tied:
@@ -225,6 +232,10 @@ def build(
             head.set_sampler(sampler, update=_policy(config, loss))
             head.follower.reset()  # made from the rows as they are
             head.stratified = c.stratified  # `config.check` knows that this sampler can
+    if head_device is not None:
+        if head.sampler is not None:
+            head.sampler.to(device)
+        return encoder.to(device), head
     return encoder.to(device), head.to(device)
 
 

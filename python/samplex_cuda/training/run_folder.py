@@ -213,11 +213,15 @@ def plot_curves(run_dir: str | Path) -> Path:
     return path
 
 
-def keep_batch(run_dir: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> Path:
-    """Puts a batch whose loss is not finite into `nan/`, with what is known of it; the file with its tensors."""
+def keep_batch(run_dir: Path, tensors: dict[str, Tensor], about: dict[str, Any], rank: int | None = None) -> Path:
+    """Puts a batch whose loss is not finite into `nan/`, with what is known of it; the file with its tensors.
+
+    `rank`: whose part of the batch it is, where there are several.
+    """
     folder = run_dir / "nan"
     folder.mkdir(exist_ok=True)
-    path = folder / f"step-{about['step']:08d}.safetensors"
+    part = "" if rank is None else f"-rank-{rank}"
+    path = folder / f"step-{about['step']:08d}{part}.safetensors"
     checkpoint.write_tensors(path, tensors)
     checkpoint.write_file(path.with_suffix(".json"), json.dumps(about, indent=1))
     return path

@@ -25,7 +25,9 @@ __all__ = [
     "about",
     "check_meta",
     "environment",
+    "is_sharded",
     "load_model",
+    "load_state",
     "put_model",
     "put_optimizers",
     "read_meta",
@@ -214,6 +216,41 @@ def take_optimizers(
         optimizer.load_state_dict(given)
 
 
+def is_sharded(path: Path) -> bool:
+    """Whether a checkpoint was written by several ranks, or by one of them (`training.shard`)."""
+    return not (path / checkpoint.TENSORS).exists()
+
+
+def load_state(path: Path, prefixes: tuple[str, ...] = ("",)) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and meta of a checkpoint that is whole, under the names of a run of one process.
+
+    Args:
+        path: of the checkpoint.
+        prefixes: of a checkpoint of ranks, names that are read begin with one of these.
+    """
+    if not is_sharded(path):
+        return checkpoint.load(path, check=False)
+    from samplex_cuda.distributed import CheckpointError as ShardsError
+    from samplex_cuda.distributed import read_checkpoint
+
+    try:
+        stored, manifest = read_checkpoint(path, prefixes)
+    except ShardsError as error:
+        raise CheckpointError(f"checkpoint: {path}: {error}") from None
+    tensors = {}
+    for name, t in stored.items():
+        kind, _, rest = name.partition(".")
+        tensors[f"optimizer.{rest}" if kind == "optimizers" else rest] = t
+    numbers: dict[str, Any] = {}
+    for which, told in manifest["optimizers"].items():
+        state: dict[str, Any] = {}
+        for name, value in told["numbers"].items():
+            index, _, what = name.partition(".")
+            state.setdefault(index, {})[what] = value
+        numbers[which] = {"state": state, "key": told["key"]}
+    return tensors, manifest["extra"] | {"optimizers": numbers}
+
+
 def read_meta(path: Path, meta: Any) -> tuple[Config, Described]:
     """Configuration and sizes of the data of a checkpoint; CheckpointError where its meta.json lacks a part."""
     if not isinstance(meta, dict) or any(not isinstance(meta.get(part), dict) for part in ("config", "data")):
@@ -292,7 +329,7 @@ def load_model(
     found = found or checkpoint.latest(run_dir)
     if found is None:
         raise RunError(f"load_model: {run_dir}: has no checkpoint")
-    tensors, meta = checkpoint.load(found, check=False)
+    tensors, meta = load_state(found, ("modules.", "tensors.average."))
     config, described = read_meta(found, meta)
     _check_model(run_dir, config, trust_model)
     config.training.device = str(device)

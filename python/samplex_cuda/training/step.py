@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplex_cuda import optim
 from samplex_cuda.data import Batches, Dataset
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.rng import fold_in
 from samplex_cuda.training import models
 from samplex_cuda.training.config import Config
+from samplex_cuda.training.ranks import Alone
 from samplex_cuda.training.run_folder import keep_batch
 from samplex_cuda.training.state import Progress
 
@@ -51,6 +51,7 @@ class Stepper:
         batch_size: examples of a batch.
         key: int64 [2]: its first number is the seed of all draws, the second is replaced by the step.
         run_dir: where batches go whose loss is not finite.
+        ranks: which process this is; None: the only one.
 
     Example:
         >>> import torch
@@ -64,7 +65,16 @@ class Stepper:
         1
     """
 
-    def __init__(self, config: Config, train: Dataset, batch_size: int, key: Tensor, run_dir: str | Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        train: Dataset,
+        batch_size: int,
+        key: Tensor,
+        run_dir: str | Path,
+        ranks: Alone | None = None,
+    ) -> None:
+        self.ranks = Alone() if ranks is None else ranks
         self.config, self.train, self.batch_size, self.key = config, train, batch_size, key
         self.run_dir = Path(run_dir)
         self.device = torch.device(config.training.device)
@@ -80,8 +90,11 @@ class Stepper:
     ) -> Outcome:
         """Does the step that comes next; the parameters are as before where the outcome has a problem."""
         carried = encoder.carried()
+        self.ranks.doing(f"step {progress.step}: reading data")
         batches = self._next_batches(progress)
-        counts = [_count_targets(batch["y"], "tokens" in batch) for batch in batches]
+        self.ranks.doing(f"step {progress.step}")
+        self.ranks.seed(self.config.training.seed, progress.step)
+        counts = self.ranks.sums([_count_targets(batch["y"], "tokens" in batch) for batch in batches])
         total = max(1, sum(counts))
         if head.fused is not None:
             head.fused.accumulate = len(batches)  # the last step of an epoch may have fewer
@@ -113,9 +126,9 @@ class Stepper:
         """(h, loss) of a batch; no loss where h is not finite."""
         autocast = self.config.training.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
-            h, features = encoder.encode(batch)
+            h, features = self.ranks.encode(encoder, batch)
         h = h.to(head.weight.dtype)
-        if not bool(h.detach().isfinite().all()):
+        if self.ranks.most(int(not h.detach().isfinite().all())):
             return h, None
         loss = head(
             h,
@@ -134,7 +147,8 @@ class Stepper:
             self._batches = (p.epoch, Batches(self.train, self.batch_size, seed=t.seed, epoch=p.epoch))
         batches = self._batches[1]
         end = min(p.batch + t.accumulate, self.epoch_batches)
-        found = [self.train.batch(batches.rows(number)) for number in range(p.batch, end)]
+        rows = [self.ranks.part(batches.rows(number)) for number in range(p.batch, end)]
+        found = [self.ranks.batch(self.train, part) for part in rows]
         return [{name: value.to(self.device) for name, value in batch.items()} for batch in found]
 
     def _known(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -154,7 +168,7 @@ class Stepper:
             chosen = [p for p in encoder.parameters() if p is not head.weight]
             if not self.config.fused and t.clip_head:
                 chosen += list(head.parameters())
-            norm = float(optim.clip_grad_norm_(chosen, t.clip_norm))
+            norm = self.ranks.clip(chosen, t.clip_norm)
             if not math.isfinite(norm):
                 return f"the norm of the gradient is {norm}"
         # A table may change in rows that the last forward did not touch: by earlier batches of the step, or, where it
@@ -176,7 +190,8 @@ class Stepper:
         what = f"the loss is {value}" if bool(h.isfinite().all()) else "h, the output of the encoder, is not finite"
         about: dict[str, Any] = {"step": p.step, "epoch": p.epoch, "batch": p.batch + number, "problem": what}
         try:
-            path = keep_batch(self.run_dir, {**batch, "h": h}, {**about, "key": [int(self.key[0]), p.step]})
+            about["key"] = [int(self.key[0]), p.step]
+            path = keep_batch(self.run_dir, {**batch, "h": h}, about, self.ranks.rank if self.ranks.world > 1 else None)
         except OSError as error:
             return f"{what} (and the batch could not be saved: {error.strerror})"
         return f"{what}; the batch is in {path}"

@@ -8,7 +8,6 @@ one that was not. docs/training.md says what is needed for that.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import time
@@ -29,13 +28,13 @@ from samplex_cuda.training.config import Config, ConfigError
 from samplex_cuda.training.evaluation import check_metrics, evaluate
 from samplex_cuda.training.interrupts import Interrupts, own_generators
 from samplex_cuda.training.opening import open_data
+from samplex_cuda.training.ranks import join
 from samplex_cuda.training.result import NonFiniteLossError, Result
 from samplex_cuda.training.run_folder import (
     RunError,
     append_record,
     check_links,
     clean,
-    lock,
     newest,
     open_board,
     plot_curves,
@@ -45,18 +44,7 @@ from samplex_cuda.training.run_folder import (
     unwritable,
     write_board,
 )
-from samplex_cuda.training.state import (
-    UNFIT,
-    Progress,
-    about,
-    check_meta,
-    environment,
-    put_model,
-    put_optimizers,
-    take_model,
-    take_optimizers,
-    upgrade,
-)
+from samplex_cuda.training.state import Progress, about, environment
 from samplex_cuda.training.step import Stepper
 from samplex_cuda.training.watch import check_model
 
@@ -117,6 +105,10 @@ class Trainer:
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self._prepare(config, train, valid, run_dir, trust_model, on_event)
+        self.ranks.lead(self._begin_folder)
+        self.make(fit=True)
+
+    def _begin_folder(self) -> None:
         check_links(self.run_dir)
         if (self.run_dir / "config.toml").exists() or checkpoint.list_checkpoints(self.run_dir):
             raise RunError(
@@ -130,7 +122,6 @@ class Trainer:
             checkpoint.write_file(self.run_dir / "config.toml", configs.dumps(self.config))
         except OSError as error:
             raise unwritable(self.run_dir, error) from None
-        self._make(fit=True)
 
     @classmethod
     def resume(
@@ -173,51 +164,41 @@ class Trainer:
         check_links(run_dir)
         self._prepare(config, train, valid, run_dir, trust_model, on_event)
         try:
-            for name in ("checkpoints", "plots"):
-                (run_dir / name).mkdir(exist_ok=True)
-            with lock(run_dir):
-                checkpoint.put_back(run_dir / "checkpoints")
-                found, refused = self._go_on(restart)
-                for removed in clean(run_dir):
-                    self._event("cleaned", path=str(removed))
-                for path, reason in refused:
-                    self._event("damaged", path=str(set_aside(run_dir, path)), reason=reason)
+            with self.ranks.lock(run_dir):
+                found, refused = self.ranks.lead(lambda: self._find(restart))
+                if found is None:
+                    self.make(fit=True)
+                elif changed := self._store.restore(found):
+                    self._event("warning", message=f"the rest of the run may differ in the last bits: {changed}")
                 # Only now: a resume that is refused leaves the run as it was.
-                p = self.progress
-                if self.config != old:
-                    checkpoint.write_file(run_dir / f"config.before-{p.step:08d}.toml", configs.dumps(old))
-                    checkpoint.write_file(path, configs.dumps(self.config))
-                trim_metrics(run_dir, p.last_log, p.last_eval)
+                self.ranks.lead(lambda: self._tidy(old, refused))
         except OSError as error:
             raise unwritable(run_dir, error) from None
         if found is not None:
-            self._event("resumed", step=p.step, path=str(found))
+            self._event("resumed", step=self.progress.step, path=str(found))
         return self
 
-    def _go_on(self, restart: bool) -> tuple[Path | None, list[tuple[Path, str]]]:
-        """Makes the model, with the state of the newest whole checkpoint.
-
-        Returns it (None if no checkpoint is whole) and the damaged ones that are newer.
-        """
+    def _find(self, restart: bool) -> tuple[Path | None, list[tuple[Path, str]]]:
+        """The newest whole checkpoint (None if there is none), and the damaged ones that are newer."""
+        for name in ("checkpoints", "plots"):
+            (self.run_dir / name).mkdir(exist_ok=True)
+        checkpoint.put_back(self.run_dir / "checkpoints")
         found, refused = newest(self.run_dir, restart)
         for path, reason in refused:
             self._refused(path, reason, "training begins at step 0" if found is None else f"{found.name} is used")
-        if found is None:
-            self._make(fit=True)
-            return None, refused
-        tensors, meta = checkpoint.load(found, check=False)
-        changed = check_meta(found, meta, self.config, self.train, self.device)
-        if changed:
-            self._event("warning", message=f"the rest of the run may differ in the last bits: {changed}")
-        self._make(fit=False)
-        try:
-            self._restore(tensors, meta)
-        except UNFIT as error:
-            raise RunError(
-                f"trainer: {self.run_dir}: {found.name} does not fit the configuration; another model, sampler or "
-                f"optimizer needs a new run: {error}"
-            ) from None
         return found, refused
+
+    def _tidy(self, old: Config, refused: list[tuple[Path, str]]) -> None:
+        """Removes what a kill left, sets damaged checkpoints aside, and writes a configuration that has changed."""
+        p, run_dir = self.progress, self.run_dir
+        for removed in clean(run_dir):
+            self._event("cleaned", path=str(removed))
+        for path, reason in refused:
+            self._event("damaged", path=str(set_aside(run_dir, path)), reason=reason)
+        if self.config != old:
+            checkpoint.write_file(run_dir / f"config.before-{p.step:08d}.toml", configs.dumps(old))
+            checkpoint.write_file(run_dir / "config.toml", configs.dumps(self.config))
+        trim_metrics(run_dir, p.last_log, p.last_eval)
 
     # ------------------------------------------------------------------------------------------ making
     def _prepare(
@@ -235,13 +216,14 @@ class Trainer:
         t = config.training
         if t.monitor not in t.metrics and (t.patience or t.monitor != "nll"):
             raise ConfigError(f"config: [training] monitor must be one of metrics {t.metrics}, got {t.monitor!r}")
-        self.config, self.run_dir, self.on_event = config, Path(run_dir), on_event
         try:
             check_metrics("config: [training] metrics", t.metrics)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        self.ranks = join(config)
+        self.config, self.run_dir, self.on_event = config, Path(run_dir), on_event if self.ranks.leads else None
         if train is None:
-            train, valid = open_data(config)
+            train, valid = self.ranks.in_turn(lambda: open_data(config))
             # The run folder must be good from anywhere.
             for name in ("path", "valid"):
                 path = getattr(config.data, name)
@@ -249,6 +231,7 @@ class Trainer:
                     setattr(config.data, name, str(Path(path).absolute()))
         if len(train) < 1:
             raise ValueError("trainer: train must have at least 1 example, got none")
+        self.ranks.agree({"run folder": str(self.run_dir), "training data": train.fingerprint()})
         self.train, self.valid = train, valid
         if config.sampler.path and Path(config.sampler.path).exists():
             config.sampler.path = str(Path(config.sampler.path).absolute())
@@ -265,32 +248,38 @@ class Trainer:
         self.warnings: list[str] = []  # of the last evaluation
         self._last_loss: float | None = None
         self.average: dict[str, Tensor] = {}
-        self._rng: dict[str, Tensor] = {}
+        self.rng = self.first_rng()
         self._interrupts = Interrupts()
+        self._signal = 0  # that ends the run
         self._board: Any = None
         self._watch = time.perf_counter()
         size = int(getattr(train, "columns", t.batch_size)) if train.ordered else t.batch_size
-        self._epoch_batches = len(Batches(train, size))
+        self.epoch_batches = len(Batches(train, size))
         self.batch_size = size
-        self.steps_per_epoch = math.ceil(self._epoch_batches / t.accumulate)
+        self.steps_per_epoch = math.ceil(self.epoch_batches / t.accumulate)
         self.total_steps = t.epochs * self.steps_per_epoch
         if t.steps:
             self.total_steps = min(self.total_steps, t.steps)
         self.keys = torch.tensor([t.seed ^ _DRAWS, 0], dtype=torch.int64)
-        self._stepper = Stepper(config, train, size, self.keys, self.run_dir)
+        self._stepper = Stepper(config, train, size, self.keys, self.run_dir, self.ranks)
+        self._store = self.ranks.store(self)
 
-    def _make(self, fit: bool) -> None:
+    def make(self, fit: bool) -> None:
+        """Makes model and optimizers; without `fit` a checkpoint brings what would be fitted to the data."""
         if fit:
             self._event("fit", sampler=self.config.sampler.name)
-        self.encoder, self.head = models.build(self.config, self.train, fit=fit, trust_model=self.trust_model)
+        self.encoder, self.head = self.ranks.build(
+            self.config, self.train, self.batch_size, fit=fit, trust_model=self.trust_model
+        )
         self.optimizers = models.optimizers(self.config, self.encoder, self.head)
         self._rates = {name: [g["lr"] for g in o.param_groups] for name, o in self.optimizers.items()}
         if self.config.fused:
             row_optimizer: Any = self.optimizers["head"]
             self.head.fuse_optimizer(row_optimizer, self.config.training.accumulate)
-        if fit:
-            generator = torch.Generator().manual_seed(self.config.training.seed + 0xD409)
-            self._rng = {"cpu": generator.get_state()}
+
+    def first_rng(self) -> dict[str, Tensor]:
+        """States of torch's generators at the start of a run."""
+        return {"cpu": torch.Generator().manual_seed(self.config.training.seed + 0xD409).get_state()}
 
     def _surroundings(self) -> dict[str, Any]:
         from samplex_cuda.info import gather_info
@@ -303,54 +292,13 @@ class Trainer:
 
     def _refused(self, path: Path, reason: str, instead: str) -> None:
         self._event("refused", path=str(path), reason=reason, instead=instead)
-        if self.on_event is None:
+        if self.on_event is None and self.ranks.leads:
             warnings.warn(f"{reason}; {instead}", stacklevel=4)
-
-    # ------------------------------------------------------------------------------------------ state
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything that the rest of the run depends on."""
-        tensors: dict[str, Tensor] = {}
-        put_model(tensors, self.encoder, self.head)
-        numbers = put_optimizers(tensors, self.optimizers)
-        tensors.update({f"average.{name}": t for name, t in self.average.items()})
-        tensors.update({f"carried.{name}": t for name, t in self.encoder.carried().items()})
-        rng = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.device)
-        tensors.update({f"rng.{name}": t for name, t in rng.items()})
-        meta = {
-            "progress": dataclasses.asdict(self.progress),
-            "optimizers": numbers,
-            "metrics": self.metrics,
-            "config": self.config.as_dict(),
-            "data": about(self.train),
-            "environment": environment(self.device),
-        }
-        return tensors, meta
-
-    def _restore(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        upgrade(tensors, meta)
-        take_model(tensors, self.encoder, self.head)
-        take_optimizers(tensors, meta["optimizers"], self.optimizers)
-        self.progress = Progress(**meta["progress"])
-        self.metrics = meta["metrics"]
-        averaged = self._averages() if self.config.training.average != "none" else {}
-        self.average = {
-            name: tensors[f"average.{name}"].to(self.device) for name in averaged if f"average.{name}" in tensors
-        }
-        self.encoder.carry(
-            {n.removeprefix("carried."): t.to(self.device) for n, t in tensors.items() if n.startswith("carried.")}
-        )
-        self._rng = {n.removeprefix("rng."): t for n, t in tensors.items() if n.startswith("rng.")}
-        p, patience = self.progress, self.config.training.patience
-        if p.batch >= self._epoch_batches:  # larger batches than before: fewer make an epoch
-            p.epoch, p.batch = p.epoch + 1, 0
-        out_of_patience = p.status == "early_stop" and 0 < patience <= p.bad
-        if p.step < self.total_steps and not out_of_patience:
-            p.status = "running"  # more epochs, or more patience, than before
 
     # ------------------------------------------------------------------------------------------ files
     def _record(self, record: dict[str, Any]) -> None:
+        if not self.ranks.leads:
+            return
         try:
             append_record(self.run_dir, record)
         except OSError as error:
@@ -368,8 +316,9 @@ class Trainer:
         begin = time.perf_counter()
         self._count_time()
         try:
-            sync_metrics(self.run_dir)
-            checkpoint.save(path, *self._state(), keep=self.config.training.keep)
+            if self.ranks.leads:
+                sync_metrics(self.run_dir)
+            self._store.save(path)
         except (CheckpointError, OSError) as error:
             self._save_failed(path, error)
             return None
@@ -385,20 +334,11 @@ class Trainer:
             raise error
 
     def _save_best(self) -> None:
-        tensors: dict[str, Tensor] = {}
-        with swapped(self.average, self._averages()):
-            put_model(tensors, self.encoder, self.head)
-            meta = {
-                "kind": "best",
-                "progress": dataclasses.asdict(self.progress),
-                "metrics": self.metrics,
-                "config": self.config.as_dict(),
-                "data": about(self.train),
-            }
+        with swapped(self.average, self.averages()):
             folder = self.run_dir / "best"
             try:
                 folder.mkdir(exist_ok=True)
-                checkpoint.save(folder / checkpoint.directory_name(self.progress.step), tensors, meta, keep=1)
+                self._store.save_best(folder / checkpoint.directory_name(self.progress.step))
             except (CheckpointError, OSError) as error:
                 self._save_failed(folder, error)
                 return
@@ -410,13 +350,14 @@ class Trainer:
         self._watch = now
 
     # ------------------------------------------------------------------------------------------ a step
-    def _averages(self) -> dict[str, nn.Parameter]:
+    def averages(self) -> dict[str, nn.Parameter]:
+        """The parameters that are averaged, where there is an average."""
         return averaged_parameters(self.encoder, self.head, self.config.training)
 
     def _update_average(self) -> None:
         t, p = self.config.training, self.progress
         if t.average != "none" and p.step >= t.average_start and p.step % t.average_every == 0:
-            update_average(self.average, self._averages(), t, p.averaged)
+            update_average(self.average, self.averages(), t, p.averaged)
             p.averaged += 1
 
     def _begin_epoch(self) -> None:
@@ -434,7 +375,7 @@ class Trainer:
             return
         self._event("fit", sampler=self.config.sampler.name, step=self.progress.step)
         with torch.random.fork_rng(devices=[]):
-            models.refit_tree(self.config, self.train, self.encoder, self.head)
+            self.ranks.refit(self.config, self.train, self.encoder, self.head)
 
     def _set_rates(self) -> float:
         factor = self.config.schedule.factor(self.progress.step, self.total_steps)
@@ -460,7 +401,7 @@ class Trainer:
             p.skipped_in_a_row = 0
         p.step += 1
         p.batch += found.batches
-        if p.batch >= self._epoch_batches:
+        if p.batch >= self.epoch_batches:
             p.epoch, p.batch = p.epoch + 1, 0
         if not found.problem:
             self._update_average()
@@ -535,10 +476,10 @@ class Trainer:
 
         def on_batch(done: int, count: int) -> None:
             self._event("eval_progress", done=done, count=count)
-            if self._interrupts.number:
+            if self._stopped():
                 raise _InterruptedError
 
-        with swapped(self.average, self._averages()), torch.random.fork_rng(devices=[]):
+        with swapped(self.average, self.averages()), torch.random.fork_rng(devices=[]):
             return evaluate(
                 self.encoder,
                 self.head,
@@ -549,6 +490,7 @@ class Trainer:
                 exclude_history=t.exclude_history,
                 propensities=self._propensities(),
                 on_batch=on_batch,
+                ranks=self.ranks,
             )
 
     def _propensities(self) -> Tensor | None:
@@ -565,7 +507,7 @@ class Trainer:
         p = self.progress
         sampled = p.loss_sum / p.loss_count if p.loss_count else self._last_loss
         comparable = self.config.head.loss == "sampled_softmax" and not self.config.head.label_smoothing
-        with swapped(self.average, self._averages()), torch.random.fork_rng(devices=[]):
+        with swapped(self.average, self.averages()), torch.random.fork_rng(devices=[]):
             self.warnings = check_model(
                 self.encoder,
                 self.head,
@@ -573,6 +515,7 @@ class Trainer:
                 self.batch_size,
                 sampled=sampled if comparable else None,
                 nll=self.metrics.get("nll"),
+                ranks=self.ranks,
             )
 
     def _evaluate(self) -> None:
@@ -601,7 +544,7 @@ class Trainer:
         self._event("eval", **record, best=better, eval_seconds=seconds, worse_than_equal=useless)
         for message in self.warnings:
             self._event("warning", message=f"step {p.step:,}: {message}")
-            if self.on_event is None:
+            if self.on_event is None and self.ranks.leads:
                 warnings.warn(f"trainer: step {p.step:,}: {message}", stacklevel=5)
         if better and t.keep_best:
             self._save_best()
@@ -615,8 +558,13 @@ class Trainer:
         A second signal ends it at once. Signals are handled only where this is the main thread.
         """
         seed = self.config.training.seed
-        with lock(self.run_dir), self._interrupts.handled(), own_generators(self._rng, self.device, seed):
-            if self.config.training.tensorboard:
+        with (
+            self.ranks.lock(self.run_dir),
+            self._interrupts.handled(),
+            own_generators(self.rng, self.device, seed),
+            self.ranks.alive(lambda: bool(self._interrupts.number)),
+        ):
+            if self.config.training.tensorboard and self.ranks.leads:
                 self._board = open_board(self.run_dir, self.progress.step)
             self._event(
                 "start",
@@ -627,7 +575,8 @@ class Trainer:
                 fused=self.config.fused,
             )
             try:
-                return self._loop()
+                with self.ranks.watch("starting"):
+                    return self._loop()
             finally:
                 if self._board is not None:
                     self._board.close()
@@ -651,7 +600,7 @@ class Trainer:
                 break
             if not fresh and self._due(t.checkpoint_every):
                 self.save()
-            if self._interrupts.number:
+            if self._stopped():
                 return self._interrupted()
             fresh = False
             self._take_step()
@@ -660,18 +609,23 @@ class Trainer:
         self.save()
         return self._result(p.status)
 
+    def _stopped(self) -> bool:
+        """Whether a signal has come, to any rank."""
+        self._signal = self.ranks.most(self._interrupts.number)
+        return self._signal != 0
+
     def _interrupted(self) -> Result:
         self.save()
         step = self.progress.step
         message = f"step {step} is saved; go on with samplex_cuda.training.Trainer.resume({str(self.run_dir)!r}).fit()"
-        self._event("interrupted", step=step, signal=self._interrupts.number, message=message)
+        self._event("interrupted", step=step, signal=self._signal, message=message)
         result = self._result("interrupted", message)
-        result.signal = self._interrupts.number
+        result.signal = self._signal
         return result
 
     def _result(self, status: str, message: str = "") -> Result:
         p = self.progress
-        if self.config.training.plot:
+        if self.config.training.plot and self.ranks.leads:
             try:
                 plot_curves(self.run_dir)
             except (ImportError, OSError) as error:

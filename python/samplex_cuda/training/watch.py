@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from samplex_cuda.data import Dataset
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.training import models
+from samplex_cuda.training.ranks import Alone
 
 __all__ = ["FAR", "NEVER", "check_model"]
 
@@ -27,6 +28,7 @@ def check_model(
     *,
     sampled: float | None = None,
     nll: float | None = None,
+    ranks: Alone | None = None,
 ) -> list[str]:
     """What is wrong with a model in training, in sentences; empty: nothing was found.
 
@@ -39,6 +41,7 @@ def check_model(
         batch_size: examples of a batch.
         sampled: mean training loss of the last steps; None: not known, or of a loss that does not estimate the NLL.
         nll: the exact NLL on validation data; None: not known.
+        ranks: as in `evaluate`.
 
     Example:
         >>> import torch
@@ -56,8 +59,9 @@ def check_model(
             f"the exact NLL on validation data, {nll:.4g}, is above log C = {limit:.4g}: the model is worse than equal "
             "probabilities for all classes"
         )
-    h, y, features, context = _some(encoder, head, train, batch_size)
-    if not len(h):
+    ranks = Alone() if ranks is None else ranks
+    h, y, features, context = _some(encoder, head, train, batch_size, ranks)
+    if not any(ranks.gather(len(h))):
         return found
     exact = _exact(head, h, y, features)
     # A gap to validation data may be overfitting; on training data only the draws can be the reason.
@@ -70,23 +74,24 @@ def check_model(
     if head.sampler is not None:
         best = head.topk(h, 1, features=features)[1]
         drawn = head.sampler.log_prob(h if features is None else features, best, context=context)[:, 0]
-        middle = float(drawn.float().nan_to_num(-math.inf, math.inf, -math.inf).median())
+        drawn = torch.cat(ranks.gather(drawn.float().cpu()))
+        middle = float(drawn.nan_to_num(-math.inf, math.inf, -math.inf).median())
         if middle < -limit - NEVER:
             found.append(
                 f"the sampler never draws what the model rates highest: log q of its first class is {middle:.4g} "
-                f"(median of {len(h)} rows), uniform draws have {-limit:.4g}. Mix in a fixed distribution "
+                f"(median of {len(drawn)} rows), uniform draws have {-limit:.4g}. Mix in a fixed distribution "
                 "(sampler.base = unigram), or fit the tree anew (sampler.refit_every = 1)"
             )
     return found
 
 
 def _some(
-    encoder: models.Encoder, head: SampledClassifier, train: Dataset, batch_size: int
+    encoder: models.Encoder, head: SampledClassifier, train: Dataset, batch_size: int, ranks: Alone
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """h [n, d], targets, what the sampler looks at and its context, of some training examples that have a target."""
     size = int(getattr(train, "columns", _ROWS)) if train.ordered else min(_ROWS, batch_size)
-    rows = torch.arange(min(size, len(train)))
-    batch = {name: t.to(head.weight.device) for name, t in train.batch(rows).items()}
+    rows = ranks.part(torch.arange(min(size, len(train))))
+    batch = {name: t.to(head.weight.device) for name, t in ranks.batch(train, rows).items()}
     training, carried = encoder.training, encoder.carried()
     try:
         encoder.eval()

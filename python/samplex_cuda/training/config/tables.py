@@ -241,10 +241,22 @@ class Training:
 
     epochs: int = _key(10, "passes over the training data", least=1)
     steps: int = _key(0, "end after so many steps, if that comes first; 0: no such end", least=0)
-    batch_size: int = _key(256, "examples of a batch; text: columns read side by side", least=1)
+    batch_size: int = _key(256, "examples of a batch, of all ranks together; text: columns read side by side", least=1)
     accumulate: int = _key(1, "batches of one step", least=1)
     seed: int = _key(0, "of initial values, data order, draws, dropout", least=0)
     device: str = _key("cpu", 'where to train, e.g. "cuda"')
+    shard: str = _key(
+        "none", "classes: the class table is spread over the ranks of torchrun, and each batch too (docs/scale.md)",
+        choices=("none", "classes"),
+    )  # fmt: skip
+    shard_encoder: str = _key(
+        "ddp", "with `shard`, the encoder is in DistributedDataParallel, or in FSDP2, which spreads it, too",
+        choices=("ddp", "fsdp"),
+    )  # fmt: skip
+    rank_timeout: float = _key(
+        1800.0, "with `shard`, seconds that a rank waits for the others before it ends and names the silent ones",
+        above=0.0,
+    )  # fmt: skip
     threads: int = _key(0, "of torch; 0: as it is. The same number is needed for the same bits", least=0)
     precision: str = _key("float32", "bfloat16: autocast of the encoder", choices=("float32", "bfloat16"))
     clip_norm: float = _key(0.0, "largest norm of the encoder's gradient; 0: no clipping", least=0.0)
