@@ -60,9 +60,11 @@ def batches(steps: int = 4, targets: int = 0, dtype: torch.dtype = torch.float32
 
 
 def rows_optimizer(options: dict[str, Any], parameters: Any) -> sx.optim.RowOptimizer:
-    """Adagrad; or SGD, whose steps show the size of a gradient."""
+    """Adagrad; or SGD, whose steps show the size of a gradient; or SGD with stochastic rounding."""
     if options.get("rule") == "sgd":
         return sx.optim.RowSGD(parameters, lr=0.5)
+    if options.get("rule") == "rounded":
+        return sx.optim.RowSGD(parameters, lr=0.01, stochastic_rounding=True, key=sx.Key(5))
     return sx.optim.RowAdagrad(parameters, lr=0.2)
 
 

@@ -46,6 +46,8 @@ CASES = {
     "augment and reduce": ("augment and reduce", {"index": True}),
     "spread": ("plain", {"order": "spread"}),
     "sgd": ("plain", {"rule": "sgd"}),
+    "stochastic rounding": ("bf16", {"rule": "rounded"}),
+    "stochastic rounding unfused": ("bf16", {"rule": "rounded", "fused": False}),
     "unfused": ("plain", {"fused": False}),
     "unfused shared": ("shared", {"fused": False}),
     "several targets": ("plain", {"targets": 3}),

@@ -422,6 +422,34 @@ def test_stochastic_rounding_has_the_same_bits_everywhere(backend):
     assert torch.equal(given, moved)
 
 
+def test_stochastic_rounding_goes_by_the_row_of_the_whole_table(backend):
+    """A part of a table, with its first row given, gets the bits that the whole table gets there."""
+    device, key = backend.device, torch.tensor([3, 9]).to(backend.device)
+    e = entries(20, 6, 4, 13, torch.bfloat16, device)
+    weight, bias = torch.randn(20, 13).bfloat16().to(device), torch.randn(20).bfloat16().to(device)
+    whole, whole_bias = weight.clone(), bias.clone()
+    numbers = [rule_numbers("sgd")] * 2
+    none = [None] * 2
+    OPS.row_update_(whole, *none, whole_bias, *none, *e, key, *numbers)
+    part, part_bias = weight[8:].clone(), bias[8:].clone()
+    inside = [torch.where(ids >= 8, ids - 8, -1) for ids in (e[0], e[3])]
+    local = (inside[0], *e[1:3], inside[1], *e[4:])
+    OPS.row_update_(part, *none, part_bias, *none, *local, key, *numbers, first_row=8)
+    assert torch.equal(part, whole[8:])
+    assert torch.equal(part_bias, whole_bias[8:])
+    other = weight[8:].clone()
+    OPS.row_update_(other, *none, bias[8:].clone(), *none, *local, key, *numbers)
+    assert not torch.equal(other, part)
+    given, rows = weight.clone(), torch.randn(12, 13, device=device)
+    OPS.row_apply_(given, None, None, torch.arange(8, 20, device=device), rows, None, key, rule_numbers("sgd"))
+    some = weight[8:].clone()
+    OPS.row_apply_(some, None, None, None, rows, None, key, rule_numbers("sgd"), first_row=8)
+    assert torch.equal(some, given[8:])
+    for wrong in (-1, 1 << 32):
+        with pytest.raises(RuntimeError, match="first_row must be at"):
+            OPS.row_apply_(some, None, None, None, rows, None, key, rule_numbers("sgd"), first_row=wrong)
+
+
 def awkward(d: int) -> torch.Tensor:
     """fp32 numbers [200, d] of every size: ties between numbers of 16 bits, subnormals, inf, nan, both zeros."""
     bits = torch.randint(-(2**31), 2**31, (200, d), dtype=torch.int64).to(torch.int32)

@@ -30,8 +30,7 @@ Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hi
   check_tensor(op, "ids", ids, shared ? Shape{m} : Shape{B, m}, shared ? "[m]" : "[B, m]", ScalarType::Long, hidden);
   check_tensor(op, "grad_loss", grad_loss, reduced ? Shape{} : Shape{B}, reduced ? "[]" : "[B]", acc, hidden);
   if (grad_lse) check_tensor(op, "grad_lse", *grad_lse, {B}, "[B]", acc, hidden);
-  check_value(with_lse || !grad_lse, op, ": grad_lse must be None without with_lse, got ",
-              describe(grad_lse));
+  check_value(with_lse || !grad_lse, op, ": grad_lse must be None without with_lse, got ", describe(grad_lse));
   const SavedLoss at({B, P, m, d, shared}, reduction, true, with_lse, with_ratio);
   check_tensor(op, "saved", saved, {at.size}, "what the forward kept", acc, hidden);
   LossBackward x{grad_loss, grad_lse, hidden, target, ids, saved};

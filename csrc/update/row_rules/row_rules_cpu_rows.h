@@ -180,7 +180,7 @@ inline void update_row(const RowRulesParams& p, const RuleNumbers<A>& r, int64_t
   if constexpr (sizeof(T) == 2) {
     if (p.key != nullptr) {
       uint16_t* const noise = reinterpret_cast<uint16_t*>(scratch);
-      fill_noise(p.key, id, d, noise);
+      fill_noise(p.key, id + p.first_row, d, noise);
       return update_numbers<Kind, Store::kByChance>(r, row, g, s0, s1, d, noise);
     }
   }
@@ -373,7 +373,7 @@ inline void update_range(const RowRulesParams& p, const cpu::RowReduceRange& ran
       }
       if (with_bias) {
         prefetch_bias<A>(p.bias, entries.id(i + how.rows < range.readable ? i + how.rows : range.readable - 1));
-        update_bias<A>(p.bias, RuleNumbers<A>(p.bias), p.key, id, coef_sum);
+        update_bias<A>(p.bias, RuleNumbers<A>(p.bias), p.key, id, p.first_row, coef_sum);
       }
     }
     look_ahead(i);

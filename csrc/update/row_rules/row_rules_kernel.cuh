@@ -24,7 +24,7 @@ constexpr int kEntriesResident = sizeof(T) == 8   ? 4
                                  : sizeof(T) == 4 ? 6
                                                   : (Width == 8 ? 5 : 6) - kEntriesFewer;
 
-// to[0 .. Width) = x, rounded: the columns from c on of class `id`.
+// to[0 .. Width) = x, rounded: the columns from c on of row `id` of the whole table.
 template <int Width, typename T, typename A>
 SX_DEVICE inline void store_numbers(T* to, int c, const A* x, const int64_t* key, int64_t id) {
   if constexpr (sizeof(T) == sizeof(A)) {
@@ -99,7 +99,7 @@ SX_DEVICE inline void update_row(const RowRulesParams& p, const RuleNumbers<A>& 
         if constexpr (has_state0(kKind)) store_sums<Width>(static_cast<A*>(p.weight.state0) + at, s0);
         if constexpr (has_state1(kKind)) store_sums<Width>(static_cast<A*>(p.weight.state1) + at, s1);
       });
-      store_numbers<Width>(row, c, w, p.key, id);
+      store_numbers<Width>(row, c, w, p.key, id + p.first_row);
     }
   }
 }
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kUpdateThreads, kEntriesResident<T, Width>)
                               if (partial && c < p.dim) walk.store(part, c, g);
                             });
     if (!with_bias || part.lane != 0) return;
-    if (here) update_bias<A>(p.bias, rules.bias, p.key, part.id, bias);
+    if (here) update_bias<A>(p.bias, rules.bias, p.key, part.id, p.first_row, bias);
     if (partial) walk.store_bias(part, bias);
   });
 }

@@ -142,10 +142,10 @@ SX_HOST_DEVICE inline T rounded(A x, const int64_t* key, int64_t row) {
   return round_with(x, noise_of(words, 0), T{});
 }
 
-// One number of a bias [C], in its own type.
+// One number of a bias [C], in its own type; `first_row` as in RowRulesParams.
 template <typename A>
 SX_HOST_DEVICE inline void update_bias(const RowTable& bias, const RuleNumbers<A>& r, const int64_t* key, int64_t row,
-                                       A gradient) {
+                                       int64_t first_row, A gradient) {
   A s0 = bias.state0 != nullptr ? static_cast<A*>(bias.state0)[row] : A(0);
   A s1 = bias.state1 != nullptr ? static_cast<A*>(bias.state1)[row] : A(0);
   const A w = load_scalar<A>({bias.values, bias.dtype}, row, A(0));
@@ -175,10 +175,10 @@ SX_HOST_DEVICE inline void update_bias(const RowTable& bias, const RuleNumbers<A
       static_cast<double*>(bias.values)[row] = double(next);
       break;
     case DType::kFloat16:
-      static_cast<Half*>(bias.values)[row] = rounded<Half>(float(next), key, row);
+      static_cast<Half*>(bias.values)[row] = rounded<Half>(float(next), key, row + first_row);
       break;
     default:
-      static_cast<BFloat16*>(bias.values)[row] = rounded<BFloat16>(float(next), key, row);
+      static_cast<BFloat16*>(bias.values)[row] = rounded<BFloat16>(float(next), key, row + first_row);
   }
 }
 

@@ -43,12 +43,17 @@ RowTable table_of_rows(const char* op, const char* arg, const Tensor& weight) {
   return table;
 }
 
-void take_key(const char* op, RowRulesParams& params, const std::optional<Tensor>& key, const Tensor& weight) {
+void take_key(const char* op, RowRulesParams& params, const std::optional<Tensor>& key, int64_t first_row,
+              const Tensor& weight) {
+  check_value(first_row >= 0, op, ": first_row must be at least 0, got ", first_row);
   if (!key) return;
   check_tensor(op, "key", *key, {2}, "[2]", ScalarType::Long, weight);
   check_value(params.num_rows <= kMaxNoiseRows && params.dim <= kMaxNoiseColumns, op, ": weight must be at most [",
               kMaxNoiseRows, ", ", kMaxNoiseColumns, "] with a key, got ", describe(weight));
+  check_value(first_row <= kMaxNoiseRows - params.num_rows, op, ": first_row must be at most ",
+              kMaxNoiseRows - params.num_rows, " with a key, got ", first_row);
   params.key = in<int64_t>(*key);
+  params.first_row = first_row;
 }
 
 // Launches the kernel that computes this step's rules in device memory, and points params to them. Keep the returned
@@ -68,6 +73,7 @@ struct Given {
   const Tensor& rows;
   const std::optional<Tensor>& count;
   const std::optional<Tensor>& key;
+  int64_t first_row;
 };
 
 // Checks what all rules share and runs the update. `table` has the states.
@@ -84,7 +90,7 @@ void run_given(const char* op, const Tensor& weight, const RowTable& table, cons
   check_tensor(op, "rows", x.rows, weight.dim() == 2 ? Shape{n, params.dim} : Shape{n},
                weight.dim() == 2 ? "[n, d]" : "[n]", x.rows.scalar_type(), weight);
   if (x.count) check_tensor(op, "count", *x.count, {1}, "[1]", ScalarType::Long, weight);
-  take_key(op, params, x.key, weight);
+  take_key(op, params, x.key, x.first_row, weight);
   params.row_ids = x.row_ids ? in<int64_t>(*x.row_ids) : nullptr;
   params.rows = in_any(x.rows);
   params.rows_dtype = dtype_tag(op, "rows", x.rows);
@@ -151,13 +157,13 @@ void take_states(const char* op, const char* arg0, const char* arg1, RowTable& t
 void row_apply_(Tensor weight, std::optional<Tensor> state0, std::optional<Tensor> state1,
                 std::optional<Tensor> row_ids, Tensor rows, std::optional<Tensor> count, std::optional<Tensor> key,
                 std::vector<double> rule, std::optional<Tensor> lr, std::optional<Tensor> step,
-                std::optional<Tensor> found_inf) {
+                std::optional<Tensor> found_inf, int64_t first_row) {
   constexpr const char* op = "row_apply_";
   begin_op();
   RowTable table = table_of_rows(op, "weight", weight);
   take_rule(op, "", table, weight, rule, {lr, step, found_inf});
   take_states(op, "state0", "state1", table, weight, state0, state1);
-  run_given(op, weight, table, {row_ids, rows, count, key});
+  run_given(op, weight, table, {row_ids, rows, count, key, first_row});
 }
 
 // ------------------------------------------------------------------------------------------------ inside a backward
@@ -185,7 +191,7 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
                  Tensor rows_b, std::optional<Tensor> bias_b, std::optional<Tensor> key,
                  std::vector<double> weight_rule, std::vector<double> bias_rule, std::optional<Tensor> weight_lr,
                  std::optional<Tensor> weight_step, std::optional<Tensor> bias_lr, std::optional<Tensor> bias_step,
-                 std::optional<Tensor> found_inf, std::optional<Tensor> keys) {
+                 std::optional<Tensor> found_inf, std::optional<Tensor> keys, int64_t first_row) {
   constexpr const char* op = "row_update_";
   begin_op();
   check_given(op, "weight", weight);
@@ -203,12 +209,11 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
     check_tensor(op, "bias", *bias, {params.num_rows}, "[C]", bias->scalar_type(), weight);
     params.bias = table_of_rows(op, "bias", *bias);
     check_value(weight_step.has_value() == bias_step.has_value(), op,
-                ": bias_step must be given with weight_step, and not without, got ",
-                describe(bias_step));
+                ": bias_step must be given with weight_step, and not without, got ", describe(bias_step));
     take_rule(op, "bias_", params.bias, weight, bias_rule, {bias_lr, bias_step, found_inf});
     take_states(op, "bias_state0", "bias_state1", params.bias, *bias, bias_state0, bias_state1);
   }
-  take_key(op, params, key, weight);
+  take_key(op, params, key, first_row, weight);
   RowReduceParams& e = params.entries;
   e.source[0] = entries_from(op, "ids_a", "coef_a", "rows_a", ids_a, coef_a, rows_a, weight);
   e.source[1] = entries_from(op, "ids_b", "coef_b", "rows_b", ids_b, coef_b, rows_b, weight);
@@ -232,14 +237,15 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
 STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
   m.def(
       "row_apply_(Tensor(a!) weight, Tensor(b!)? state0, Tensor(c!)? state1, Tensor? row_ids, Tensor rows, "
-      "Tensor? count, Tensor? key, float[] rule, Tensor? lr=None, Tensor(d!)? step=None, Tensor? found_inf=None) -> ()",
+      "Tensor? count, Tensor? key, float[] rule, Tensor? lr=None, Tensor(d!)? step=None, Tensor? found_inf=None, "
+      "int first_row=0) -> ()",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "row_update_(Tensor(a!) weight, Tensor(b!)? weight_state0, Tensor(c!)? weight_state1, Tensor(d!)? bias, "
       "Tensor(e!)? bias_state0, Tensor(f!)? bias_state1, Tensor ids_a, Tensor? coef_a, Tensor rows_a, Tensor ids_b, "
       "Tensor? coef_b, Tensor rows_b, Tensor? bias_b, Tensor? key, float[] weight_rule, float[] bias_rule, "
       "Tensor? weight_lr=None, Tensor(g!)? weight_step=None, Tensor? bias_lr=None, Tensor(h!)? bias_step=None, "
-      "Tensor? found_inf=None, Tensor(i!)? keys=None) -> ()",
+      "Tensor? found_inf=None, Tensor(i!)? keys=None, int first_row=0) -> ()",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {

@@ -53,6 +53,7 @@ struct RowTable {
 struct RowRulesParams {
   RowTable weight, bias;  // bias with summed gradients only; its dtype is the weight's or A
   const int64_t* key;     // [2] seed, offset of stochastic rounding; nullptr: round to nearest
+  int64_t first_row;      // of a table spread over ranks: stochastic rounding goes by the row of the whole table
   int64_t num_rows, dim;  // C, d
   // Gradients given:
   const int64_t* row_ids;  // [n] distinct; nullptr: row i is class i

@@ -32,6 +32,7 @@ from samplex_cuda.distributed.step import (
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.heads.checks import inside_ddp, like_weight
 from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
+from samplex_cuda.optim.base import set_first_row
 from samplex_cuda.prediction import exact_topk, mean_weight, softmax_sums
 from samplex_cuda.rng import Key, key_tensor, uniform_at
 from samplex_cuda.tables import empty_table
@@ -120,8 +121,10 @@ class ShardedClassifier(SampledClassifier):
         self.weight = nn.Parameter(
             empty_table(self.layout.rows, head.in_features, device=place, dtype=head.weight.dtype)
         )
+        set_first_row(self.weight, self.layout.start)
         if head.bias is not None:
             self.bias = nn.Parameter(torch.empty(self.layout.rows, device=place, dtype=head.bias.dtype))
+            set_first_row(self.bias, self.layout.start)
         self.class_weight = None if head.class_weight is None else head.class_weight.to(place)
         if self._state_name is not None:
             state = head.loss.example_state(head.num_classes)

@@ -11,6 +11,7 @@ import torch.autograd.profiler as profiler
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from samplex_cuda._checks import describe
 from samplex_cuda.ops.loss_types import acc_dtype
@@ -19,7 +20,32 @@ from samplex_cuda.optim.rules import Rule
 from samplex_cuda.rng import Key, is_capturing, key_tensor
 from samplex_cuda.tables import empty_table
 
-__all__ = ["RowOptimizer", "RowStep"]
+__all__ = ["RowOptimizer", "RowStep", "first_row_of", "set_first_row"]
+
+_first_rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def set_first_row(p: Tensor, row: int) -> None:
+    """Says that `p` holds the rows from `row` on of a larger table: stochastic rounding goes by the row of that.
+
+    Args:
+        p: a parameter.
+        row: at least 0.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.optim.base import first_row_of, set_first_row
+        >>> weight = torch.zeros(3, 2)
+        >>> set_first_row(weight, 30)
+        >>> first_row_of(weight), first_row_of(torch.zeros(3, 2))
+        (30, 0)
+    """
+    _first_rows[p] = row
+
+
+def first_row_of(p: Tensor) -> int:
+    """What `set_first_row` was told of `p`, otherwise 0."""
+    return _first_rows.get(p, 0)
 
 
 class RowStep(NamedTuple):
@@ -31,6 +57,7 @@ class RowStep(NamedTuple):
     key: Tensor | None  # of stochastic rounding
     lr: Tensor | None = None  # read on the device, with `step`
     step: Tensor | None = None  # fp32, counted on the device
+    first_row: int = 0  # of a table spread over ranks, where weights are rounded stochastically
 
 
 class RowOptimizer(Optimizer):
@@ -322,7 +349,10 @@ class RowOptimizer(Optimizer):
                     grad = grad.coalesce()
                     row_ids, grad = grad._indices().contiguous().view(-1), grad._values()
                 s = self._begin(p, group)
-                row_apply_(p, s.state0, s.state1, row_ids, grad.contiguous(), None, s.key, s.rule, s.lr, s.step)
+                row_apply_(
+                    p, s.state0, s.state1, row_ids, grad.contiguous(), None, s.key, s.rule, s.lr, s.step, None,
+                    s.first_row,
+                )  # fmt: skip
                 torch.autograd.graph.increment_version(p)
         return loss
 
@@ -358,7 +388,8 @@ class RowOptimizer(Optimizer):
             state["step"] += 1
             rule = self._rule(group, state["step"])
         first, second, *_ = (*self._tables(p, group, state), None, None)
-        return RowStep(rule, first, second, self._noise(p, group), lr, count)
+        noise = self._noise(p, group)
+        return RowStep(rule, first, second, noise, lr, count, 0 if noise is None else first_row_of(p))
 
     def _check_capture(self, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Raises for host numbers that a CUDA graph would repeat in every replay."""

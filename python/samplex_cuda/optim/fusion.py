@@ -280,7 +280,7 @@ class Fusion:
         with _below_autograd():
             row_update_(
                 weight, w.state0, w.state1, bias, b.state0, b.state1, *e[:-1], b.key if w.key is None else w.key,
-                w.rule, b.rule, w.lr, w.step, b.lr, b.step, found_inf, e.keys,
+                w.rule, b.rule, w.lr, w.step, b.lr, b.step, found_inf, e.keys, w.first_row or b.first_row,
             )  # fmt: skip
         torch._C._increment_version(self._tables)
         # A step was made, though not by step(): schedulers ask.
