@@ -60,6 +60,22 @@ def test_cuda_graph_example():
     assert f"captured: {torch.cuda.is_available()}" in text
 
 
+def test_sharded_example(tmp_path):
+    """Two ranks train and save, three go on with what they saved."""
+    found = []
+    for ranks, steps, more in ((2, 50, ()), (3, 10, ("--resume",))):
+        text = run_script(
+            "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks,
+            ROOT / "examples/train_sharded.py", "--steps", steps, "--folder", tmp_path / "run", *more,
+        )  # fmt: skip
+        assert f"{ranks} ranks, {-(-20_000 // ranks):,} of 20,000 classes on rank 0" in text
+        found.append(tuple(map(float, re.search(r"exact NLL ([\d.]+), recall@10 ([\d.]+)", text).groups())))
+    (loss, recall), (loss_after, _) = found
+    assert loss < 5.0  # log of 20,000 classes is 9.9
+    assert recall > 0.5
+    assert loss_after < loss
+
+
 # A small run of both losses; the rest of this file looks at its results.
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
