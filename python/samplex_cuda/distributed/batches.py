@@ -15,7 +15,7 @@ __all__ = ["even_batches"]
 T = TypeVar("T")
 
 _NAME = "sx.distributed.even_batches"
-_END = object()
+_END: Any = object()
 
 
 def even_batches(batches: Iterable[T], empty: T, group: Any = None) -> Iterator[T]:
