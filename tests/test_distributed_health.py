@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -57,6 +58,30 @@ def test_a_stopped_rank_is_named(tmp_path):
     finally:
         for process in started:
             process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_of_a_run_is_named_by_the_others(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    script, world, victim, step = Path(__file__).parent / "rank_stop.py", 3, 1, 4
+    started = []
+    for rank in range(world):
+        with (tmp_path / f"{rank}.err").open("w") as file:
+            command = [sys.executable, str(script), str(rank), str(world), str(store.port),
+                       str(tmp_path / "run"), str(victim), str(step)]  # fmt: skip
+            started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file))
+    try:
+        for rank in (0, 2):
+            started[rank].wait(timeout=120)
+            text = (tmp_path / f"{rank}.err").read_text()
+            assert started[rank].returncode == 1, text[-4000:]
+            assert "no sign of life for 2.5 s from rank 1, which last said 'step 3'" in text, text[-4000:]
+            assert "from rank 0" not in text
+            assert "from rank 2" not in text
+    finally:
+        for process in started:
+            process.kill()
             process.wait()
 
 

@@ -5,6 +5,7 @@ Nothing here replaces `torch.distributed`: groups, launchers, checkpoints and th
 
 from __future__ import annotations
 
+from samplex_cuda.distributed.batches import even_batches
 from samplex_cuda.distributed.checkpoint import (
     CheckpointError,
     load_checkpoint,
@@ -24,6 +25,7 @@ __all__ = [
     "ShardedClassifier",
     "agree",
     "attempt_store",
+    "even_batches",
     "load_checkpoint",
     "read_checkpoint",
     "replicate",

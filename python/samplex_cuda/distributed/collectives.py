@@ -11,18 +11,18 @@ from torch import Tensor
 
 from samplex_cuda import _device
 
-__all__ = ["ENCODERS", "Everyone", "Exchange", "group_of"]
+__all__ = ["ENCODERS", "Everyone", "Exchange", "backends_of", "check_backend", "group_of"]
 
 _NAME = "SampledClassifier.shard"
 _ALIGN = 16  # bytes; of each field
 ENCODERS = ("average", "sum")  # what happens to the gradients of the model before the head
 
 
-def group_of(mesh_or_group: Any) -> dist.ProcessGroup:
+def group_of(mesh_or_group: Any, name: str = _NAME) -> dist.ProcessGroup:
     """The process group of a `DeviceMesh` of one dimension, of a group, or of None: the default group."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            f"{_NAME}: torch.distributed must be initialized first: start with torchrun and call "
+            f"{name}: torch.distributed must be initialized first: start with torchrun and call "
             "torch.distributed.init_process_group()"
         )
     if mesh_or_group is None:
@@ -30,17 +30,41 @@ def group_of(mesh_or_group: Any) -> dist.ProcessGroup:
     elif isinstance(mesh_or_group, dist.device_mesh.DeviceMesh):
         if mesh_or_group.ndim != 1:
             names = mesh_or_group.mesh_dim_names
-            raise ValueError(
-                f"{_NAME}: mesh must have one dimension, got {mesh_or_group.ndim} {names}: pass mesh[name]"
-            )
+            raise ValueError(f"{name}: mesh must have one dimension, got {mesh_or_group.ndim} {names}: pass mesh[name]")
         group = mesh_or_group.get_group()
     elif isinstance(mesh_or_group, dist.ProcessGroup):
         group = mesh_or_group
     else:
-        raise TypeError(f"{_NAME}: mesh_or_group must be a DeviceMesh or a ProcessGroup, got {mesh_or_group!r}")
+        raise TypeError(f"{name}: mesh_or_group must be a DeviceMesh or a ProcessGroup, got {mesh_or_group!r}")
     if group is None or dist.get_rank(group) < 0:
-        raise ValueError(f"{_NAME}: this rank must be a member of the group, got rank {dist.get_rank()} outside of it")
+        raise ValueError(f"{name}: this rank must be a member of the group, got rank {dist.get_rank()} outside of it")
     return group
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend of a group for each type of device, e.g. {"cpu": "gloo", "cuda": "nccl"}."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}
+
+
+def check_backend(name: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """ValueError unless the group can exchange tensors on `device` without copies through the host.
+
+    Args:
+        name: of the public function, for the message.
+        group: the process group.
+        device: of the class rows.
+    """
+    found = backends_of(group)
+    mine = found.get(device.type)
+    if mine is not None and (device.type, mine) != ("cuda", "gloo"):
+        return
+    wanted = {"cpu": "gloo", "cuda": "nccl"}.get(device.type, "a backend of that device")
+    given = ",".join(f"{kind}:{backend}" for kind, backend in found.items())
+    raise ValueError(
+        f"{name}: group must have a backend for class rows on {device.type} ({wanted}), got {given}; make the group "
+        'with torch.distributed.init_process_group("cpu:gloo,cuda:nccl") or new_group(backend=...), or move the head'
+    )
 
 
 class Everyone(NamedTuple):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, describe
-from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, group_of
+from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, check_backend, group_of
 from samplex_cuda.distributed.examples import ExampleShard
 from samplex_cuda.distributed.follow import due_state, follow_table, shard_sampler
 from samplex_cuda.distributed.kernel import ShardedKernel
@@ -85,10 +85,11 @@ class ShardedClassifier(SampledClassifier):
             raise ValueError(f"{_NAME}: shard the head first and fuse its optimizer then; got a fused head")
         if not head.loss.needs.draws:
             raise ValueError(f"{_NAME}: loss must sample classes, got {head.loss!r}")
-        exchange = Exchange(group, batch_capacity)
-        layout = Layout(head.num_classes, exchange.world, exchange.rank, order)
         whole = not head.weight.is_meta
         place = head.weight.device if whole else torch.device("cpu" if device is None else device)
+        check_backend(_NAME, group, place)
+        exchange = Exchange(group, batch_capacity)
+        layout = Layout(head.num_classes, exchange.world, exchange.rank, order)
         made = shard_sampler(head.sampler, sampler, layout, exchange, place, head.loss.needs.prior or head.stratified)
         for name, t in () if made is None or made is not head.sampler else made.named_buffers():
             if t.device.type != place.type:

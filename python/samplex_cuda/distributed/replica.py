@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, op_error
-from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, group_of
+from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, check_backend, group_of
 from samplex_cuda.distributed.step import StepResult, run_step
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.heads.checks import inside_ddp, like_weight
@@ -76,7 +76,9 @@ def replicate(
         raise ValueError(f"{_NAME}: module must hold a SampledClassifier, got {type(module).__name__}")
     for head in heads.values():
         _check_head(head)
-    group = group_of(mesh_or_group)
+    group = group_of(mesh_or_group, _NAME)
+    for head in heads.values():
+        check_backend(_NAME, group, head.weight.device)
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     first = dist.get_global_rank(group, 0)
     for name, head in heads.items():
