@@ -218,3 +218,15 @@ def test_an_ignored_row_brings_no_nan_into_the_products(simd_level, draws):
         found.append((loss, d_hidden, rows[: int(count)]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert found[0][2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_width_zero_have_products_of_zero(simd_level, dtype):
+    """No number is summed, and none may be left from memory that was used before."""
+    for _ in range(20):
+        torch.ops.samplex.sampled_softmax(  # leaves numbers in the memory of products
+            torch.randn(BATCH, 8), torch.randn(CLASSES, 8), torch.arange(BATCH), torch.arange(20), torch.zeros(20),
+            None, None, None, None, 1.0, 0.0, -100, 1, False, True, False, True, True,
+        )  # fmt: skip
+        got, exact = run("cpu", dtype, 7, dim=0)
+        torch.testing.assert_close(got[0].double(), exact[0].double(), rtol=1e-5, atol=1e-6)
