@@ -1,6 +1,6 @@
 """The three products of shared draws: how many digits they keep, on every backend and at every SIMD level.
 
-A CPU with vectors makes them by kernels of its own (csrc/common/panels.h), in panels of 32 columns, blocks of 128 terms
+A CPU with vectors makes them by csrc/common/panels.h, in panels of 32 columns, blocks of 128 terms
 and tiles of 6 or 8 rows: sizes below, at and above each of these.
 """
 

@@ -107,7 +107,7 @@ struct PredictLane {
   friend PredictLane sign_of(PredictLane x) { return {A(x.v > 0) - A(x.v < 0)}; }
 };
 #if defined(__AVX2__)
-// Exact for every normal number; a nan is none.
+// Exact for every normal number; not for nan.
 inline Vec sign_of(Vec x) { return min(max(x * Vec::all(3e38f), Vec::all(-1.0f)), Vec::all(1.0f)); }
 template <typename A>
 using PredictLanes = std::conditional_t<kPredictVector<A>, Vec, PredictLane<A>>;

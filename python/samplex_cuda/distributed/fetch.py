@@ -37,7 +37,7 @@ class Fetched(NamedTuple):
 
     rows: Tensor  # [n, d]
     bias: Tensor | None  # [n]
-    place: Tensor  # int64 [k], of each class that was given among the rows; 0 where it is none
+    place: Tensor  # int64 [k], of each class that was given among the rows; 0 if it was not given
     asked: Tensor  # int64 [S], this rank's rows that others have named; -1 for none
     counts: tuple[list[int], list[int]] | None  # rows to and from each rank; None: the same number of each
     overflow: Tensor  # bool [], whether a rank was asked for more rows than there is room for

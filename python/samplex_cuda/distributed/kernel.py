@@ -31,7 +31,7 @@ __all__ = ["ShardedKernel"]
 
 _BLOCK = 1 << 22  # numbers of a walk that are held at once
 _DENSE = 128  # own nodes of a level that are scored for the whole batch by one product
-_NOTHING = 1e-290  # less probability than this is none
+_NOTHING = 1e-290  # smaller probabilities count as 0
 _UNIFORM_BLOCK = 255  # Philox block that chooses between tree and uniform distribution
 
 

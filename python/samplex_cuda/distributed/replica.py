@@ -124,7 +124,7 @@ class Replica:
         self.exchange, self.encoder = exchange, encoder
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a head has a table of its own: it takes part in nothing."""
+        """A copy of a head has another table and is not replicated."""
         return type(None), ()
 
     def loss(

@@ -27,7 +27,7 @@ __all__ = ["ShardedTree"]
 
 _BLOCK = 1 << 22  # numbers of gathered nodes that are held at once
 _LANES = 16  # partial sums of a product, see tree_math.h
-_NOTHING = 1e-290  # less probability than this is none
+_NOTHING = 1e-290  # smaller probabilities count as 0
 _MOVED = 1 << 18  # rows that ranks tell each other at once, for a state dict
 
 
