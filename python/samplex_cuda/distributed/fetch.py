@@ -37,7 +37,7 @@ class Fetched(NamedTuple):
 
     rows: Tensor  # [n, d]
     bias: Tensor | None  # [n]
-    place: Tensor  # int64 [k], of each class that was given among the rows; 0 if it was not given
+    place: Tensor  # int64 [k], where the row of each given class is among `rows`; 0 for ids outside of [0, C)
     asked: Tensor  # int64 [S], this rank's rows that others have named; -1 for none
     counts: tuple[list[int], list[int]] | None  # rows to and from each rank; None: the same number of each
     overflow: Tensor  # bool [], whether a rank was asked for more rows than there is room for
