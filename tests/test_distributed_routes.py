@@ -9,6 +9,7 @@ from test_distributed import by_row, compare_with_one_process
 
 import samplex_cuda as sx
 from samplex_cuda.distributed.routes import ROUTES, Sizes, bytes_sent, resolve_route
+from samplex_cuda.distributed.samplers import ShardedUnigram
 from samplex_cuda.rng import fold_in
 
 ONLINE = {
@@ -228,3 +229,15 @@ def test_known_positives_need_the_reference(ranks):
 def test_a_loss_that_is_changed_must_fit_the_route(ranks):
     for message in ranks.run(2, "route_cases:message", {"route": "online_softmax"}, {"loss": "nce"}):
         assert "loss must be SampledSoftmax without label smoothing, got NCE" in message
+
+
+@pytest.mark.parametrize("route", ["rows_to_queries", "shared_rows"])
+def test_sharded_samplers_need_a_route_on_which_all_ranks_draw(route):
+    """Where each rank draws for its own rows, a sampler spread over the ranks would wait for the others."""
+    shared = route == "shared_rows"
+    head = sx.SampledClassifier(8, 100, sx.samplers.Unigram(torch.ones(100)), num_samples=4, shared=shared)
+    spread = object.__new__(ShardedUnigram)
+    assert resolve_route(route, head, 4, 64) == route
+    with pytest.raises(ValueError, match="sampler must be replicated, got ShardedUnigram"):
+        resolve_route(route, head, 4, 64, sampler=spread)
+    assert resolve_route("auto", head, 4, 64, sampler=spread) == "summed_logits"
