@@ -111,3 +111,32 @@ def test_an_attempt_does_not_see_the_one_before():
     attempt_store(store, 0).set("address", "a")
     assert not attempt_store(store, 1).check(["address"])
     assert attempt_store(store, 0).get("address") == b"a"
+
+
+# The main thread keeps the GIL from the last collective to its end: a thread of gloo that wants it is surely late.
+LATE = """
+    import sys, torch, torch.distributed as dist
+    import samplex_cuda.distributed
+    rank, path = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    group = dist.group.WORLD  # as DDP and sharded heads keep it
+    sys.setswitchinterval(60)
+    for _ in range(50):
+        mine, found = torch.ones(4), [torch.empty(4), torch.empty(4)]
+        dist.all_gather(found, mine)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_process_ends_after_the_threads_of_gloo(tmp_path, attempt):
+    script = tmp_path / "late.py"
+    script.write_text(textwrap.dedent(LATE))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said

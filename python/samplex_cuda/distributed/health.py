@@ -6,6 +6,7 @@ of the process group every few seconds, from a background thread; a rank that wa
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import threading
@@ -18,6 +19,22 @@ import torch.distributed as dist
 from samplex_cuda._checks import check_number
 
 __all__ = ["Heartbeat", "agree", "attempt_store"]
+
+_LAST_RELEASE = 0.1  # seconds
+
+
+def _let_threads_finish() -> None:
+    """Gives the threads of gloo time to drop the tensors of the last collective before Python ends.
+
+    A thread of gloo needs the GIL to drop a tensor that Python has seen. If the interpreter ends first, the thread is
+    torn out of a destructor and the process aborts with exit code -6 after all its work is done ("terminate called
+    without an active exception"). `destroy_process_group` waits for these threads only when it drops the last
+    reference to the group, and DistributedDataParallel and sharded heads keep one.
+    """
+    time.sleep(_LAST_RELEASE)  # without the GIL
+
+
+atexit.register(_let_threads_finish)
 
 
 def agree(what: dict[str, Any], group: Any = None) -> None:
