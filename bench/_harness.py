@@ -264,7 +264,7 @@ def commit() -> str:
         ).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    made_here = ("bench/results/", "docs/images/", "README.md")
+    made_here = ("bench/results/", "docs/images/", "docs/benchmarks.md", "README.md")
     dirty = [line for line in changed.splitlines() if not line[3:].startswith(made_here)]
     return head + ("+" if dirty else "")
 
@@ -488,7 +488,7 @@ def common_options(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--no-fail", action="store_true", help="exit with 0 even where a target is missed")
     parser.add_argument("--no-store", action="store_true", help="print only, leave bench/results alone")
     parser.add_argument(
-        "--readme", action="store_true", help="then write the table of README.md from the stored results"
+        "--readme", action="store_true", help="then write README.md and docs/benchmarks.md from the stored results"
     )
     return parser
 
@@ -509,7 +509,7 @@ def wanted(options: argparse.Namespace, row_id: str) -> bool:
 
 
 def write_readme(report: Report, options: argparse.Namespace) -> None:
-    """The README's benchmark block, where --readme asks for it and this run was stored."""
+    """README.md and docs/benchmarks.md, if --readme asks for them and this run was stored."""
     if options.readme and report.store:
         from update_readme import update
 

@@ -1,4 +1,4 @@
-"""Draws the images of the README from bench/results/*.json."""
+"""Draws the images of README.md and docs/benchmarks.md from bench/results/*.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BARS = [
 
 
 def plot_sampled_softmax(path: Path) -> Path | None:
-    """Left: time per step against the number of classes. Right: speed-ups. None where it could not be drawn."""
+    """Left: time per step against the number of classes. Right: speedups. None where it could not be drawn."""
     stored_at = RESULTS / "sampled_softmax.json"
     if not stored_at.exists():
         print("plot: no stored results yet; run bench/bench_sampled_softmax.py first")
@@ -170,16 +170,14 @@ def _bars(axis: Any, rows: list[tuple[dict[str, Any], str, str]]) -> None:
             va="center",
             weight="bold",
         )
-        if row["target"] is not None:
-            axis.plot([row["target"]] * 2, [place - 0.36, place + 0.36], color=INK, lw=1.4)
     axis.set_yticks(places, [label for _row, label, _kind in rows])
     axis.set_xscale("log")
-    top = max([row["value"] for row, _label, _kind in rows] + [row["target"] or 1 for row, _l, _k in rows])
+    top = max(row["value"] for row, _label, _kind in rows)
     axis.set_xlim(1, top * 60)  # room for the labels
     ticks = [10**k for k in range(5) if 10**k <= top * 3]
     axis.set_xticks(ticks, [f"{tick}x" for tick in ticks])
-    axis.set_xlabel("speed-up of one step (black line: target)")
-    axis.set_title("Speed-up", loc="left", fontsize=11, weight="bold")
+    axis.set_xlabel("speedup of one step")
+    axis.set_title("Speedup", loc="left", fontsize=11, weight="bold")
     axis.grid(True, axis="x", color=GRID, lw=0.8)
     axis.set_axisbelow(True)
     axis.minorticks_off()

@@ -189,14 +189,20 @@ def store(name: str, methods: dict[str, Any], **rest: Any) -> None:
 
 
 def _store(name: str, methods: dict[str, Any], rest: dict[str, Any]) -> None:
-    now = {"date": datetime.date.today().isoformat(), "commit": commit(), "threads": torch.get_num_threads()}
+    here = machine(torch.device("cpu"))
+    now = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "threads": torch.get_num_threads(),
+        "simd": here["simd"],
+    }
     old = stored(name)
     kept = old.get("methods", {})
     for key, found in methods.items():
         kept[key] = found | {"run": now}
     path = RESULTS / f"{name}.json"
     scratch = path.with_suffix(".json.tmp")
-    whole = old | rest | {"machine": machine(torch.device("cpu")), "methods": kept}
+    whole = old | rest | {"machine": here, "methods": kept}
     scratch.write_text(json.dumps(whole, indent=1) + "\n")
     os.replace(scratch, path)
 

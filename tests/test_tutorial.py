@@ -42,7 +42,7 @@ def test_every_block_runs(tmp_path, monkeypatch, capsys):
             elif kind == "python":
                 line = text[: found.start(2)].count("\n")
                 exec(compile("\n" * line + block, "docs/tutorial.md", "exec"), names)
-            elif kind == "sh" and block != 'pip install "samplex-cuda[cli]"\n':
+            elif kind == "sh" and not block.startswith("pip install"):
                 for words in commands(block):
                     assert words[0] == "samplex"
                     assert cli.main(words[1:]) == 0, capsys.readouterr()
