@@ -14,7 +14,7 @@ from samplex_cuda._library import register_fake
 from samplex_cuda.ops.loss_types import Entries, LossGrad, acc_dtype
 from samplex_cuda.ops.saved_loss import fake_sizes
 
-__all__ = ["RowGradients", "RowSink", "TableGradient", "entries", "row_gradients", "rows_to_coo"]
+__all__ = ["RowGradients", "RowSink", "TableGradient", "entries", "restore_coalesced", "row_gradients", "rows_to_coo"]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _coo_unsafe = torch.ops.aten._sparse_coo_tensor_unsafe.default
@@ -189,6 +189,13 @@ _MOST_BACKWARDS = 16  # at a time that keep the flag
 _task_id = torch._C._current_graph_task_id
 _flags: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> its _CoalescedFlag
 _flags_lock = threading.Lock()
+
+
+def restore_coalesced(parameter: Tensor) -> None:
+    """Restores the coalesced flag of a gradient now, for a hook that may run before the one that does it."""
+    flag = _flags.get(parameter) if _flags.data else None
+    if flag is not None:
+        flag(parameter)
 
 
 class TableGradient:

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from samplex_cuda._checks import describe
 from samplex_cuda.ops.loss_types import acc_dtype
 from samplex_cuda.ops.row_rules import row_apply_
+from samplex_cuda.optim.row_gradient import RowGradient
 from samplex_cuda.optim.rules import Rule
 from samplex_cuda.rng import Key, is_capturing, key_tensor
 from samplex_cuda.tables import empty_table
@@ -343,7 +344,9 @@ class RowOptimizer(Optimizer):
                 if grad is None:
                     continue
                 row_ids = None
-                if grad.is_sparse:
+                if isinstance(grad, RowGradient):
+                    row_ids, grad = grad.touched()
+                elif grad.is_sparse:
                     if grad.sparse_dim() != 1:
                         self._fail("a sparse gradient", "sparse in the first dimension alone", f"{grad.sparse_dim()}")
                     grad = grad.coalesce()

@@ -10,6 +10,7 @@ from torch import Tensor
 from samplex_cuda._checks import check_number, describe
 from samplex_cuda.ops.loss_types import acc_dtype
 from samplex_cuda.optim.fusion import fusion_of
+from samplex_cuda.optim.row_gradient import RowGradient
 
 __all__ = ["clip_grad_norm_"]
 
@@ -48,13 +49,16 @@ def clip_grad_norm_(
         if fusion_of(p) is not None:
             raise ValueError(
                 "clip_grad_norm_: a parameter must not belong to a head with a fused optimizer, whose gradient is used "
-                f"up inside backward before there is a global norm; got {describe(p)}"
+                f"up inside backward before there is a global norm (leave the head unfused, e.g. with "
+                f"sx.optim.Combined); got {describe(p)}"
             )
     values = []
     for p in parameters:
         if p.grad is None:
             continue
-        if p.grad.is_sparse:
+        if isinstance(p.grad, RowGradient):
+            values.append(p.grad.touched()[1])
+        elif p.grad.is_sparse:
             p.grad = p.grad.coalesce()
             values.append(p.grad._values())
         else:

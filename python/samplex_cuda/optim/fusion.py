@@ -24,6 +24,7 @@ from samplex_cuda.ops.loss_types import Entries, LossGrad
 from samplex_cuda.ops.row_gradients import entries
 from samplex_cuda.ops.row_rules import row_update_
 from samplex_cuda.optim.base import RowOptimizer, RowStep
+from samplex_cuda.optim.torch_clip import watch_torch_clip
 from samplex_cuda.optim.writes import writing, written
 
 __all__ = ["Fusion", "fusion_of"]
@@ -148,6 +149,7 @@ class Fusion:
             self._hooks.append(bias.register_hook(self._on_bias))
         for p in wanted.values():
             _fusions[p] = weakref.ref(self)
+        watch_torch_clip(lambda p: fusion_of(p) is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a fused head is not fused: the optimizer stays with the original."""

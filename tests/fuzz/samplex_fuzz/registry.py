@@ -42,7 +42,7 @@ _NOT_CALLED = {
         "resolve",
     },
     "metrics": {"Evaluator", "evaluate"},
-    "optim": {"RowOptimizer"},
+    "optim": {"Combined", "RowGradient", "RowOptimizer"},
     "rff": {"KINDS"},
     "samplers": {"Exclude", "ExactSampler", "KernelSampler", "Sampler", "StaticSampler"},
 }
