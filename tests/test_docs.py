@@ -17,6 +17,7 @@ NAMES = [
     "samplers.md",
     "scale.md",
     "migration.md",
+    "negatives.md",
     "faq.md",
     "diagnostics.md",
     "security.md",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from samplex_cuda import functional, graphs, losses, optim, rff, samplers, tables
 from samplex_cuda._library import _native, register_fakes
-from samplex_cuda.draw import Draw
+from samplex_cuda.draw import Draw, Negatives
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.rng import Key
 
@@ -25,6 +25,7 @@ __version__: str = _native.build_info()["version"]
 __all__ = [
     "Draw",
     "Key",
+    "Negatives",
     "SampledClassifier",
     "__version__",
     "data",

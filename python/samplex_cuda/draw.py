@@ -10,6 +10,8 @@ from torch import Tensor
 
 from samplex_cuda import _device
 
+__all__ = ["COPIES", "Draw", "Negatives"]
+
 COPIES = 0.5  # expected further copies of a draw from which it pays to look for them
 
 
@@ -72,3 +74,28 @@ class Draw(NamedTuple):
         once = self.log_q.new_empty(ids.shape).scatter_(0, place, self.log_q)  # copies of a class have one log_q
         log_q = once.double() - times.double().log() + math.log(self.ids.shape[0] / ids.shape[0])
         return Draw(ids, log_q.to(once.dtype), False)
+
+
+class Negatives(NamedTuple):
+    """Negatives of the caller: from a log of impressions, a search, or another program.
+
+    A `Draw` of a sampler does as well wherever these are taken.
+
+    Attributes:
+        ids: int64 [B, m] per row, [m] shared by the batch, or a CSR pair (offsets int64 [B + 1], ids int64 [n]) where
+            rows have different numbers of negatives.
+        log_q: floating point, log-probability of each negative under the distribution it was drawn from: the shape of
+            `ids`, [n] for a CSR pair. None: uncorrected. Each negative then enters with its plain score, the loss is
+            relative to these negatives only, and scores of classes that are often negatives come out too low.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+        >>> h, y = torch.randn(2, 8), torch.tensor([3, 4])
+        >>> clicked_not = torch.tensor([0, 3, 4]), torch.tensor([10, 11, 12, 20])  # three of row 0, one of row 1
+        >>> head(h, y, negatives=sx.Negatives(clicked_not)).shape
+        torch.Size([])
+    """
+
+    ids: Tensor | tuple[Tensor, Tensor]
+    log_q: Tensor | None = None

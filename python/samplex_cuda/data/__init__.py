@@ -5,6 +5,7 @@ from samplex_cuda.data.array_sets import Dense, Sparse, Tokens
 from samplex_cuda.data.base import PAD, Dataset
 from samplex_cuda.data.interaction_files import interactions_file, sequences_file
 from samplex_cuda.data.interactions import Interactions
+from samplex_cuda.data.negatives import read_negatives
 from samplex_cuda.data.opening import FORMATS, open, open_like
 from samplex_cuda.data.parquet import parquet_file
 from samplex_cuda.data.parts import Batches, Subset, split
@@ -32,6 +33,7 @@ __all__ = [
     "open",
     "open_like",
     "parquet_file",
+    "read_negatives",
     "sequences_file",
     "split",
     "svmlight_file",

@@ -43,6 +43,13 @@ class _Labelled(Dataset):
         """See `Dataset.targets`."""
         return _long(self._labels.get(self._labels.stored(self._rows(rows))))
 
+    def _stored_rows(self, rows: Array) -> Array:
+        return self._labels.stored(rows)
+
+    def _stored_count(self) -> int:
+        labels = self._labels
+        return len(labels.table) if labels.table is not None else len(labels.indptr) - 1  # type: ignore[arg-type]
+
     def known(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
         """See `Dataset.known`."""
         return self._labels.others(self._labels.stored(self._rows(rows)))

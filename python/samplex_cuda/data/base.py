@@ -175,6 +175,7 @@ class Dataset:
     multi_label = False
     _counts: Tensor | None = None
     _fingerprint: str | None = None
+    _negatives: tuple[Array, Array] | None = None  # CSR of the stored rows
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -241,6 +242,63 @@ class Dataset:
         """
         return None
 
+    def negatives(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The negatives that the data name for each row, such as items that were shown and not chosen.
+
+        Args:
+            rows: int64 [B], in [0, len).
+
+        Returns:
+            CSR pair (offsets int64 [B + 1], ids int64), what `sx.Negatives` takes; None for data without any.
+
+        Example:
+            >>> import torch
+            >>> from samplex_cuda import data
+            >>> train = data.Dense(torch.eye(3), torch.tensor([2, 1, 0]))
+            >>> train.set_negatives([[0, 1], [2, -100], [-100, -100]])
+            >>> train.negatives(torch.tensor([1, 0]))
+            (tensor([0, 1, 3]), tensor([2, 0, 1]))
+        """
+        if self._negatives is None:
+            return None
+        indptr, ids = self._negatives
+        stored = self._stored_rows(self._rows(rows))
+        starts = np.asarray(indptr[stored], dtype=np.int64)
+        lengths = np.asarray(indptr[stored + 1], dtype=np.int64) - starts
+        found = np.asarray(ids[_gather(starts, lengths)], dtype=np.int64)
+        return _long(np.concatenate([[0], np.cumsum(lengths)])), _long(found)
+
+    def set_negatives(self, negatives: Any) -> None:
+        """Name the negatives of every row.
+
+        Args:
+            negatives: integers [N] or [N, m] padded with -100, or a CSR pair (offsets [N + 1], ids [n]); N counts the
+                rows of the file, also those that a label rule drops.
+        """
+        where, rows = "set_negatives", self._stored_count()
+        if isinstance(negatives, tuple):
+            indptr = _as_array(where, "offsets", negatives[0], (1,), "iu")
+            ids = _as_array(where, "ids", negatives[1], (1,), "iu")
+            _check_indptr(where, "offsets", indptr, len(ids))
+        else:
+            table = _as_array(where, "negatives", negatives, (1, 2), "iu")
+            table = table[:, None] if table.ndim == 1 else table
+            there = table != PAD
+            indptr, ids = np.concatenate([[0], np.cumsum(there.sum(1))]), table[there]
+        if len(indptr) != rows + 1:
+            raise ValueError(f"{where}: negatives must have {rows} rows like the data, got {len(indptr) - 1}")
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self.num_classes):
+            wrong = ids[(ids < 0) | (ids >= self.num_classes)][0]
+            raise ValueError(f"{where}: negatives must be in [0, {self.num_classes}), got {wrong}")
+        self._negatives, self._fingerprint = (indptr, ids), None
+
+    def _stored_rows(self, rows: Array) -> Array:
+        """Rows of the file, of rows of the data set."""
+        return rows
+
+    def _stored_count(self) -> int:
+        return len(self)
+
     def class_counts(self) -> Tensor:
         """How often each class is a target, int64 [C]. Read once, in chunks, and kept.
 
@@ -281,6 +339,9 @@ class Dataset:
                     _hash_array(digest, name, part)
                 else:
                     digest.update(f"{name}={part};".encode())
+            if self._negatives is not None:
+                for name, part in zip(("negative_indptr", "negatives"), self._negatives, strict=True):
+                    _hash_array(digest, name, np.ascontiguousarray(part))
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 

@@ -16,7 +16,7 @@ from samplex_cuda.data.columns import by_role
 from samplex_cuda.data.interaction_files import interactions_from, write_pairs
 from samplex_cuda.data.sparse_text import adopt
 
-__all__ = ["parquet_file"]
+__all__ = ["parquet_file", "parquet_lists"]
 
 _ROWS = 1 << 14  # read at once
 _LABELS = ("label", "labels", "y", "target")
@@ -308,3 +308,23 @@ def parquet_file(
     a = found.arrays
     ids: Any = (a["label_indptr"], a["labels"]) if "labels" in a else a["y"]
     return adopt(Dense(a["x"], ids, _observed(where, num_classes), label_rule=labels), found)
+
+
+def parquet_lists(where: str, path: Path, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """A column of whole numbers or lists of them as CSR (offsets [N + 1], ids), read into memory.
+
+    Args:
+        where: name for error messages.
+        path: the file, or a folder of them.
+        column: its name.
+    """
+    table = _Table(where, sorted(path.glob("*.parquet")) if path.is_dir() else [path])
+    table.check(column, "whole numbers or lists of them", listed=None, whole=True)
+    ends, parts, total = [np.zeros(1, dtype=np.int64)], [np.empty(0, dtype=np.int64)], 0
+    for _, _, columns in table.parts([column]):
+        ids, lengths = columns[0]
+        sizes = np.ones(len(ids), dtype=np.int64) if lengths is None else np.asarray(lengths, dtype=np.int64)
+        ends.append(total + np.cumsum(sizes))
+        parts.append(np.asarray(ids, dtype=np.int64))
+        total += len(ids)
+    return np.concatenate(ends), np.concatenate(parts)

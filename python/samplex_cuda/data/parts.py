@@ -80,6 +80,14 @@ class Subset(Dataset):
             self._used[every.numpy()] = True
         return base._known_but(inner, self._used)
 
+    def negatives(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See `Dataset.negatives`."""
+        return self.base.negatives(self._inner(rows))
+
+    def set_negatives(self, negatives: Any) -> None:
+        """Refused: the whole data set has them."""
+        raise ValueError("set_negatives: a part of a data set must get its negatives from the whole, got a Subset")
+
     def __getattr__(self, name: str) -> Any:
         """What else the data set has (`columns`, `window`, `num_users`, `vocabulary`, ...) is its base's."""
         if name.startswith("_") or name in ("base", "rows"):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from samplex_cuda import losses
-from samplex_cuda._checks import check_number
+from samplex_cuda._checks import check_number, check_tensor, describe, shape_text
+from samplex_cuda.draw import Negatives
 from samplex_cuda.functional._inputs import form_of, prepare
+from samplex_cuda.functional._negatives import flat_negatives
 from samplex_cuda.ops.fused_loss import run_loss
+from samplex_cuda.ops.loss_types import acc_dtype
 from samplex_cuda.optim.fusion import fusion_of
 
 __all__ = ["sampled_softmax"]
@@ -17,8 +22,8 @@ def sampled_softmax(
     h: Tensor,
     weight: Tensor,
     target: Tensor,
-    ids: Tensor,
-    log_q: Tensor,
+    ids: Tensor | tuple[Tensor, Tensor],
+    log_q: Tensor | None,
     bias: Tensor | None = None,
     *,
     scale: float = 1.0,
@@ -45,8 +50,11 @@ def sampled_softmax(
         weight: [C, d] in float32, float64, float16 or bfloat16; sums run in float32 (float64 for float64).
         target: int64 [*], or [*, P] for several targets a row, padded with -100. With several, the loss is lse over all
             of them and the draws, minus the mean target logit.
-        ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows.
-        log_q: log-probability of each draw, shape of `ids`. A row with nan or inf here (or in h) has loss nan.
+        ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows; or a CSR pair (offsets int64 [B + 1],
+            ids int64 [n]) for rows with different numbers of draws (on a GPU that waits for the device).
+        log_q: log-probability of each draw, shape of `ids` ([n] for a CSR pair). A row with nan or inf here (or in h)
+            has loss nan. None: uncorrected, each draw enters with its plain logit; docs/negatives.md says what that
+            does.
         bias: [C] or None, in the dtype of `weight` or float32.
         scale: multiplies the logit (1 / temperature), before the correction.
         reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
@@ -76,6 +84,8 @@ def sampled_softmax(
     check_number("sampled_softmax", "label_smoothing", label_smoothing, 0.0, 1.0)
     if label_smoothing or absolute:
         loss_of = losses.SampledSoftmax(label_smoothing, absolute)
+    if log_q is None or isinstance(ids, tuple):
+        ids, log_q = _plain(h, weight, target, ids, log_q, ignore_index)
     lead, x = prepare("sampled_softmax", h, weight, target, ids, log_q, bias, class_weight, positives)
     form = form_of("sampled_softmax", scale, ignore_index, reduction, sparse, return_lse)
     loss, lse = run_loss(loss_of, x, form, fusion_of(weight))
@@ -85,6 +95,32 @@ def sampled_softmax(
         return loss
     assert lse is not None
     return loss, lse if lead is None else lse.reshape(lead)
+
+
+def _plain(
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ids: Tensor | tuple[Tensor, Tensor],
+    log_q: Tensor | None,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor]:
+    """Draws with rows of one length and a log_q, from ragged or uncorrected ones."""
+    op = "sampled_softmax"
+    for name, t in (("h", h), ("weight", weight), ("target", target)):
+        check_tensor(op, name, t, "")
+    lead = h.shape[:-1]
+    several = target.dim() == h.dim()
+    if target.shape[: len(lead)] != lead or target.dim() > h.dim():
+        raise ValueError(
+            f"{op}: target must be {list(lead)} or {shape_text(lead, 'P')} to fit h, got {describe(target)}"
+        )
+    flat = target.reshape(math.prod(lead), -1) if several else target.reshape(-1)
+    draw = flat_negatives(op, Negatives(ids, log_q), flat, lead, ignore_index, acc_dtype(weight.dtype))
+    if draw.ids.dim() == 1:
+        return draw.ids, draw.log_q
+    shape = (*lead, draw.ids.shape[-1])
+    return draw.ids.reshape(shape), draw.log_q.reshape(shape)
 
 
 _PLAIN = losses.SampledSoftmax()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from samplex_cuda import _device, losses
 from samplex_cuda._checks import check_choice, check_dense, check_int, check_number, check_tensor, describe, shape_text
-from samplex_cuda.draw import COPIES, Draw
+from samplex_cuda.draw import COPIES, Draw, Negatives
 from samplex_cuda.functional._inputs import known_positives
+from samplex_cuda.functional._negatives import flat_negatives
 from samplex_cuda.functional.full import full_softmax
 from samplex_cuda.heads.checks import check_sampler, like_weight, refuse_moved, refuse_replicas
 from samplex_cuda.heads.follow import TableFollower
@@ -273,6 +274,7 @@ class SampledClassifier(HeadModule):
         h: Tensor,
         y: Tensor,
         *,
+        negatives: Draw | Negatives | None = None,
         features: Tensor | None = None,
         index: Tensor | None = None,
         context: Any = None,
@@ -285,6 +287,9 @@ class SampledClassifier(HeadModule):
         Args:
             h: [*, d].
             y: int64 [*], or [*, P] for several targets per row, padded with -100.
+            negatives: the caller's own instead of the sampler's draws: a `Draw`, or `Negatives`, which may be ragged
+                and without log_q. One that is a target of its row takes no part. Losses that read log q of the targets
+                (negative_sampling, nce) refuse them; eval mode ignores them. See docs/negatives.md.
             features: [*, f], what the sampler looks at where that is not `h`.
             index: int64 [*], example numbers in [0, num_examples), for losses that keep a number per example.
             context: what context-dependent samplers need; others ignore it.
@@ -303,6 +308,10 @@ class SampledClassifier(HeadModule):
             torch.Size([2, 3])
         """
         if self._replica is not None and self.training:
+            if negatives is not None:
+                raise ValueError(
+                    f"{_NAME}: negatives must be None on a replicated head, got {type(negatives).__name__}"
+                )
             exchange: Any = self._replica.loss
             if _is_compiling():
                 from samplex_cuda._eager import eager_replica_loss as exchange
@@ -312,6 +321,7 @@ class SampledClassifier(HeadModule):
         if not self.training:
             loss = self.exact_loss(rows, target, features)
             return self._reduced(loss, target, sample_weight, lead)
+        own = None if negatives is None else self._own_negatives(spec, negatives, target, lead)
         index = self._check_index(index, lead) if spec.needs.example_index else None
         form = spec.form if sample_weight is None else spec.rows
         if not spec.needs.draws:
@@ -322,7 +332,7 @@ class SampledClassifier(HeadModule):
                 # An update inside backward, or of a sampler that follows the table, is no function of its inputs: a
                 # compiled caller leaves its graph here.
                 from samplex_cuda._eager import eager_loss as run
-            loss = run(self, spec, form, rows, target, features, index, context, positives, key)
+            loss = run(self, spec, form, rows, target, features, index, context, positives, key, own)
         if sample_weight is not None:
             return self._reduced(loss, target, sample_weight, lead)
         return loss if form.reduction or len(lead) == 1 else loss.reshape(lead)
@@ -404,6 +414,7 @@ class SampledClassifier(HeadModule):
         context: Any,
         positives: tuple[Tensor, Tensor] | None,
         key: Key | Tensor | None,
+        negatives: Draw | None = None,
     ) -> Tensor:
         """One training step's loss: draw, then the fused loss; `h` is [B, d], `target` [B] or [B, P]."""
         # Past `nn.Module.__getattr__`, which takes a microsecond; a parametrized weight is not in the dictionary.
@@ -415,7 +426,7 @@ class SampledClassifier(HeadModule):
         if h.dtype is not weight.dtype or h.device != weight.device:
             h = like_weight(h, weight)
         follower = self.follower
-        alone = positives is None and target.dim() == 1 and not follower.active
+        alone = positives is None and negatives is None and target.dim() == 1 and not follower.active
         if spec.draws_static and alone and not compiling and not transformed():
             sampler: Any = self._modules["sampler"]
             given = StaticInputs(
@@ -440,7 +451,10 @@ class SampledClassifier(HeadModule):
             if following:
                 self._follow(weight, bias, h.shape[0])
             try:
-                draw, target_log_q = self._draw(spec, h, target, features, context, key)
+                if negatives is not None:
+                    draw, target_log_q = negatives, None
+                else:
+                    draw, target_log_q = self._draw(spec, h, target, features, context, key)
             except IndexError:
                 self._refuse_targets(target)  # the sampler was given them by another name
                 raise
@@ -472,6 +486,17 @@ class SampledClassifier(HeadModule):
         if state is not None and index is not None and used is not None and extra is not None:
             spec.loss.update_state(state, index, used, extra.detach())
         return loss
+
+    def _own_negatives(self, spec: LossSpec, given: Any, target: Tensor, lead: torch.Size) -> Draw:
+        """The caller's negatives in the form the ops take."""
+        needs = spec.needs
+        if not (needs.draws and needs.excludes_target) or needs.target_log_q or needs.prior:
+            raise ValueError(
+                f"{_NAME}: negatives must be None with {spec.loss!r}, which needs draws of its sampler or none, got "
+                f"{type(given).__name__}; sampled_softmax and one_vs_each take them"
+            )
+        acc = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
+        return flat_negatives(_NAME, given, target, lead, self.ignore_index, acc)
 
     def _follow(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
         """Brings a sampler that depends on the class table up to date, where that is due."""

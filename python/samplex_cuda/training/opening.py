@@ -26,6 +26,8 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
         raise ConfigError("config: [data] path must be a file, a folder or builtin:..., got nothing")
     form, columns = d.format or None, config.training.batch_size
     train = data.open_like(d.path, format=form, default_columns=columns, **d.options)
+    if d.negatives:
+        train.set_negatives(data.read_negatives(d.path, d.negatives))
     if d.valid:
         return train, data.open_like(d.valid, train, format=form, default_columns=columns, **d.options)
     if not d.valid_fraction:

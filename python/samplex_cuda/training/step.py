@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda.data import Batches, Dataset
+from samplex_cuda.draw import Negatives
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.rng import fold_in
 from samplex_cuda.training import models
@@ -130,6 +131,7 @@ class Stepper:
         h = h.to(head.weight.dtype)
         if self.ranks.most(int(not h.detach().isfinite().all())):
             return h, None
+        named: dict[str, Any] = {"negatives": self._named(batch)} if self.config.data.negatives else {}
         loss = head(
             h,
             batch["y"],
@@ -138,6 +140,7 @@ class Stepper:
             context=models.context_of(batch),
             positives=self._known(batch),
             key=key,
+            **named,
         )
         return h, loss
 
@@ -150,6 +153,12 @@ class Stepper:
         rows = [self.ranks.part(batches.rows(number)) for number in range(p.batch, end)]
         found = [self.ranks.batch(self.train, part) for part in rows]
         return [{name: value.to(self.device) for name, value in batch.items()} for batch in found]
+
+    def _named(self, batch: dict[str, Tensor]) -> Negatives:
+        """The negatives that the data name for each row, uncorrected."""
+        found = self.train.negatives(batch["index"].cpu())
+        assert found is not None
+        return Negatives((found[0].to(self.device), found[1].to(self.device)))
 
     def _known(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
         """Positives of each row besides its target, CSR, where the configuration asks for them."""

@@ -225,9 +225,10 @@ class Trainer:
         if train is None:
             train, valid = self.ranks.in_turn(lambda: open_data(config))
             # The run folder must be good from anywhere.
-            for name in ("path", "valid"):
+            for name in ("path", "valid", "negatives"):
                 path = getattr(config.data, name)
-                if path and Path(path).exists():
+                file = name != "negatives" or path.endswith(".npy")  # else a column
+                if path and file and Path(path).exists():
                     setattr(config.data, name, str(Path(path).absolute()))
         if len(train) < 1:
             raise ValueError("trainer: train must have at least 1 example, got none")
@@ -239,6 +240,11 @@ class Trainer:
             raise ConfigError(
                 f"config: [head] mask_known must be false for these {train.kind} data: no example has positives "
                 "besides its targets; got true"
+            )
+        if config.data.negatives and train.negatives(torch.empty(0, dtype=torch.int64)) is None:
+            raise ConfigError(
+                "config: [data] negatives must be empty for data that name none (call set_negatives on a data set that "
+                f"was not opened by the trainer), got {config.data.negatives!r}"
             )
         if t.threads:
             torch.set_num_threads(t.threads)

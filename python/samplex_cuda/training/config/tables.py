@@ -49,6 +49,10 @@ class Data:
     valid: str = _key("", "the validation data; empty: a part of the training data")
     valid_fraction: float = _key(0.1, "the part, where `valid` is empty; 0: no validation", least=0.0, below=1.0)
     seed: int = _key(0, "of the split")
+    negatives: str = _key(
+        "", "negatives that the training data name, uncorrected, instead of the sampler's draws: a column of a parquet "
+        "or npz file, or an npy file [N, m] padded with -100",
+    )  # fmt: skip
     options: dict[str, Any] = _key({}, "a table of further arguments of `samplex_cuda.data.open`")
 
 
