@@ -1,7 +1,8 @@
 """Writes docs/messages.md, every error and warning of the package in one list: python scripts/messages.py [--check]
 
 Collected from the source: `raise` and `warnings.warn` of python/, and the checks and throws of csrc/. Values that are
-filled in at run time are shown as {name}. With --check nothing is written; the exit code says whether the file is up to date.
+filled in at run time are shown as {name}. With --check nothing is written; the exit code says whether the file is up to
+date.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ HEAD = """\
 
 <!-- Written by scripts/messages.py; do not edit by hand. -->
 
-Every error and warning of the package, by source file, so that they can be read in a row. A value in braces is filled in at
-run time. Messages have the form `function: argument must be ..., got ...`, then what to do where that is not obvious.
+Every error and warning of the package, by source file, so that they can be read in a row. A value in braces is filled in
+at run time. Messages have the form `function: argument must be ..., got ...`, then what to do where that is not obvious.
 """
 LONGEST = 40  # of an expression in braces
 
