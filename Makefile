@@ -64,7 +64,7 @@ fuzz: $(STAMPS)/build ## Random calls of every op and public function; ARGS="--c
 fuzz-files: $(STAMPS)/build ## Altered files into every reader for SECONDS seconds (default 60); coverage-guided if atheris is installed
 	$(PY) tests/fuzz/fuzz_files.py --seconds $(SECONDS) $(ARGS)
 
-bench: $(STAMPS)/build ## All benchmarks; tables in bench/results and the README, plot in docs/images
+bench: $(STAMPS)/build ## All benchmarks; results in bench/results, docs/benchmarks.md and README.md, plots in docs/images
 	@status=0; for script in bench/bench_*.py; do \
 	  echo "== $$script"; $(PY) $$script $(ARGS) || status=1; \
 	done; $(PY) bench/update_readme.py || status=1; exit $$status
@@ -86,16 +86,16 @@ format: $(STAMPS)/lint ## Rewrite the sources in the project's format
 cuda-gate: $(STAMPS)/gate ## Compile every kernel for every listed architecture; no spills; docs/cuda_resources.md
 	$(PY) scripts/cuda_gate.py --archs $(ARCHS) --jobs $(JOBS)
 
-docs: $(STAMPS)/docs $(STAMPS)/build ## API pages from the docstrings, in docs/api
-	$(PY) -m pdoc samplex_cuda --docformat markdown --output-directory docs/api
-	@echo "open docs/api/index.html"
+docs: $(STAMPS)/docs $(STAMPS)/build ## The documentation site in build/docs; warnings and broken links are errors
+	$(PY) -m sphinx -b html -W --keep-going -q -j $(JOBS) docs build/docs
+	@echo "open build/docs/index.html"
 
 wheel: $(STAMPS)/tools ## A wheel in dist/ for every listed CUDA architecture (where nvcc is found)
 	$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir dist --config-settings=cmake.define.SAMPLEX_CUDA=$(CUDA)
 	@ls dist/*.whl
 
 clean: ## Remove what was built; keep the environment
-	rm -rf build dist docs/api .pytest_cache .mypy_cache .ruff_cache $(STAMPS)/build
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache $(STAMPS)/build
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the environment in .venv
