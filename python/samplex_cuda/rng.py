@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
-__all__ = ["Key", "below", "fold_in", "is_capturing", "key_tensor", "philox_bits", "uniform53", "uniform_at"]
+__all__ = [
+    "Key",
+    "below",
+    "fold_in",
+    "is_capturing",
+    "key_tensor",
+    "passing_key",
+    "philox_bits",
+    "uniform53",
+    "uniform_at",
+]
 
 _INT64 = 1 << 63
 
@@ -20,6 +32,8 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+_modes = torch._C._len_torch_dispatch_stack
+_of_thread = threading.local()
 _zero_one: dict[torch.device, Tensor] = {}
 
 
@@ -136,6 +150,30 @@ def key_tensor(op: str, key: Key | Tensor | None, device: torch.device) -> Tenso
     if key.device != device:
         raise ValueError(f"{op}: key must be on {device}, got {key.device}")
     return key.contiguous()
+
+
+def passing_key(op: str, key: Key | Tensor | None, device: torch.device) -> Tensor:
+    """`key_tensor` for an op that is called at once and keeps nothing: on a CPU the memory is used again.
+
+    Args:
+        op: name for error messages.
+        key: see `key_tensor`.
+        device: where the op runs.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.rng import key_tensor, passing_key
+        >>> a = key_tensor("uniform", None, torch.device("cpu")) if torch.manual_seed(3) else None
+        >>> b = passing_key("uniform", None, torch.device("cpu")) if torch.manual_seed(3) else None
+        >>> torch.equal(a, b)
+        True
+    """
+    if key is not None or device.type != "cpu" or _modes() > 0:  # a mode may want tensors of its own kind
+        return key_tensor(op, key, device)
+    pair = getattr(_of_thread, "pair", None)
+    if pair is None:
+        pair = _of_thread.pair = torch.empty(2, dtype=torch.int64, device="cpu")
+    return pair.random_(_INT64 - 1)  # the bits of torch.randint
 
 
 def fold_in(pair: Tensor, number: int) -> Tensor:

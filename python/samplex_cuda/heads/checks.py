@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["check_sampler", "explain_mismatch", "inside_ddp", "like_weight", "refuse_moved", "refuse_replicas"]
 
 _NAME = "SampledClassifier"
+_ddp = nn.parallel.DistributedDataParallel
 _MOVED = ("label_smoothing", "absolute", "reg", "num_examples", "eta_rate")  # to the objects of sx.losses
 _RENAMED = {"eta_rate": "rate"}
 
@@ -113,7 +114,7 @@ def like_weight(h: Tensor, weight: Tensor) -> Tensor:
 
 def refuse_replicas(head: SampledClassifier) -> None:
     """Raises inside DistributedDataParallel, which does not synchronize sparse gradients and fused updates."""
-    if not inside_ddp(head):
+    if _ddp._active_ddp_module is None or not inside_ddp(head):
         return
     how = "a fused optimizer" if head.fused is not None else "sparse gradients"
     raise RuntimeError(
@@ -126,5 +127,5 @@ def refuse_replicas(head: SampledClassifier) -> None:
 
 def inside_ddp(head: nn.Module) -> bool:
     """Whether a DistributedDataParallel that holds this module runs its forward now."""
-    active = nn.parallel.DistributedDataParallel._active_ddp_module
+    active = _ddp._active_ddp_module
     return active is not None and any(module is head for module in active.module.modules())

@@ -27,7 +27,7 @@ from samplex_cuda.ops.row_gradients import RowSink
 from samplex_cuda.ops.transforms import transformed
 from samplex_cuda.optim.fusion import Fusion
 from samplex_cuda.prediction import mean_weight, valid_targets
-from samplex_cuda.rng import Key, key_tensor
+from samplex_cuda.rng import Key, passing_key
 from samplex_cuda.samplers.static import StaticSampler
 from samplex_cuda.tables import empty_table
 
@@ -348,14 +348,15 @@ class SampledClassifier(HeadModule):
         """Rows [B, d] and targets [B] or [B, P] of a batch that fits this head, and its leading dimensions."""
         lead = self._check_h("forward", h)
         flat = len(lead) == 1
-        dense = isinstance(y, Tensor) and y.layout is torch.strided
-        if not dense or y.dtype is not torch.int64 or y.shape[: len(lead)] != lead or y.dim() > h.dim():
+        dense = isinstance(y, Tensor) and y.layout is torch.strided and y.dtype is torch.int64
+        shape = y.shape if dense else torch.Size()
+        if not dense or (shape != lead and shape[:-1] != lead):
             raise ValueError(
                 f"{_NAME}: y must be {shape_text(lead)} or {shape_text(lead, 'P')} int64 to fit h, got {describe(y)}"
             )
         if y.device != h.device:  # an op with a meta tensor among its arguments computes nothing
             raise ValueError(f"{_NAME}: y must be on {h.device} as h, got {describe(y)}")
-        if y.dim() > len(lead) and y.shape[-1] == 0:
+        if len(shape) > len(lead) and shape[-1] == 0:
             raise ValueError(f"{_NAME}: y must have at least one target per row, got {describe(y)}")
         if features is not None:
             self._check_features("forward", features, lead)
@@ -435,7 +436,7 @@ class SampledClassifier(HeadModule):
                 bias,
                 target if target.is_contiguous() else target.contiguous(),
                 self._buffers["class_weight"],
-                key_tensor(sampler._op, key, weight.device),
+                passing_key(sampler._op, key, weight.device),
                 self.num_samples,
                 self.shared,
                 sampler.law(),

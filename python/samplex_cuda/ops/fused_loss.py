@@ -53,6 +53,15 @@ def _plan(loss: Loss, weight: Tensor, bias: Tensor | None, form: Form, extra: bo
     return Plan(loss.name, weight.shape[0], weight.dtype, bias_dtype, form.reduction, form.with_lse, with_ratio)
 
 
+class _Call(NamedTuple):
+    """What `_FusedLoss` takes besides the tensors it differentiates: one argument, since autograd looks at each."""
+
+    loss: Loss
+    x: Inputs | StaticInputs
+    form: Form
+    sink: Sink | None
+
+
 class _FusedLoss(torch.autograd.Function):
     """Eager autograd of every fused loss.
 
@@ -62,24 +71,17 @@ class _FusedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        loss: Loss,
-        x: Inputs | StaticInputs,
-        form: Form,
-        sink: Sink | None,
-    ) -> Any:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Any:
+        loss, x, form, sink = call
+        need_hidden = ctx.needs_input_grad[0]
         if isinstance(x, StaticInputs):
             with _below_autograd():
-                made, ids = loss.forward_static(x, form, True, ctx.needs_input_grad[0])
+                made, ids = loss.forward_static(x, form, True, need_hidden)
         elif loss.below_autograd:
             with _below_autograd():
-                made, ids = loss.forward(x, form, True, ctx.needs_input_grad[0]), x.ids
+                made, ids = loss.forward(x, form, True, need_hidden), x.ids
         else:
-            made, ids = loss.forward(x, form, True, ctx.needs_input_grad[0]), x.ids
+            made, ids = loss.forward(x, form, True, need_hidden), x.ids
         extra = made.extra
         ctx.plan = _plan(loss, weight, bias, form, extra is not None)
         ctx.version = weight._version
@@ -101,8 +103,8 @@ class _FusedLoss(torch.autograd.Function):
             plan, hidden, target, ids, ctx.saved, grad_loss, grad_extra if plan.with_lse else None, ctx.version
         )
         if grad is None:
-            return None, None, None, None, None, None, None
-        return (*ctx.sink.deliver(grad, ctx.needs_input_grad[:3]), None, None, None, None)
+            return None, None, None, None
+        return (*ctx.sink.deliver(grad, ctx.needs_input_grad[:3]), None)
 
 
 class _FunctionalLoss(torch.autograd.Function):
@@ -176,7 +178,7 @@ def run_static_loss(loss: Loss, x: StaticInputs, form: Form, sink: Sink) -> Tens
     refuse_forward_mode(loss.name, x.hidden, x.weight, x.bias)
     try:
         if _needs_grad(x):
-            return _apply(x.hidden, x.weight, x.bias, loss, x, form, sink)
+            return _apply(x.hidden, x.weight, x.bias, _Call(loss, x, form, sink))
         with _below_autograd():
             return loss.forward_static(x, form, False, False)[0].loss
     except RuntimeError as error:
@@ -214,7 +216,7 @@ def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tup
         if transformed():
             found = _FunctionalLoss.apply(x.hidden, x.weight, bias, loss, x, form)
             return found[0], found[2] if len(found) > 2 else None
-        output = _apply(x.hidden, x.weight, bias, loss, x, form, sink)
+        output = _apply(x.hidden, x.weight, bias, _Call(loss, x, form, sink))
     except RuntimeError as error:
         raise op_error(error) from None
     return output if isinstance(output, tuple) else (output, None)

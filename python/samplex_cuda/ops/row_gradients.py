@@ -17,8 +17,6 @@ from samplex_cuda.ops.saved_loss import fake_sizes
 __all__ = ["RowGradients", "RowSink", "TableGradient", "entries", "restore_coalesced", "row_gradients", "rows_to_coo"]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
-_coo_unsafe = torch.ops.aten._sparse_coo_tensor_unsafe.default
-
 _rows_op = torch.ops.samplex.sampled_softmax_bwd.default
 _rows_with_ratio_op = torch.ops.samplex.entry_loss_bwd.default
 _entries_op = torch.ops.samplex.loss_entries.default._op  # eager only: past a call in Python
@@ -136,16 +134,11 @@ def rows_to_coo(
     if torch.compiler.is_compiling():
         torch._check(n >= 0)
         torch._check(n <= row_ids.shape[0])
-        values = rows[:n] if dtype is rows.dtype else rows[:n].to(dtype)
-        return torch.sparse_coo_tensor(
-            row_ids[:n].unsqueeze(0), values, size, check_invariants=False, is_coalesced=True
-        )
-    # The same with fewer calls, and without the argument parsing of the public function: together they would take as
-    # long as a small backward.
-    values = rows if n == rows.shape[0] else rows.narrow(0, 0, n)
-    if dtype is not rows.dtype:
-        values = values.to(dtype)
-    return _coo_unsafe(row_ids.as_strided((1, n), (n, 1)), values, size, is_coalesced=True)
+        indices = row_ids[:n].unsqueeze(0)
+    else:
+        indices = row_ids.as_strided((1, n), (n, 1))  # one call
+    values = rows[:n] if dtype is rows.dtype else rows[:n].to(dtype)
+    return torch.sparse_coo_tensor(indices, values, size, check_invariants=False, is_coalesced=True)
 
 
 def _rows_to_dense(

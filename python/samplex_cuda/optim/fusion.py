@@ -13,7 +13,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,11 +53,7 @@ def fusion_of(parameter: Tensor) -> Fusion | None:
     return None if found is None else found()
 
 
-class _Arrived(NamedTuple):
-    """The entries of one loss, and the CUDA stream that makes them; None on a CPU."""
-
-    entries: Entries
-    stream: Any
+_Arrived = tuple[Entries, Any]  # the entries of one loss, and the CUDA stream that makes them; None on a CPU
 
 
 def _stream_of(t: Tensor) -> Any:
@@ -67,12 +63,13 @@ def _stream_of(t: Tensor) -> Any:
 
 def _ordered(arrived: list[_Arrived], now: Any) -> list[Entries]:
     """The entries, ready for use on stream `now`. Autograd orders streams only for the gradients it returns."""
-    for found, stream in arrived if now is not None else ():
-        if stream != now:
-            now.wait_stream(stream)  # an event recorded there, waited for here
-            for t in found:
-                if t is not None:
-                    t.record_stream(now)  # its memory is not reused before
+    if now is not None:
+        for found, stream in arrived:
+            if stream != now:
+                now.wait_stream(stream)  # an event recorded there, waited for here
+                for t in found:
+                    if t is not None:
+                        t.record_stream(now)  # its memory is not reused before
     return [found for found, _ in arrived]
 
 
@@ -172,18 +169,22 @@ class Fusion:
     # -------------------------------------------------------------------------------------------- inside backward
     def deliver(self, grad: LossGrad, need: tuple[bool, bool, bool]) -> tuple[Tensor | None, None, None]:
         """See `Sink.deliver`: the gradient of hidden; those of weight and bias are stored until the weight's hook."""
-        self._check_version(grad.version)
+        need_hidden, need_weight, _ = need
+        version = grad.version
+        if version != self.weight._version:
+            self._refuse_version()
         scale = found_inf = None
-        if need[1] and self.grad_scaler is not None and self.grad_scaler.is_enabled():
+        if self.grad_scaler is not None and need_weight and self.grad_scaler.is_enabled():
             scale, found_inf = self._scaling()
-        d_hidden, found = entries(grad, self.bias is not None, scale, found_inf, need[1] and self.accumulate == 1)
-        if need[1]:
-            self._take(found, grad.version)
-        return d_hidden if need[0] else None, None, None
+        d_hidden, found = entries(grad, self.bias is not None, scale, found_inf, need_weight and self.accumulate == 1)
+        if need_weight:
+            self._take(found, version)
+        return d_hidden if need_hidden else None, None, None
 
     def deliver_entries(self, found: Entries, version: int) -> None:
         """The same for a weight gradient that is at hand."""
-        self._check_version(version)
+        if version != self.weight._version:
+            self._refuse_version()
         if self.grad_scaler is not None and self.grad_scaler.is_enabled():
             scale, found_inf = self._scaling()
             found = found.unscaled(scale, found_inf)
@@ -194,7 +195,7 @@ class Fusion:
         mine = self._arrived.get(task)
         if mine is None:
             mine = self._begin(task, version)
-        mine[1].append(_Arrived(found, _stream_of(self.weight)))
+        mine[1].append((found, _stream_of(self.weight)))
 
     def _begin(self, task: int, version: int) -> tuple[int, list[_Arrived]]:
         with self._lock:
@@ -209,13 +210,12 @@ class Fusion:
     def _forget(self, task: int) -> None:
         self._arrived.pop(task, None)
 
-    def _check_version(self, version: int) -> None:
-        if version != self.weight._version:
-            raise RuntimeError(
-                f"{_NAME}: the weight was changed after this loss was computed, by another backward's update or in "
-                "place, so its gradient is out of date: call backward once after each forward, add the losses before "
-                "one backward, or use accumulate=k to sum k backwards"
-            )
+    def _refuse_version(self) -> None:
+        raise RuntimeError(
+            f"{_NAME}: the weight was changed after this loss was computed, by another backward's update or in "
+            "place, so its gradient is out of date: call backward once after each forward, add the losses before "
+            "one backward, or use accumulate=k to sum k backwards"
+        )
 
     def _scaling(self) -> tuple[Tensor, Tensor]:
         """Scale and found_inf of the loss scale, on the weight's device: nothing here waits for it.
@@ -254,19 +254,18 @@ class Fusion:
         if not arrived:
             return
         with self._lock:
-            self._check_version(version)
-            for p in self._tables:
-                writing(p)
+            if version != self.weight._version:
+                self._refuse_version()
+            writing(self._tables)
             self._count(arrived, _stream_of(self.weight))
-            for p in self._tables:
-                written(p)
+            written(self._tables)
 
     def _count(self, arrived: list[_Arrived], now: Any) -> None:
         """Takes the entries of one backward; updates the rows with every `accumulate`-th, on stream `now`."""
         self._backwards += 1
         if self._backwards < self.accumulate:
             # Own copies: h and the ids belong to the caller again once backward is over.
-            self._kept += [_Arrived(e.clone(), now) for e in _ordered(arrived, now)]
+            self._kept += [(e.clone(), now) for e in _ordered(arrived, now)]
             return
         if self._kept:
             arrived, self._kept = self._kept + arrived, []

@@ -7,6 +7,7 @@ a watcher that finds the counter moved otherwise knows that rows have changed th
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -60,24 +61,26 @@ def watch(parameter: Tensor, watcher: Watcher) -> None:
 
 
 def _tell(optimizer: torch.optim.Optimizer, what: Any) -> None:
-    if _watched.data:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                what(p)
+    for group in optimizer.param_groups:
+        what(group["params"])
 
 
 def _watcher(parameter: Tensor) -> Watcher | None:
-    found = _watched.get(parameter) if _watched.data else None  # `len` would take as long as the rest
+    found = _watched.get(parameter)
     return None if found is None else found()
 
 
-def writing(parameter: Tensor) -> None:
-    """A known write to `parameter` begins."""
-    if (watcher := _watcher(parameter)) is not None:
-        watcher.before_write(parameter)
+def writing(parameters: Sequence[Tensor]) -> None:
+    """A known write to `parameters` begins."""
+    if _watched.data:  # `len` would take as long as the rest
+        for p in parameters:
+            if (watcher := _watcher(p)) is not None:
+                watcher.before_write(p)
 
 
-def written(parameter: Tensor) -> None:
-    """A known write to `parameter` is done."""
-    if (watcher := _watcher(parameter)) is not None:
-        watcher.after_write(parameter)
+def written(parameters: Sequence[Tensor]) -> None:
+    """A known write to `parameters` is done."""
+    if _watched.data:
+        for p in parameters:
+            if (watcher := _watcher(p)) is not None:
+                watcher.after_write(p)
