@@ -47,6 +47,7 @@ MEMORY_BOUND = {
     "log-sum-exp": r"predict_lse_kernel<float",
     "top-k": r"predict_topk_kernel<float",
     "attention pool": rf"attention_pool_kernel<{_ROW_TYPES}",
+    "rows of a shard": r"shard_(?:logits|hidden)_kernel<(?:float, 4|Half, 8|BFloat16, 8)>",
 }
 FLIGHT_WAITING: dict[str, str] = {}
 
