@@ -34,7 +34,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-slow test-emulated sanitize fuzz fuzz-files bench gpu lint format cuda-gate docs wheel clean distclean FORCE
+.PHONY: help build demo test test-slow test-emulated sweep-emulated sanitize fuzz fuzz-files bench gpu lint format cuda-gate docs wheel clean distclean FORCE
 
 help: ## Show this list
 	@echo "samplex-cuda"
@@ -57,6 +57,9 @@ sanitize: $(STAMPS)/build ## The op suite under AddressSanitizer and UndefinedBe
 
 test-emulated: $(STAMPS)/build ## The op suite on nvcc's code under an emulated CUDA runtime; needs PTXRUN=dir
 	$(PY) scripts/side_build.py emulated --ptxrun "$(PTXRUN)" $(ARGS)
+
+sweep-emulated: $(STAMPS)/build ## The same file by file for three seeds, going on where it stopped; table in build/emulated_sweep
+	$(PY) scripts/emulated_sweep.py --ptxrun "$(PTXRUN)" $(ARGS)
 
 fuzz: $(STAMPS)/build ## Random calls of every op and public function; ARGS="--calls 1000000", SANITIZE=1 for the sanitizer build
 	$(if $(SANITIZE),$(PY) scripts/side_build.py sanitize --run tests/fuzz,$(PY) tests/fuzz) $(ARGS)

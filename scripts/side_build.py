@@ -21,6 +21,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -98,11 +99,8 @@ def sanitize(python: Path, arguments: list[str]) -> int:
     return run_tests(python, arguments or ["tests/ops", "-m", "not slow", "-q"], environment)
 
 
-def emulated(python: Path, ptxrun: Path, cuda_torch: Path | None, arguments: list[str]) -> int:
-    """Op suite on nvcc's code under ptxrun, with race detection; then the counters of tests/emulated."""
-    preload = ptxrun / "libptxrun_preload.so"
-    if not preload.exists():
-        raise SystemExit(f"side_build.py: --ptxrun must name a directory with libptxrun_preload.so, got '{ptxrun}'")
+def build_emulated(python: Path) -> None:
+    """Install nvcc's own code with the shared CUDA runtime and embedded PTX."""
     defines = {
         "SAMPLEX_TEST_BACKENDS": "ON",
         "SAMPLEX_CUDA": "ON",
@@ -110,25 +108,44 @@ def emulated(python: Path, ptxrun: Path, cuda_torch: Path | None, arguments: lis
         "SAMPLEX_CUDART": "shared",
     }
     install(python, ROOT, build_dir="build/emulated-{wheel_tag}", defines=defines)
-    environment = {
-        "SAMPLEX_PTXRUN": str(ptxrun),
-        "PTXRUN_RACE": os.environ.get("PTXRUN_RACE", "1"),
-        "PTXRUN_UNINIT": os.environ.get("PTXRUN_UNINIT", "1"),
-        "PTXRUN_RANDOM": os.environ.get("PTXRUN_RANDOM", "1"),
-        "PTXRUN_SEED": os.environ.get("PTXRUN_SEED", "1"),
-    }
+
+
+class Emulation(NamedTuple):
+    """How tests are started under ptxrun, with race detection, a random schedule and checks of shared memory."""
+
+    python: Path
+    environment: dict[str, str]
+    by: list[str]  # script that runs the tests, before their arguments
+
+
+def emulation(python: Path, ptxrun: Path, cuda_torch: Path | None) -> Emulation:
+    """Of the side environment of `python`, or with `cuda_torch` of CUDA tensors."""
+    preload = ptxrun / "libptxrun_preload.so"
+    if not preload.exists():
+        raise SystemExit(f"side_build.py: --ptxrun must name a directory with libptxrun_preload.so, got '{ptxrun}'")
+    environment = {"SAMPLEX_PTXRUN": str(ptxrun)}
+    for name in ("PTXRUN_RACE", "PTXRUN_UNINIT", "PTXRUN_RANDOM", "PTXRUN_SEED"):
+        environment[name] = os.environ.get(name, "1")
     if cuda_torch is not None:
         # One binary serves both builds of torch. ptxtorch.py starts the interpreter again under the emulated runtime.
         environment["PYTHONPATH"] = site_packages(python)
-        default = ["tests/ops", "tests/emulated/test_cuda_tensors.py", "tests/test_training_cuda.py"]
-        default += ["-k", "cuda", "-m", "not slow", "-q"]
-        return run_tests(cuda_torch, arguments or default, environment, [str(ptxrun / "ptxtorch.py")])
+        return Emulation(cuda_torch, environment, [str(ptxrun / "ptxtorch.py")])
     environment |= {
         "SAMPLEX_CPU_BACKEND": "cuda",
         "LD_LIBRARY_PATH": str(ptxrun / "shim"),
         "LD_PRELOAD": str(preload),
     }
-    return run_tests(python, arguments or ["tests/ops", "tests/emulated", "-m", "not slow", "-q"], environment)
+    return Emulation(python, environment, [])
+
+
+def emulated(python: Path, ptxrun: Path, cuda_torch: Path | None, arguments: list[str]) -> int:
+    """Op suite on nvcc's code under ptxrun, with race detection; then the counters of tests/emulated."""
+    run = emulation(python, ptxrun, cuda_torch)
+    build_emulated(python)
+    default = ["tests/ops", "tests/emulated"]
+    if cuda_torch is not None:
+        default = ["tests/ops", "tests/emulated/test_cuda_tensors.py", "tests/test_training_cuda.py", "-k", "cuda"]
+    return run_tests(run.python, arguments or [*default, "-m", "not slow", "-q"], run.environment, run.by)
 
 
 def main() -> int:

@@ -64,9 +64,12 @@ def backend(request):
 
 
 @pytest.fixture
-def cpu() -> Backend:
+def cpu():
     """The CPU kernels alone, for tests of what only they have."""
-    return Backend("cpu", torch.device("cpu"))
+    before = _native.cpu_backend()
+    _native.set_cpu_backend("cpu")
+    yield Backend("cpu", torch.device("cpu"))
+    _native.set_cpu_backend(before)
 
 
 def _simd_levels() -> list[str]:
@@ -75,8 +78,8 @@ def _simd_levels() -> list[str]:
 
 
 @pytest.fixture(params=_simd_levels())
-def simd_level(request):
-    """Each SIMD level this machine has."""
+def simd_level(request, cpu):
+    """Each SIMD level this machine has, of the CPU kernels."""
     before = _native.simd_level()
     _native.set_simd_level(request.param)
     yield request.param

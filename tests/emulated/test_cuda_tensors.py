@@ -20,11 +20,12 @@ pytestmark = pytest.mark.skipif(ptxtorch is None, reason="not started by ptxtorc
 
 CLASSES, DIM, BATCH, M = 1_000_000, 32, 64, 64
 MOST_LAUNCHES = 10
-STEPS = ["per row", "shared", "shared bf16", "adam", "grad scaler", "kernel sampler"]
+ENTRY_STEPS = ["shared negative_sampling", "shared one_vs_each"]
+STEPS = ["per row", "shared", "shared bf16", "adam", "grad scaler", "kernel sampler", *ENTRY_STEPS]
 
 
 def make_step(kind: str, *, capturable: bool, classes: int = CLASSES) -> Callable[[], None]:
-    """Forward, backward and update in one call, on the device."""
+    """Forward, backward and update in one call, on the device. The last word of `kind` may name the loss."""
     dtype = torch.bfloat16 if kind.endswith("bf16") else torch.float32
     if kind == "kernel sampler":
         classes = 4096
@@ -32,7 +33,8 @@ def make_step(kind: str, *, capturable: bool, classes: int = CLASSES) -> Callabl
         sampler = sx.samplers.RandomFourier(weight, 64, 1.0, key=sx.Key(1), normalize=True)
     else:
         sampler = sx.samplers.LogUniform(classes)
-    head = sx.SampledClassifier(DIM, classes, sampler, M, shared=kind.startswith("shared")).to("cuda", dtype)
+    loss = next((name for name in sx.losses.names() if kind.endswith(name)), "sampled_softmax")
+    head = sx.SampledClassifier(DIM, classes, sampler, M, loss=loss, shared=kind.startswith("shared")).to("cuda", dtype)
     rule = sx.optim.RowAdam if kind == "adam" else sx.optim.RowAdagrad
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0) if kind == "grad scaler" else None
     head.fuse_optimizer(rule(head.parameters(), lr=0.1, capturable=capturable), grad_scaler=scaler)
@@ -73,7 +75,7 @@ def test_the_host_never_waits(kind, capturable):
     assert not any(ops.shim.get(name, 0) for name in ("cuda_mallocs", "host_allocs", "async_mallocs", "frees"))
 
 
-@pytest.mark.parametrize("kind", ["per row", "shared", "shared bf16"])
+@pytest.mark.parametrize("kind", ["per row", "shared", "shared bf16", *ENTRY_STEPS])
 def test_launches(kind):
     """What the runtime saw of ours, what torch's kernels would be (`served`: inside of our ops, too), copies."""
     step = warm_step(kind, capturable=False)

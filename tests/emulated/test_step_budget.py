@@ -19,7 +19,7 @@ WIDE_SECTORS = 1.15
 
 
 def make_step(kind: str) -> Callable[[], None]:
-    """A fused step: forward, backward and update in one call."""
+    """A fused step: forward, backward and update in one call. The last word of `kind` may name the loss."""
     shared, dtype = kind.startswith("shared"), torch.bfloat16 if kind.endswith("bf16") else torch.float32
     if kind == "kernel sampler":
         classes = 4096
@@ -28,7 +28,8 @@ def make_step(kind: str) -> Callable[[], None]:
     else:
         classes = CLASSES
         sampler = sx.samplers.LogUniform(classes)
-    head = sx.SampledClassifier(DIM, classes, sampler, 64, shared=shared).to(dtype)
+    loss = next((name for name in sx.losses.names() if kind.endswith(name)), "sampled_softmax")
+    head = sx.SampledClassifier(DIM, classes, sampler, 64, shared=shared, loss=loss).to(dtype)
     rule = sx.optim.RowAdam if kind == "adam" else sx.optim.RowAdagrad
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if kind == "grad scaler" else None
     head.fuse_optimizer(rule(head.parameters(), lr=0.1), grad_scaler=scaler)
@@ -49,7 +50,10 @@ def counts(request, ptxshim, monkeypatch):
     return count_step(ptxshim, make_step(request.param))
 
 
-@pytest.mark.parametrize("counts", ["per row", "shared"], indirect=True)
+ENTRY_STEPS = [f"{draws} {loss}" for draws in ("per row", "shared") for loss in ("negative_sampling", "one_vs_each")]
+
+
+@pytest.mark.parametrize("counts", ["per row", "shared", *ENTRY_STEPS], indirect=True)
 def test_launches_of_a_fused_step(counts):
     assert counts.launches["aten sort inside an op"] == 1
     assert counts.total_launches <= MOST_LAUNCHES, counts.launches
@@ -69,7 +73,10 @@ def test_passes_of_the_sort(counts):
     assert counts.sort_passes[0] <= MOST_SORT_PASSES
 
 
-@pytest.mark.parametrize("counts", ["per row", "shared", "adam", "grad scaler", "kernel sampler"], indirect=True)
+KINDS = ["per row", "shared", "adam", "grad scaler", "kernel sampler"]
+
+
+@pytest.mark.parametrize("counts", [*KINDS, *ENTRY_STEPS], indirect=True)
 def test_no_synchronization_and_capturable(counts):
     assert counts.total_launches > 5
     assert not counts.syncs

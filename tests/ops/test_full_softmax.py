@@ -234,7 +234,7 @@ def test_products_by_class(simd_level, every_batch_by_class, rows, classes, opti
             torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_by_class_is_chosen_for_float32_batches_on_the_cpu(monkeypatch):
+def test_by_class_is_chosen_for_float32_batches_on_the_cpu(cpu, monkeypatch):
     seen = []
     monkeypatch.setattr(chunking, "product", lambda a, b, out: seen.append(tuple(out.shape)) or torch.mm(a, b, out=out))
     for rows, dtype in ((64, torch.float32), (63, torch.float32), (64, torch.float64)):

@@ -20,7 +20,10 @@ from samplex_fuzz.call import GENERATORS, Args, Call, Dice
 OPS = sorted(registry.registered_ops())
 # Tables that are read as vectors in every kernel: built once by a sampler, aligned by torch's allocator.
 REFUSED = {
-    "table": ("alias_sample", "alias_log_prob", "bigram_sample", "bigram_log_prob", "sampled_softmax_static"),
+    "table": (
+        "alias_sample", "alias_log_prob", "bigram_sample", "bigram_log_prob", "sampled_softmax_static",
+        "entry_loss_static",
+    ),
     "pair_table": ("bigram_sample", "bigram_log_prob"),
     "nodes": (
         "tree_sample", "tree_log_prob", "tree_log_prob_all", "tree_topk", "tree_sample_and_score",

@@ -246,7 +246,7 @@ def test_by_class_with_numbers_that_are_not_finite(simd_level):
             assert torch.equal(two[3][35, 9:], torch.zeros(2991))
 
 
-def test_by_class_has_the_same_bits_for_every_thread_count():
+def test_by_class_has_the_same_bits_for_every_thread_count(cpu):
     arguments, results = make(batch=100, count=5000), []
     given = arguments[0].t().contiguous()
     before = torch.get_num_threads()
@@ -376,7 +376,7 @@ def test_nothing_to_do(backend):
         assert torch.equal(positive, torch.ones_like(positive))
 
 
-def test_opcheck():
+def test_opcheck(cpu):
     rows, lse = torch.randn(3), torch.zeros(3, dtype=torch.float64)
     arguments = make()
     torch.library.opcheck(LSE, (*arguments, lse, torch.zeros(3, 2), lse.clone()))
@@ -441,6 +441,6 @@ def test_the_same_bits_in_two_runs_and_for_every_thread_count():
         ),
     ],
 )
-def test_errors(call, message):
+def test_errors(cpu, call, message):
     with pytest.raises(RuntimeError, match=re.escape(message)):
         call(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64))

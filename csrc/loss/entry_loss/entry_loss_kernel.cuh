@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, blocks_of(kMode)) entry_los
 // Rows too wide for registers: a lane adds the columns it has read to its own columns of d_loss in memory, right after
 // the product, so that the class row comes from the cache the second time.
 template <typename T, int kWidth, EntryMode kMode>
-__global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_kernel(EntryLossParams p) {
+SX_DEVICE inline void entry_wide_row(const EntryLossParams& p) {
   using A = acc_t<T>;
   constexpr bool kGeneral = kMode != EntryMode::kPlain, kRelative = kMode == EntryMode::kRelative;
   const int64_t b = blockIdx.x;
@@ -549,6 +549,13 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
     }
   }
   store_row<kMode>(p, row, b, loss, base, pull);
+}
+
+template <typename T, int kWidth, EntryMode kMode>
+__global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_kernel(EntryLossParams p) {
+  __shared__ acc_t<T> scratch[1];
+  entry_wide_row<T, kWidth, kMode>(p);
+  reduce_loss_last<kWarpSize>(p.mean, scratch);
 }
 
 // ------------------------------------------------------------------------------------------------ debug check

@@ -1,11 +1,12 @@
-// entry_loss and entry_loss_bwd, the losses that are sums over entries: schemas, checks, allocation. See
-// entry_loss_params.h for the formulas. Shared draws go through GEMMs, as in sampled_softmax; no [B, m, d] and no [C,
-// d] tensor exists on any path.
+// entry_loss, entry_loss_static and entry_loss_bwd, the losses that are sums over entries: schemas, checks, allocation.
+// See entry_loss_params.h for the formulas. Shared draws go through GEMMs, as in sampled_softmax; no [B, m, d] and no
+// [C, d] tensor exists on any path.
 #include <algorithm>
 #include <cmath>
 #include <tuple>
 
 #include "common/ids.h"
+#include "common/philox.h"
 #include "loss/entry_loss/entry_loss_params.h"
 #include "loss/fused/fused_loss_op.h"
 
@@ -24,6 +25,10 @@ EntryLoss kind_of(const char* op, int64_t code) {
   return EntryLoss(code);
 }
 
+// With more rows the mean of a GPU has a kernel of its own: one warp, the last of the loss, would take longer than a
+// launch does.
+constexpr int64_t kMeanOfLastBlock = 2048;
+
 // P of a target [B] or [B, P].
 int64_t check_target(const char* op, const Tensor& target, int64_t batch, const Tensor& like) {
   check_given(op, "target", target);
@@ -33,13 +38,12 @@ int64_t check_target(const char* op, const Tensor& target, int64_t batch, const 
   return one ? 1 : target.size(1);
 }
 
-Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& target, const Tensor& ids,
-                   const Tensor& log_q, const std::optional<Tensor>& target_log_q, const std::optional<Tensor>& log_eta,
-                   const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,
-                   const std::optional<Tensor>& known_offsets, const std::optional<Tensor>& known_ids,
-                   int64_t kind_code, double scale, double reg, int64_t ignore_index, int64_t reduction_code,
-                   bool need_grad, bool sparse) {
-  (void)sparse;  // read by the autograd formula only
+// `ids` and `log_q` are given, or with `here` set by the draw.
+Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target, Tensor& ids, Tensor& log_q,
+                const DrawHere* here, const std::optional<Tensor>& target_log_q, const std::optional<Tensor>& log_eta,
+                const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,
+                const std::optional<Tensor>& known_offsets, const std::optional<Tensor>& known_ids, int64_t kind_code,
+                double scale, double reg, int64_t ignore_index, int64_t reduction_code, bool need_grad) {
   begin_op();
   const EntryLoss kind = kind_of("entry_loss", kind_code);
   const char* op = kNames[kind_code];
@@ -51,13 +55,18 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   const int64_t B = hidden.size(0);
   const Reduction reduction = reduction_of(op, reduction_code);
   const int64_t P = check_target(op, target, B, weight);
-  check_given(op, "ids", ids);
-  const bool shared = ids.dim() == 1;
-  check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
-  const int64_t m = ids.size(ids.dim() - 1);
-  const Shape draws = shared ? Shape{m} : Shape{B, m};
-  check_tensor(op, "ids", ids, draws, shared ? "[m]" : "[B, m]", ScalarType::Long, weight);
-  check_tensor(op, "log_q", log_q, draws, shared ? "[m]" : "[B, m]", acc, weight);
+  if (here == nullptr) {
+    check_given(op, "ids", ids);
+    check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
+  }
+  const bool shared = here != nullptr ? here->shared : ids.dim() == 1;
+  const int64_t m = here != nullptr ? here->num_samples : ids.size(ids.dim() - 1);
+  check_value(here == nullptr || (m >= 0 && m <= kPhiloxMaxDraws), op, ": num_samples must be in [0, 2^24], got ", m);
+  if (here == nullptr) {
+    const Shape draws = shared ? Shape{m} : Shape{B, m};
+    check_tensor(op, "ids", ids, draws, shared ? "[m]" : "[B, m]", ScalarType::Long, weight);
+    check_tensor(op, "log_q", log_q, draws, shared ? "[m]" : "[B, m]", acc, weight);
+  }
   check_value(P + m < (int64_t(1) << 31) - 1, op, ": targets and draws of a row must stay below 2^31, got ", P + m);
   check_value(reg >= 0, op, ": reg must be at least 0, got ", reg);
   check_value(reg == 0 || kind == EntryLoss::kNegativeSampling, op, ": reg must be 0, got ", reg);
@@ -77,7 +86,7 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
     check_tensor(op, "known_ids", *known_ids, {-1}, "[n]", ScalarType::Long, weight);
     check_csr(op, "positives", *known_offsets, *known_ids, B, C);
   }
-  check_ids(op, "ids", ids, C);
+  if (here == nullptr) check_ids(op, "ids", ids, C);
   check_ids(op, "target", target, C, " or ignore_index",
             [&](int64_t id) { return id == ignore_index || (P > 1 && id == kPadding); });
 
@@ -89,6 +98,14 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   Forward result{reduction == Reduction::kNone ? empty(hidden, {B}, acc) : empty(hidden, {}, acc),
                  empty_pooled(hidden, {at.size}, acc)};
   auto& [loss, saved] = result;
+  SharedRows class_rows(op, weight, params.bias, B, m, shared, need_grad);
+  std::optional<StaticDraw> drawn;
+  if (here != nullptr) {
+    drawn =
+        call_static_sample(here->law, here->key, m, C, shared, here->table, here->prefix, target, class_rows.gather);
+    ids = drawn->ids;
+    log_q = storage == ScalarType::Double ? torch::stable::to(drawn->log_q, storage) : drawn->log_q;
+  }
   if (B == 0) {
     if (reduction != Reduction::kNone) torch::stable::zero_(loss);
     torch::stable::zero_(saved);  // holds the factor of the mean
@@ -96,9 +113,8 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   }
 
   std::optional<Tensor> dots, scratch;
-  SharedRows class_rows(op, weight, params.bias, B, m, shared, need_grad);
-  class_rows.run(op, weight, ids);
   if (class_rows.any()) {
+    if (class_rows.gather.ids == nullptr) class_rows.run(op, weight, ids);
     params.dots_stride = backend_of(op, weight) == Backend::kCpu ? m : SharedRows::dots_stride(m);
     dots = empty_pooled(hidden, {B, params.dots_stride}, acc);
     params.dots = out_any(*dots);
@@ -129,6 +145,8 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   params.d_loss = part_of(saved, at.d_loss, B * d, true);
   params.draw_bias = class_rows.gather.biases;
   params.parts = class_rows.parts_for(hidden, true);
+  params.mean = mean_params(reduction, params.loss, params.denom, loss, saved, at, B);
+  if (params.mean.loss != nullptr && B <= kMeanOfLastBlock) params.mean.arrived = class_rows.gather.arrived;
   params.batch = B;
   params.num_targets = P;
   params.num_samples = m;
@@ -146,8 +164,42 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   SX_RUN(op, weight, launch_entry_loss, params);
 
   run_shared_draws(saved, at, shape, class_rows, true, params.parts);
-  run_loss_mean(op, saved, mean_params(reduction, params.loss, params.denom, loss, saved, at, B));
+  run_loss_mean(op, saved, params.mean);
   return result;
+}
+
+Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& target, Tensor ids, Tensor log_q,
+                   const std::optional<Tensor>& target_log_q, const std::optional<Tensor>& log_eta,
+                   const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,
+                   const std::optional<Tensor>& known_offsets, const std::optional<Tensor>& known_ids,
+                   int64_t kind_code, double scale, double reg, int64_t ignore_index, int64_t reduction_code,
+                   bool need_grad, bool sparse) {
+  (void)sparse;  // read by the autograd formula only
+  return forward(hidden, weight, target, ids, log_q, nullptr, target_log_q, log_eta, bias, class_weight, known_offsets,
+                 known_ids, kind_code, scale, reg, ignore_index, reduction_code, need_grad);
+}
+
+// Shared draws and loss in one op: a GPU draws and gathers the class rows in one kernel. Of the losses that need no
+// number per target or example.
+std::tuple<Tensor, Tensor, Tensor> entry_loss_static(
+    const Tensor& hidden, const Tensor& weight, const Tensor& target, const Tensor& key, int64_t law,
+    int64_t num_samples, const std::optional<Tensor>& table, const std::optional<Tensor>& prefix,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight, int64_t kind_code, double scale,
+    int64_t ignore_index, int64_t reduction_code, bool need_grad) {
+  const EntryLoss kind = kind_of("entry_loss_static", kind_code);
+  check_value(kind == EntryLoss::kNegativeSampling || kind == EntryLoss::kOneVsEach,
+              "entry_loss_static: kind must be 0 (negative_sampling) or 2 (one_vs_each), got ", kind_code);
+  const char* op = kNames[kind_code];
+  check_value(weight.dim() == 2, op, ": weight must be [C, d], got ", describe(weight));
+  check_value(hidden.dim() == 2, op, ": hidden must be [B, d], got ", describe(hidden));
+  check_tensor(op, "target", target, {hidden.size(0)}, "[B]", ScalarType::Long, weight);
+  check_value(weight.size(0) >= 1, op, ": weight must have a class to draw, got ", describe(weight));
+  const DrawHere here{key, law, num_samples, true, table, prefix};
+  Tensor ids, log_q;
+  auto [loss, saved] =
+      forward(hidden, weight, target, ids, log_q, &here, std::nullopt, std::nullopt, bias, class_weight, std::nullopt,
+              std::nullopt, kind_code, scale, 0.0, ignore_index, reduction_code, need_grad);
+  return {loss, ids, saved};
 }
 
 LossGradients entry_loss_bwd(const Tensor& grad_loss, const Tensor& hidden, const Tensor& target, const Tensor& ids,
@@ -187,6 +239,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "(Tensor loss, Tensor saved)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
+      "entry_loss_static(Tensor hidden, Tensor weight, Tensor target, Tensor key, int law, int num_samples, "
+      "Tensor? table, Tensor? prefix, Tensor? bias, Tensor? class_weight, int kind, float scale, int ignore_index, "
+      "int reduction, bool need_grad) -> (Tensor loss, Tensor ids, Tensor saved)",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+  m.def(
       "entry_loss_bwd(Tensor grad_loss, Tensor hidden, Tensor target, Tensor ids, Tensor saved, int kind, "
       "int num_classes, int reduction, bool need_rows, bool with_bias) -> "
       "(Tensor d_hidden, Tensor row_ids, Tensor row_grads, Tensor row_bias, Tensor count)",
@@ -194,9 +251,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {
   m.impl("entry_loss", TORCH_BOX(&samplex::glue::entry_loss));
+  m.impl("entry_loss_static", TORCH_BOX(&samplex::glue::entry_loss_static));
   m.impl("entry_loss_bwd", TORCH_BOX(&samplex::glue::entry_loss_bwd));
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) {
   m.impl("entry_loss", TORCH_BOX(&samplex::glue::entry_loss));
+  m.impl("entry_loss_static", TORCH_BOX(&samplex::glue::entry_loss_static));
   m.impl("entry_loss_bwd", TORCH_BOX(&samplex::glue::entry_loss_bwd));
 }

@@ -50,6 +50,7 @@ struct EntryLossParams {
   void* d_loss;                  // A [B, d]       likewise; when shared, the targets' part only
   void* scratch;                 // A [B, 2, P]: of the GPU kernels, for the losses that need the targets' scores first
   DrawParts parts;               // coef_loss of the draws in two parts, when shared
+  LossMeanParams mean;           // of a reduced loss
   CoefLayout coefs;
   int64_t dots_stride;
   int64_t batch, num_targets, num_samples, dim, num_classes, ignore_index, known_size;

@@ -30,6 +30,15 @@ inline Tensor product16_into(const Tensor& result, const Tensor& a, const Tensor
   return tensor_of(call_op("aten::mm", "dtype_out", a, b, ScalarType::Float, result)[0]);
 }
 
+// Draws that the op makes by itself.
+struct DrawHere {
+  const Tensor& key;
+  int64_t law, num_samples;
+  bool shared;
+  const std::optional<Tensor>& table;
+  const std::optional<Tensor>& prefix;
+};
+
 struct LossShape;
 struct SavedLoss;
 

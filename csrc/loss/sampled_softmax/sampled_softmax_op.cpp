@@ -21,15 +21,6 @@ constexpr const char* kOp = "sampled_softmax";
 
 using Forward = std::tuple<Tensor, Tensor, Tensor>;
 
-// Draws that the op makes by itself.
-struct DrawHere {
-  const Tensor& key;
-  int64_t law, num_samples;
-  bool shared;
-  const std::optional<Tensor>& table;
-  const std::optional<Tensor>& prefix;
-};
-
 // `ids` and `log_q` are given, or with `here` set by the draw.
 Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target, Tensor& ids, Tensor& log_q,
                 const DrawHere* here, const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,

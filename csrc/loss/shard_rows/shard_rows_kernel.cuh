@@ -44,33 +44,59 @@ __global__ void __launch_bounds__(kShardThreads) shard_logits_kernel(ShardLogits
   }
 }
 
-// Adds coef * row at column c, for this warp's share of n entries.
+constexpr int kHiddenResident = 4;  // blocks of a multiprocessor; left to itself, ptxas spills for a sixth on sm_120
+
+// Class rows that a warp has in flight: 64 bytes of a thread with 16-byte loads.
+template <int kWidth>
+constexpr int kShardRows = kWidth == 1 ? 8 : 4;
+
+// Adds coef * row at column c < p.dim, for this warp's share of n entries, in their order. Each lane looks at one
+// entry; those that count are taken several at a time, so that no warp waits for a row before it asks for the next.
 template <typename T, int kWidth>
 SX_DEVICE inline void shard_hidden_of(const ShardHiddenParams& p, const int64_t* rows, const acc_t<T>* coefs, int n,
                                       int64_t c, acc_t<T> (&acc)[kWidth]) {
   using A = acc_t<T>;
-#pragma unroll 1  // several turns at once are several branches at once, and ptxas spilled their barriers
-  for (int j = warp_id(); j < n; j += kShardWarps) {
-    const int64_t row = rows[j];
-    const A coef = coefs[j];
-    if (uint64_t(row) < uint64_t(p.rows) && coef != A(0) && c < p.dim) {
-      A w[kWidth];
-      load_columns<kWidth>(static_cast<const T*>(p.weight) + row * p.dim + c, w);
+  constexpr int kRows = kShardRows<kWidth>;
+  const T* const column = static_cast<const T*>(p.weight) + c;
+  for (int stage = warp_id(); stage < n; stage += kShardWarps * kWarpSize) {
+    const int j = stage + lane_id() * kShardWarps;
+    const int64_t row = j < n ? rows[j] : -1;
+    const A coef = j < n ? coefs[j] : A(0);
+    unsigned left = warp_ballot(uint64_t(row) < uint64_t(p.rows) && coef != A(0));
+    while (left != 0) {  // the whole warp
+      const T* from[kRows];
+      A factor[kRows], w[kRows][kWidth];
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) acc[i] += coef * w[i];
+      for (int r = 0; r < kRows; ++r) {
+        const bool there = left != 0;
+        const int lane = there ? __ffs(int(left)) - 1 : 0;
+        left &= left - 1;  // 0 stays 0
+        const int64_t own = shuffle_from(row, lane);
+        const A of_lane = shuffle_from(coef, lane);
+        factor[r] = there ? of_lane : A(0);
+        from[r] = there ? column + own * p.dim : from[0];  // of none left: a row that is asked for anyway
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) load_columns<kWidth>(from[r], w[r]);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) acc[i] += factor[r] == A(0) ? A(0) : factor[r] * w[r][i];
+      }
     }
   }
 }
 
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kShardThreads) shard_hidden_kernel(ShardHiddenParams p) {
+__global__ void __launch_bounds__(kShardThreads, kHiddenResident) shard_hidden_kernel(ShardHiddenParams p) {
   using A = acc_t<T>;
   __shared__ A sums[kShardWarps][kWarpSize * kWidth];
   const int64_t b = blockIdx.x;
   const A* target_coef = static_cast<const A*>(p.target_coef) + b * p.num_targets;
   const A* id_coef = static_cast<const A*>(p.id_coef) + b * p.num_ids;
   for (int64_t first = 0; first < p.dim; first += kWarpSize * kWidth) {
-    const int64_t c = first + lane_id() * kWidth;
+    // Lanes behind the last column read the first one; their sums go nowhere.
+    const int64_t own = first + lane_id() * kWidth, c = own < p.dim ? own : 0;
     A acc[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) acc[i] = 0;

@@ -262,7 +262,7 @@ class SampledClassifier(HeadModule):
     def _draws_static(self) -> bool:
         """Whether draw and loss can be one op: a static sampler as it is, and no copies of shared draws to merge."""
         loss, sampler = self.loss, self.sampler
-        if not (loss.draws_static and isinstance(sampler, StaticSampler)) or self.ignore_index >= 0:
+        if not (loss.draws_static(self.shared) and isinstance(sampler, StaticSampler)) or self.ignore_index >= 0:
             return False
         if type(sampler).sample is not StaticSampler.sample or "sample" in sampler.__dict__:
             return False

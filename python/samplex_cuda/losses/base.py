@@ -71,8 +71,6 @@ class Loss:
     """Whether the logit is |s|; evaluation and prediction follow."""
     below_autograd: ClassVar[bool] = True
     """Whether `forward` calls only ops and needs no autograd inside."""
-    draws_static: ClassVar[bool] = False
-    """Whether `forward_static` is there."""
 
     def __repr__(self) -> str:
         """The class and the options that are not at their defaults."""
@@ -106,6 +104,17 @@ class Loss:
             need_hidden: whether it must hold that of `hidden`.
         """
         raise NotImplementedError
+
+    def draws_static(self, shared: bool) -> bool:
+        """Whether there is a `forward_static`, for draws that the batch shares or for draws per row.
+
+        Example:
+            >>> import samplex_cuda as sx
+            >>> loss = sx.losses.OneVsEach()
+            >>> loss.draws_static(shared=True), loss.draws_static(shared=False)
+            (True, False)
+        """
+        return False
 
     def forward_static(self, x: StaticInputs, form: Form, need_grad: bool, need_hidden: bool) -> tuple[Forward, Tensor]:
         """`forward` with the draw in the same op, where `draws_static`: the same numbers for less overhead.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from samplex_cuda._checks import check_int, check_number
 from samplex_cuda.losses.base import ExampleState, Loss, Needs
-from samplex_cuda.ops.entry_loss import KINDS, entry_loss, ratio_of
-from samplex_cuda.ops.loss_types import Form, Forward, Inputs
+from samplex_cuda.ops.entry_loss import KINDS, entry_loss, entry_loss_static, ratio_of
+from samplex_cuda.ops.loss_types import Form, Forward, Inputs, StaticInputs
 
 __all__ = ["NCE", "AugmentReduce", "NegativeSampling", "OneVsEach"]
 
@@ -30,6 +30,19 @@ class _EntryLoss(Loss):
             need_grad, form.sparse,
         )  # fmt: skip
         return Forward(loss, saved, ratio_of(saved, x.hidden) if self.needs.example_index else None)
+
+    def draws_static(self, shared: bool) -> bool:
+        """See `Loss.draws_static`. Not where the loss reads a number per target or example."""
+        return shared and not (self.needs.target_log_q or self.needs.example_index)
+
+    def forward_static(self, x: StaticInputs, form: Form, need_grad: bool, need_hidden: bool) -> tuple[Forward, Tensor]:
+        """See `Loss.forward_static`."""
+        law = x.law
+        loss, ids, saved = entry_loss_static(
+            x.hidden, x.weight, x.target, x.key, law.number, x.num_samples, law.table, law.prefix, x.bias,
+            x.class_weight, KINDS[self.name], form.scale, form.ignore_index, form.reduction, need_grad,
+        )  # fmt: skip
+        return Forward(loss, saved), ids
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

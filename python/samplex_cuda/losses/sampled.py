@@ -32,7 +32,6 @@ class SampledSoftmax(Loss):
     """
 
     name: ClassVar[str] = "sampled_softmax"
-    draws_static: ClassVar[bool] = True
     label_smoothing: float = 0.0
     absolute: bool = False
 
@@ -53,6 +52,10 @@ class SampledSoftmax(Loss):
             form.with_lse, form.sparse, need_hidden,
         )  # fmt: skip
         return Forward(loss, saved, lse if form.with_lse else None)
+
+    def draws_static(self, shared: bool) -> bool:
+        """See `Loss.draws_static`."""
+        return True
 
     def forward_static(self, x: StaticInputs, form: Form, need_grad: bool, need_hidden: bool) -> tuple[Forward, Tensor]:
         """See `Loss.forward_static`."""

@@ -16,13 +16,14 @@ from samplex_cuda.ops.fused_loss import OpCall, differentiate
 from samplex_cuda.ops.loss_types import Plan, acc_dtype
 from samplex_cuda.ops.saved_loss import fake_gradients, fake_sizes, saved_numbers
 
-__all__ = ["KINDS", "entry_loss", "ratio_of"]
+__all__ = ["KINDS", "entry_loss", "entry_loss_static", "ratio_of"]
 
 KINDS = {"negative_sampling": 0, "nce": 1, "one_vs_each": 2, "augment_reduce": 3}
 _NAMES = tuple(KINDS)
 _WITH_RATIO = KINDS["augment_reduce"]
 
 entry_loss = torch.ops.samplex.entry_loss.default
+entry_loss_static = torch.ops.samplex.entry_loss_static.default
 
 
 class _Arguments(NamedTuple):
@@ -58,6 +59,21 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     return tuple(a.hidden.new_empty(shape, dtype=acc_dtype(a.hidden.dtype)) for shape in shapes)
 
 
+@register_fake("samplex::entry_loss_static")
+def _(
+    hidden: Tensor, weight: Tensor, target: Tensor, key: Tensor, law: int, num_samples: int, table: Tensor | None,
+    prefix: Tensor | None, bias: Tensor | None, class_weight: Tensor | None, kind: int, scale: float,
+    ignore_index: int, reduction: int, need_grad: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    batch, _ = fake_sizes("entry_loss_static", hidden)
+    saved, acc = saved_numbers(hidden, target, num_samples, True, reduction, need_grad), acc_dtype(hidden.dtype)
+    return (
+        hidden.new_empty(() if reduction else (batch,), dtype=acc),
+        hidden.new_empty((num_samples,), dtype=torch.int64),
+        hidden.new_empty((saved,), dtype=acc),
+    )
+
+
 @register_fake("samplex::entry_loss_bwd")
 def _(
     grad_loss: Tensor,
@@ -82,7 +98,14 @@ def _read(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
     return OpCall(plan, (0, 1, 7), len(_Arguments._fields), a.need_grad, a.sparse, a.hidden, a.target, a.ids, output[1])
 
 
+def _read_static(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
+    hidden, weight, target, bias, kind, reduction, need_grad = (inputs[at] for at in (0, 1, 2, 8, 10, 13, 14))
+    plan = Plan(_NAMES[kind], weight.shape[0], weight.dtype, None if bias is None else bias.dtype, reduction)
+    return OpCall(plan, (0, 1, 8), len(inputs), need_grad, True, hidden, target, output[1], output[2])
+
+
 differentiate("samplex::entry_loss", _read)
+differentiate("samplex::entry_loss_static", _read_static)
 
 
 def ratio_of(saved: Tensor, hidden: Tensor) -> Tensor:

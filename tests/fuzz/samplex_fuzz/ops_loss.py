@@ -173,17 +173,45 @@ def _sampled_softmax(d: Dice) -> Call:
     return op_call("sampled_softmax", _softmax_args(d), check, words=WORDS)
 
 
+def _drawn_here(d: Dice, x: Inputs) -> dict[str, Any]:
+    """Arguments of an op that draws from a static distribution by itself, as far as losses share them."""
+    law = d.int(0, 2)
+    table, prefix = build_alias(alias_counts(d, x.weight.shape[0])) if law == 2 else (None, None)
+    target = x.target
+    if target.dim() == 2:  # padding is a class out of range where a row has one target
+        target = torch.where(target[:, 0] == -100, x.ignore_index, target[:, 0])
+    return {
+        "hidden": x.h, "weight": x.weight, "target": target, "key": d.key(), "law": law, "num_samples": d.int(0, 6),
+        "table": table, "prefix": prefix, "bias": x.bias, "class_weight": x.class_weight,
+        "ignore_index": x.ignore_index, "reduction": d.int(0, 2), "need_grad": d.maybe(0.6),
+    }  # fmt: skip
+
+
+def _given_draws(a: Args, ids: Tensor, shared: bool) -> Inputs:
+    """The inputs of the loss alone: the two ops, one after the other, are the specification of the one."""
+    # Per-row draws exclude the target.
+    batch, valid = a.hidden.shape[0], (a.target != a.ignore_index) & (a.target >= 0)
+    skip = None if shared else torch.where(valid, a.target, -1).unsqueeze(1)
+    of = (a.table, a.prefix) if a.law == 2 else (a.weight.shape[0],)
+    name = ("uniform", "log_uniform", "alias")[a.law]
+    draw = getattr(torch.ops.samplex, f"{name}_sample")(a.key, 1 if shared else batch, a.num_samples, *of, skip)
+    same_ids, log_q = (t[0] if shared else t for t in draw)
+    counted = slice(None) if shared else valid
+    expect(torch.equal(ids[counted], same_ids[counted]), "ids must be those of the sampler's own op")
+    log_q = log_q.to(acc(a.weight.dtype))
+    return Inputs(a.hidden, a.weight, a.target, same_ids, log_q, a.bias, a.class_weight, None, a.ignore_index)
+
+
 @generator("sampled_softmax_static", 1.5)
 def _sampled_softmax_static(d: Dice) -> Call:
-    x = make_inputs(d)
-    classes, law = x.weight.shape[0], d.int(0, 2)
-    table, prefix = build_alias(alias_counts(d, classes)) if law == 2 else (None, None)
-    target = x.target if x.target.dim() == 1 else x.target[:, 0].contiguous()
-    args = {
-        "hidden": x.h, "weight": x.weight, "target": target, "key": d.key(), "law": law, "num_samples": d.int(0, 6),
-        "shared": d.maybe(0.5), "table": table, "prefix": prefix, "bias": x.bias, "class_weight": x.class_weight,
-        "scale": d.pick((1.0, 2.0)), "label_smoothing": d.pick((0.0, 0.1)), "ignore_index": x.ignore_index,
-        "reduction": d.int(0, 2), "absolute": d.maybe(0.2), "need_grad": d.maybe(0.6), "need_hidden": d.maybe(0.8),
+    made = _drawn_here(d, make_inputs(d))
+    args = {name: made[name] for name in ("hidden", "weight", "target", "key", "law", "num_samples")}
+    args["shared"] = d.maybe(0.5)
+    args |= {name: made[name] for name in ("table", "prefix", "bias", "class_weight")}
+    args |= {
+        "scale": d.pick((1.0, 2.0)), "label_smoothing": d.pick((0.0, 0.1)), "ignore_index": made["ignore_index"],
+        "reduction": made["reduction"], "absolute": d.maybe(0.2), "need_grad": made["need_grad"],
+        "need_hidden": d.maybe(0.8),
     }  # fmt: skip
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
@@ -195,19 +223,7 @@ def _sampled_softmax_static(d: Dice) -> Call:
         drawn(ids, None, (a.num_samples,) if a.shared else (batch, a.num_samples), a.weight.shape[0])
         if changed & {"table", "prefix", "law"} or not all_ordinary(float(a.scale), a.label_smoothing):
             return
-        # Per-row draws exclude the target: the two ops, one after the other, are the specification.
-        valid = (a.target != a.ignore_index) & (a.target >= 0)
-        skip = None if a.shared else torch.where(valid, a.target, -1).unsqueeze(1)
-        rows = 1 if a.shared else batch
-        of = (a.table, a.prefix) if a.law == 2 else (a.weight.shape[0],)
-        name = ("uniform", "log_uniform", "alias")[a.law]
-        same_ids, log_q = getattr(torch.ops.samplex, f"{name}_sample")(a.key, rows, a.num_samples, *of, skip)
-        same_ids, log_q = (t[0] if a.shared else t for t in (same_ids, log_q))
-        counted = slice(None) if a.shared else valid
-        expect(torch.equal(ids[counted], same_ids[counted]), "ids must be those of the sampler's own op")
-        x = Inputs(a.hidden, a.weight, a.target, ids, log_q.to(wide), a.bias, a.class_weight, None, a.ignore_index)
-        if not a.shared:
-            x.ids, x.log_q = same_ids, log_q.to(wide)
+        x = _given_draws(a, ids, a.shared)
         good = usual_rows(x)
         options = {"scale": a.scale, "absolute": a.absolute, "label_smoothing": a.label_smoothing}
         truth, same = (softmax_rows(x, dtype, **options) for dtype in (torch.float64, wide))
@@ -251,24 +267,44 @@ def _entry_args(d: Dice) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _check_entry_loss(a: Args, x: Inputs, loss: Tensor) -> None:
+    rows = usual_rows(x, a.target_log_q if a.kind < 2 else None, a.log_eta if a.kind == 3 else None)
+    truth, same = (_entry_rows(a.kind, x, dtype, a) for dtype in (torch.float64, acc(a.weight.dtype)))
+    rows = rows & (truth[0].abs() < 1e4)
+    size = size_of(x, a.scale, rows)
+    if a.kind >= 2 or a.reg:  # weighted by 1 / q, or squared
+        biggest = float(truth[0][rows].abs().max()) if rows.any() else 0.0
+        size *= max(1.0, biggest)
+    compare_loss(loss, truth, same, a.reduction, size, rows)
+
+
+@generator("entry_loss_static", 1.5)
+def _entry_loss_static(d: Dice) -> Call:
+    made = _drawn_here(d, make_inputs(d))
+    args = {name: made.pop(name) for name in tuple(made)[:-3]}
+    args |= {"kind": d.pick((0, 2)), "scale": d.pick((1.0, 0.5)), **made}
+
+    def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
+        if is_meta(*a.values(), *out):
+            return
+        loss, ids, _ = out
+        has_form("loss", loss, () if a.reduction else (a.hidden.shape[0],), acc(a.weight.dtype))
+        drawn(ids, None, (a.num_samples,), a.weight.shape[0])
+        if changed & {"table", "prefix", "law"} or not all_ordinary(float(a.scale)):
+            return
+        _check_entry_loss(Args({**a, "target_log_q": None, "reg": 0.0}), _given_draws(a, ids, True), loss)
+
+    return op_call("entry_loss_static", args, check, words=(*WORDS, *_LOSSES, "key"))
+
+
 @generator("entry_loss", 3.0)
 def _entry_loss(d: Dice) -> Call:
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
         if is_meta(*a.values(), *out):
             return
-        loss, wide = out[0], acc(a.weight.dtype)
-        has_form("loss", loss, () if a.reduction else (a.hidden.shape[0],), wide)
-        if not all_ordinary(float(a.scale), a.reg):
-            return
-        x = _inputs(a)
-        rows = usual_rows(x, a.target_log_q if a.kind < 2 else None, a.log_eta if a.kind == 3 else None)
-        truth, same = (_entry_rows(a.kind, x, dtype, a) for dtype in (torch.float64, wide))
-        rows = rows & (truth[0].abs() < 1e4)
-        size = size_of(x, a.scale, rows)
-        if a.kind >= 2 or a.reg:  # weighted by 1 / q, or squared
-            biggest = float(truth[0][rows].abs().max()) if rows.any() else 0.0
-            size *= max(1.0, biggest)
-        compare_loss(loss, truth, same, a.reduction, size, rows)
+        has_form("loss", out[0], () if a.reduction else (a.hidden.shape[0],), acc(a.weight.dtype))
+        if all_ordinary(float(a.scale), a.reg):
+            _check_entry_loss(a, _inputs(a), out[0])
 
     return op_call("entry_loss", _entry_args(d), check, words=(*WORDS, "log_eta"))
 
