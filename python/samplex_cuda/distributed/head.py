@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, describe
+from samplex_cuda.distributed.answers import ShardedAnswers
 from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, check_backend, group_of
 from samplex_cuda.distributed.examples import ExampleShard
 from samplex_cuda.distributed.follow import due_state, follow_table, shard_sampler
+from samplex_cuda.distributed.full import full_step
 from samplex_cuda.distributed.kernel import ShardedKernel
 from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.distributed.online import online_softmax
@@ -23,17 +25,17 @@ from samplex_cuda.distributed.routes import refuse_unfit, resolve_route
 from samplex_cuda.distributed.samplers import ShardedSampler, as_dtensor
 from samplex_cuda.distributed.step import (
     StepResult,
-    entries_of,
     logits_of,
     loss_of_logits,
     partial_hidden,
+    row_scaled,
     run_step,
+    scaled,
 )
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.heads.checks import inside_ddp, like_weight
 from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
 from samplex_cuda.optim.base import set_first_row
-from samplex_cuda.prediction import exact_topk, mean_weight, softmax_sums
 from samplex_cuda.rng import Key, key_tensor, uniform_at
 from samplex_cuda.tables import empty_table
 
@@ -43,11 +45,12 @@ _NAME = "SampledClassifier.shard"
 _FILL = 1 << 17  # numbers of a table that are made at once: malloc keeps what larger pieces leave behind
 
 
-class ShardedClassifier(SampledClassifier):
+class ShardedClassifier(ShardedAnswers):
     """A head whose class rows are spread over ranks; made by `SampledClassifier.shard`.
 
     Every rank calls it with its own batch, at the same time, and gets the loss of all of them: the mean over all rows,
-    however many each rank has. `weight` [n, d] and `bias` [n] are this rank's rows, in the order of `layout.classes()`.
+    however many each rank has; with `reduction="none"` the losses of all rows, in the order of the ranks. `weight`
+    [n, d] and `bias` [n] are this rank's rows, in the order of `layout.classes()`.
 
     Args:
         head: the head as it would be on one rank; on the meta device, no rank ever holds the whole table.
@@ -79,12 +82,8 @@ class ShardedClassifier(SampledClassifier):
             check_int(_NAME, "batch_capacity", batch_capacity)
         check_choice(_NAME, "encoder", encoder, ENCODERS)
         group = group_of(mesh_or_group)
-        if head.reduction == "none":
-            raise ValueError(f'{_NAME}: reduction must be "mean" or "sum" for a sharded head, got "none"')
         if head.fused is not None:
             raise ValueError(f"{_NAME}: shard the head first and fuse its optimizer then; got a fused head")
-        if not head.loss.needs.draws:
-            raise ValueError(f"{_NAME}: loss must sample classes, got {head.loss!r}")
         whole = not head.weight.is_meta
         place = head.weight.device if whole else torch.device("cpu" if device is None else device)
         check_backend(_NAME, group, place)
@@ -198,7 +197,9 @@ class ShardedClassifier(SampledClassifier):
             key: as there; that of the first rank counts.
 
         Returns:
-            fp32 scalar (fp64 with fp64 parameters), the same on every rank.
+            fp32 scalar (fp64 with fp64 parameters), the same on every rank; with `reduction="none"` [R], a loss for
+            each row of all ranks, in their order (on a GPU `batch_capacity` rows of each rank, the unused ones behind
+            all others and 0). What follows must be the same on every rank, so that all send back the same gradient.
         """
         if inside_ddp(self):
             raise RuntimeError(
@@ -226,7 +227,9 @@ class ShardedClassifier(SampledClassifier):
                 context = context.reshape(rows.shape[0], *context.shape[len(lead) :])
             elif context is not None:
                 raise TypeError(f"{_NAME}: context must be a tensor with a row for each of h, got {describe(context)}")
-            pair = key_tensor(_NAME, key, self.weight.device)
+            pair = torch.zeros(2, dtype=torch.int64, device=self.weight.device)
+            if self.loss.needs.draws:
+                pair = key_tensor(_NAME, key, self.weight.device)
         except BaseException:
             self.exchange.meet(0, form, torch.zeros(2, dtype=torch.int64, device=self.weight.device), refused=True)
             raise
@@ -252,6 +255,8 @@ class ShardedClassifier(SampledClassifier):
         found = dict(zip(fields, self.exchange.gather(everyone, list(fields.values()), pads), strict=True))
         if not self.training:
             return self._exact(found)
+        if not self.loss.needs.draws:
+            return full_step(self, everyone, found, rows, grad)
         if due:
             self.update_sampler()
         return self._step(self.spec(), everyone, found, rows, positives, grad)
@@ -285,7 +290,7 @@ class ShardedClassifier(SampledClassifier):
             if self.route == "online_softmax":
                 coefs = online_softmax(
                     exchange, everyone, spec.form, spec.loss.absolute, logits, target, draw.ids, log_q, of_target,
-                    of_draws, self.class_weight, weights, self.reduction == "mean",
+                    of_draws, self.class_weight, weights, self.reduction,
                 )  # fmt: skip
                 loss = coefs.loss
             else:
@@ -309,8 +314,10 @@ class ShardedClassifier(SampledClassifier):
             d_hidden = exchange.send_home(partial, everyone.place, everyone.rows)
             if self.encoder == "average":
                 d_hidden *= exchange.world
-            found = entries_of(coefs, h, of_target, of_draws, bias is not None and bias.requires_grad)
-        step = StepResult(loss, found, d_hidden)
+            with_bias = bias is not None and bias.requires_grad
+            make = row_scaled if self.reduction == "none" else scaled
+            found = make(coefs, h, of_target, of_draws, with_bias)
+        step = StepResult(loss, found, d_hidden, exchange, everyone.place)
         return run_step(rows, weight, bias, step, self._fusion or self._rows_of(weight, bias), spec.loss.name)
 
     def _mask(
@@ -328,16 +335,15 @@ class ShardedClassifier(SampledClassifier):
     def _weighted(self, loss: Tensor, target: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Row losses [R] weighted and reduced, and what each row's gradient is multiplied by, [R, 1]."""
         row_weight = self._row_weight(target) * weights
-        loss = (loss * weights).sum()
+        loss = loss * weights
+        if self.reduction == "none":
+            return loss, weights.unsqueeze(1)
+        loss = loss.sum()
         if self.reduction == "sum":
             return loss, weights.unsqueeze(1)
         total = row_weight.sum()
         safe = torch.where(total == 0, 1.0, total).to(loss.dtype)
         return loss / safe, (weights / safe).unsqueeze(1)
-
-    def _row_weight(self, target: Tensor) -> Tensor:
-        target = target.squeeze(1) if target.shape[1] == 1 else target
-        return mean_weight(target, self._valid(target), self.class_weight)
 
     def set_sampler(
         self, sampler: nn.Module, *, num_samples: int | None = None, update: str | int | None = "auto"
@@ -359,124 +365,6 @@ class ShardedClassifier(SampledClassifier):
 
     def _mark_rows(self, ids: list[Tensor]) -> None:
         self.mark_changed([torch.where(i >= 0, self.layout.class_at(i + self.layout.start), -1) for i in ids])
-
-    # -------------------------------------------------------------------------------------------- exact answers
-    @torch.no_grad()
-    def _sums(self, h: Tensor, target: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """lse [R] fp64 and target logits [R, P] over all classes, of the rows of everyone."""
-        local = self.layout.local(target)
-        prior = self._local_prior(seen)
-        if self.layout.rows:
-            lse, positive, _ = softmax_sums(
-                h, self.weight, local, self.bias, self.scale, self.loss.absolute, prior=prior
-            )
-        else:
-            lse = torch.full((h.shape[0],), -torch.inf, dtype=torch.float64, device=h.device)
-            positive = torch.zeros(target.shape, dtype=self._wide(), device=h.device)
-        positive = self.exchange.sum_(torch.where(local >= 0, positive, 0.0))
-        return self.exchange.stack(lse).logsumexp(0), positive
-
-    def _local_prior(self, seen: Tensor) -> Any:
-        if not self.loss.needs.prior:
-            return None
-        sampler: Any = self.sampler
-        if isinstance(sampler, ShardedSampler):
-            return lambda rows: sampler.log_prob_local(seen[rows])
-        classes = self.layout.classes(seen.device)
-        return lambda rows: sampler.log_prob_all(seen[rows])[..., classes].expand(seen[rows].shape[0], -1)
-
-    @torch.no_grad()
-    def _exact(self, batch: dict[str, Tensor]) -> Tensor:
-        h, target = batch["h"], batch["y"]
-        flat = target.squeeze(1) if target.shape[1] == 1 else target
-        valid = self._valid(flat).reshape(target.shape)
-        self._refuse_targets(flat)
-        lse, positive = self._sums(h, torch.where(valid, target, -1), batch.get("features", h))
-        terms = torch.where(valid, lse.unsqueeze(1) - positive, 0.0)
-        if self.class_weight is not None:
-            terms *= self.class_weight[target.clamp(min=0)]
-        loss = (terms.sum(1) / valid.sum(1).clamp(min=1)).to(positive.dtype)
-        weights = batch.get("sample_weight")
-        row_weight = self._row_weight(target)
-        if weights is not None:
-            loss, row_weight = loss * weights, row_weight * weights
-        if self.reduction == "sum":
-            return loss.sum()
-        total = row_weight.sum().to(loss.dtype)
-        return loss.sum() / torch.where(total == 0, 1.0, total)
-
-    @torch.no_grad()
-    def topk(  # type: ignore[override]
-        self, h: Tensor, k: int, *, features: Tensor | None = None, chunk_size: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The k most probable classes of each of this rank's rows, over all shards. Every rank must call it.
-
-        Args:
-            h: [*, d], this rank's rows.
-            k: how many, 1 to C.
-            features: as in `SampledClassifier.topk`.
-            chunk_size: classes per chunk.
-
-        Returns:
-            (logits [*, k], ids int64 [*, k]), largest first, equal logits in ascending id order.
-        """
-        lead = self._check_h("topk", h)
-        check_int("SampledClassifier.topk", "k", k, 1, self.num_classes)
-        rows = h.reshape(-1, self.in_features).to(self.weight.dtype)
-        everyone, found = self._gather_queries(rows, features)
-        seen = found.get("features", found["h"])
-        wide = self._wide()
-        logits = torch.full((found["h"].shape[0], k), -torch.inf, dtype=wide, device=h.device)
-        ids = torch.full(logits.shape, self.num_classes, dtype=torch.int64, device=h.device)
-        here = min(k, self.layout.rows)
-        if here:
-            best, at = exact_topk(
-                found["h"], self.weight, here, self.bias, scale=self.scale, absolute=self.loss.absolute,
-                prior=self._local_prior(seen), chunk_size=chunk_size,
-            )  # fmt: skip
-            logits[:, :here], ids[:, :here] = best, self.layout.classes(h.device)[at]
-        all_logits = self.exchange.stack(logits).permute(1, 0, 2).reshape(logits.shape[0], -1)
-        all_ids = self.exchange.stack(ids).permute(1, 0, 2).reshape(logits.shape[0], -1)
-        by_id = all_ids.argsort(dim=1, stable=True)
-        order = all_logits.gather(1, by_id).argsort(dim=1, descending=True, stable=True)[:, :k]
-        pick = by_id.gather(1, order)
-        logits = self.exchange.own(all_logits.gather(1, pick), everyone.place, everyone.rows)
-        ids = self.exchange.own(all_ids.gather(1, pick), everyone.place, everyone.rows)
-        return logits.reshape(*lead, k), ids.reshape(*lead, k)
-
-    @torch.no_grad()
-    def log_prob(  # type: ignore[override]
-        self, h: Tensor, ids: Tensor, *, features: Tensor | None = None
-    ) -> Tensor:
-        """Exact log-probabilities of some classes of each of this rank's rows. Every rank must call it.
-
-        Args:
-            h: [*, d], this rank's rows.
-            ids: int64 [*, n].
-            features: as in `SampledClassifier.log_prob`.
-
-        Returns:
-            [*, n] fp32 (fp64 with fp64 parameters).
-        """
-        lead = self._check_h("log_prob", h)
-        rows = h.reshape(-1, self.in_features).to(self.weight.dtype)
-        wanted = ids.reshape(rows.shape[0], ids.shape[-1])
-        everyone, found = self._gather_queries(rows, features, wanted)
-        lse, positive = self._sums(found["h"], found["ids"], found.get("features", found["h"]))
-        log_p = (positive - lse.unsqueeze(1)).to(positive.dtype)
-        return self.exchange.own(log_p, everyone.place, everyone.rows).reshape(*lead, ids.shape[-1])
-
-    def predict(self, h: Tensor, *, features: Tensor | None = None, chunk_size: int | None = None) -> Tensor:
-        """The most probable class of each of this rank's rows, int64 [*]. Every rank must call it."""
-        return self.topk(h, 1, features=features, chunk_size=chunk_size)[1].squeeze(-1)
-
-    def scores(self, *_: Any, **__: Any) -> Tensor:
-        """Not for a sharded head: no rank has the scores of all classes; see `topk` and `log_prob`."""
-        raise NotImplementedError(f"{_NAME}: a rank holds a part of the classes; use topk or log_prob(h, ids)")
-
-    def linear(self) -> nn.Linear:
-        """Not for a sharded head: no rank has all rows; see `full_state_dict`."""
-        raise NotImplementedError(f"{_NAME}: a rank holds a part of the rows; full_state_dict() has all of them")
 
     # -------------------------------------------------------------------------------------------- as a module
     def as_dtensor(self, rows: Tensor) -> DTensor:
@@ -583,16 +471,3 @@ class ShardedClassifier(SampledClassifier):
                     value[torch.cat(classes).to(value.device)] = by_slot
             found[name] = value
         return found
-
-    def _gather_queries(
-        self, rows: Tensor, features: Tensor | None, ids: Tensor | None = None
-    ) -> tuple[Everyone, dict[str, Tensor]]:
-        fields = {"h": rows.detach()}
-        if features is not None:
-            fields["features"] = self._seen(rows, features)
-        if ids is not None:
-            fields["ids"] = ids
-        form = [2, 0, 0 if ids is None else ids.shape[1], int(features is not None), 0, 0, 0, 0]
-        everyone = self.exchange.meet(rows.shape[0], form, torch.zeros(2, dtype=torch.int64, device=rows.device))
-        found = self.exchange.gather(everyone, list(fields.values()), [0] * len(fields))
-        return everyone, dict(zip(fields, found, strict=True))

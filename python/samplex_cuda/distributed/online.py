@@ -31,7 +31,7 @@ def online_softmax(
     local_ids: Tensor,
     class_weight: Tensor | None,
     weights: Tensor | None,
-    mean: bool,
+    reduction: str,
 ) -> Coefficients:
     """Sampled softmax of partial logits: loss of all rows, and derivatives by the products of this rank's entries.
 
@@ -48,7 +48,7 @@ def online_softmax(
         local_ids: the shape of ids.
         class_weight: [C].
         weights: [R], of the rows.
-        mean: whether the loss is divided by the sum of the weights.
+        reduction: "mean": the loss is divided by the sum of the weights; "sum"; "none": [R], a number for each row.
     """
     acc, targets = logits.dtype, target.shape[1]
     draws = logits.shape[1] - targets
@@ -82,14 +82,17 @@ def online_softmax(
     lse, aimed = shift + total.log(), parts[:, :, 2].sum(0)
     counts = mean_weight(target, valid, class_weight).to(acc)  # [R]
     of_row = counts if weights is None else counts * weights.to(acc)
-    (lse_all,) = exchange.gather(everyone, [lse], [0.0])
     mine = exchange.own(torch.stack([counts, live.to(acc)], 1), everyone.place, everyone.rows)
     rows = torch.where(mine[:, 1] > 0, mine[:, 0] * lse - aimed, 0.0)
     if weights is not None:
         rows = rows * exchange.own(weights.to(acc), everyone.place, everyone.rows)
-    loss = exchange.stack(rows.sum()).sum()
-    factor = torch.ones_like(loss)
-    if mean:
+    if reduction == "none":
+        lse_all, loss = exchange.gather(everyone, [lse, rows], [0.0, 0.0])
+    else:
+        (lse_all,) = exchange.gather(everyone, [lse], [0.0])
+        loss = exchange.stack(rows.sum()).sum()
+    factor = loss.new_ones(())
+    if reduction == "mean":
         size = of_row.sum()
         factor = torch.where(size == 0, 0.0, 1.0 / torch.where(size == 0, 1.0, size))
     coefs = (own - lse_all.unsqueeze(1)).exp() * counts.unsqueeze(1)

@@ -6,6 +6,7 @@ over the ranks, each of which has some of them, and only the rows of targets are
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from samplex_cuda.distributed.collectives import Everyone
 from samplex_cuda.distributed.fetch import fetch, give_back
-from samplex_cuda.distributed.step import StepResult, loss_of_logits
+from samplex_cuda.distributed.step import StepResult, loss_of_logits, times
 from samplex_cuda.heads.classifier import LossSpec
 from samplex_cuda.ops.loss_types import Entries, Inputs, LossGrad, Plan, acc_dtype
 from samplex_cuda.ops.row_gradients import row_gradients
@@ -108,7 +109,7 @@ def _rows_to_queries(
     grads.index_copy_(0, torch.where(rows.row_ids < 0, table.shape[0], rows.row_ids), values)
     mine = give_back(exchange, found, grads[: found.rows.shape[0]])
     whole = _entries(mine, found.asked, scale, weight.shape[1], with_bias)
-    return StepResult(loss, whole, _encoded(head, rows.d_hidden, scale))
+    return StepResult(loss, partial(times, whole), _encoded(head, rows.d_hidden, scale))
 
 
 def _entries(mine: Tensor, asked: Tensor, scale: Tensor, dim: int, with_bias: bool) -> Entries:
@@ -162,4 +163,5 @@ def _shared_rows(head: ShardedClassifier, spec: LossSpec, everyone: Everyone, ba
     sums = torch.mm(of_draws.t(), wide)
     sums = exchange.sum_(torch.cat([sums, of_draws.sum(0).unsqueeze(1)], 1) if with_bias else sums)
     both, asked = torch.cat([mine, sums]), torch.cat([found.asked, local])
-    return StepResult(loss, _entries(both, asked, scale, dim, with_bias), _encoded(head, d_hidden, scale))
+    whole = _entries(both, asked, scale, dim, with_bias)
+    return StepResult(loss, partial(times, whole), _encoded(head, d_hidden, scale))

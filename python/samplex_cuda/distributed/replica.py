@@ -6,6 +6,7 @@ table is made from, the rows h, the ids and a coefficient of each, never a gradi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, op_error
 from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, check_backend, group_of
-from samplex_cuda.distributed.step import StepResult, run_step
+from samplex_cuda.distributed.step import StepResult, run_step, times
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.heads.checks import inside_ddp, like_weight
 from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
@@ -264,14 +265,14 @@ class Replica:
         if number is not None and part["extra"] is not None:
             fields |= {"index": number, "used": part["used"], "extra": part["extra"]}
         if not fields:
-            return StepResult(loss, e, part["d_hidden"])
+            return StepResult(loss, partial(times, e), part["d_hidden"])
         pads = [-1 if name in ("target", "ids") else 0 for name in fields]
         found = dict(zip(fields, exchange.gather(everyone, list(fields.values()), pads), strict=True))
         if "index" in found:
             state = head.get_buffer(str(head._state_name))
             spec.loss.update_state(state, found["index"], found["used"], found["extra"])
         if "h" not in found:
-            return StepResult(loss, e, part["d_hidden"])
+            return StepResult(loss, partial(times, e), part["d_hidden"])
         ids, coef_b, rows_b, bias_b = found.get("ids"), found.get("coef_b"), found["h"], None
         if head.shared:
             ids, coef_b, rows_b, bias_b = self._shared(head, e)
@@ -285,7 +286,7 @@ class Replica:
             found["target"], found["coef_a"] * scale, found["h"], ids, coef_b * scale, rows_b,
             None if bias_b is None else bias_b * scale,
         )  # fmt: skip
-        return StepResult(loss, whole, part["d_hidden"].to(scale.dtype) * factor)
+        return StepResult(loss, partial(times, whole), part["d_hidden"].to(scale.dtype) * factor)
 
     def _shared(self, head: SampledClassifier, e: Entries) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Ids, coefficients, rows and bias gradients of the shared draws of all ranks, m of each rank.

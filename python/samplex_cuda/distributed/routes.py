@@ -73,11 +73,15 @@ def bytes_sent(route: str, sizes: Sizes) -> float:
 def unfit(route: str, head: SampledClassifier, balanced: bool, sampler: Any) -> str | None:
     """Why a head cannot take a route; None if it can."""
     loss: Loss = head.loss
+    if route != "summed_logits" and not loss.needs.draws:
+        return f"loss must sample classes, got {loss!r}"
     if route == "online_softmax" and not (isinstance(loss, SampledSoftmax) and not loss.label_smoothing):
         return f"loss must be SampledSoftmax without label smoothing, got {loss!r}"
     if route in ("rows_to_queries", "shared_rows"):
         if loss.needs.example_index:
             return f"loss must not keep a number per example, got {loss!r}"
+        if head.reduction == "none":  # row gradients are summed before they travel
+            return 'reduction must be "mean" or "sum", got "none"'
         if isinstance(sampler, ShardedSampler):  # its draws take all ranks, for the rows of all ranks
             return f"sampler must be replicated, got {type(sampler).__name__}"
         if head.shared != (route == "shared_rows"):

@@ -7,6 +7,7 @@ depend on the number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,6 +83,10 @@ class ShardedSampler(Sampler):
             h: [B, d].
         """
         raise NotImplementedError
+
+    def local_prior(self, h: Tensor) -> Callable[[slice], Tensor]:
+        """`log_prob_local` of some rows of h [B, d] at a time. Every rank must call it; a rank may call the result."""
+        return lambda rows: self.log_prob_local(h[rows])
 
     # -------------------------------------------------------------------------------------------- draws
     def sample(

@@ -8,11 +8,14 @@ which every loss masks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from samplex_cuda.distributed.collectives import Exchange
 from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.losses import Loss
 from samplex_cuda.ops.loss_types import Entries, Form, Inputs, LossGrad, Plan
@@ -27,7 +30,10 @@ __all__ = [
     "logits_of",
     "loss_of_logits",
     "partial_hidden",
+    "row_scaled",
     "run_step",
+    "scaled",
+    "times",
 ]
 
 
@@ -183,12 +189,46 @@ def entries_of(coefs: Coefficients, hidden: Tensor, target: Tensor, ids: Tensor,
     return Entries(target, coefs.target, hidden, ids, torch.ones_like(rows[:, :1]), rows, bias)
 
 
+def scaled(
+    coefs: Coefficients, hidden: Tensor, target: Tensor, ids: Tensor, with_bias: bool
+) -> Callable[[Tensor], Entries]:
+    """`entries_of`, times the gradient [] of the loss."""
+    return partial(times, entries_of(coefs, hidden, target, ids, with_bias))
+
+
+def times(e: Entries, grad: Tensor) -> Entries:
+    """The gradient of a table times a number []."""
+    bias = None if e.bias_b is None else e.bias_b * grad
+    return e._replace(coef_a=e.coef_a * grad, coef_b=e.coef_b * grad, bias_b=bias)
+
+
+def row_scaled(
+    coefs: Coefficients, hidden: Tensor, target: Tensor, ids: Tensor, with_bias: bool
+) -> Callable[[Tensor], Entries]:
+    """`entries_of` with every row times the gradient [R] of its loss."""
+
+    def of_rows(grad: Tensor) -> Entries:
+        rows = grad.unsqueeze(1)
+        mine = coefs._replace(target=coefs.target * rows, draws=coefs.draws * rows)
+        return entries_of(mine, hidden, target, ids, with_bias)
+
+    return of_rows
+
+
 class StepResult(NamedTuple):
     """What the backward of a step needs: everything has been exchanged before."""
 
-    loss: Tensor  # [], of all ranks
-    entries: Entries  # of the loss: the gradient of this rank's table
+    loss: Tensor  # [] or [R], of all ranks
+    entries: Callable[[Tensor], Entries]  # the gradient of this rank's table, from that of the loss
     d_hidden: Tensor  # [B, d], of this rank's rows
+    exchange: Exchange | None = None  # for a loss of [R]
+    place: Tensor | None = None  # of each row of everyone, see `Everyone`
+
+    def hidden(self, grad: Tensor) -> Tensor:
+        """The gradient of this rank's rows from that of the loss, [] or [R]."""
+        if grad.dim() and self.exchange is not None:
+            grad = self.exchange.own(grad, self.place, self.d_hidden.shape[0]).unsqueeze(1)
+        return self.d_hidden * grad
 
 
 class _ExchangedLoss(torch.autograd.Function):
@@ -210,12 +250,10 @@ class _ExchangedLoss(torch.autograd.Function):
         step: StepResult = ctx.step
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         of_hidden, of_weight, of_bias = ctx.dtypes
-        d_hidden = (step.d_hidden * grad).to(of_hidden) if need_hidden else None
+        d_hidden = step.hidden(grad).to(of_hidden) if need_hidden else None
         d_weight = d_bias = None
         if need_weight or need_bias:
-            e = step.entries
-            of_rows = None if e.bias_b is None else e.bias_b * grad
-            found = e._replace(coef_a=e.coef_a * grad, coef_b=e.coef_b * grad, bias_b=of_rows)
+            found = step.entries(grad)
             if isinstance(ctx.sink, Fusion):
                 ctx.sink.deliver_entries(found, ctx.version)
             else:

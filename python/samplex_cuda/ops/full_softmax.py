@@ -146,15 +146,19 @@ def _forward(
         chunk_size=options.chunk_size or None,
         keep=keep,
     )
-    acc = acc_dtype(weight.dtype)
+    return _row_losses(lse, positive, total, weights).to(acc_dtype(weight.dtype)), lse
+
+
+def _row_losses(lse: Tensor, positive: Tensor, total: Tensor | None, weights: _Weights | None) -> Tensor:
+    """Loss [B] from what `softmax_sums` gives."""
     if weights is None:
-        return (lse - positive.squeeze(1)).to(acc), lse
+        return lse - positive.squeeze(1)
     # A difference of each target, not of the sums: at a confident row both are large and the loss is not.
     loss = torch.where(weights.share != 0, weights.share * (lse.unsqueeze(1) - positive), 0.0).sum(1)
     if total is not None:
         loss += (weights.whole - weights.share.sum(1)) * lse - weights.every * total
         loss = torch.where(weights.counts, loss, 0.0)
-    return loss.to(acc), lse
+    return loss
 
 
 def _even(count: int) -> int:

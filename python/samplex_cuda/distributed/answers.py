@@ -1,0 +1,160 @@
+"""Exact answers of a sharded head, over the classes of all ranks: loss, top-k, log-probabilities, places of targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplex_cuda._checks import check_int
+from samplex_cuda.distributed.collectives import Everyone, Exchange
+from samplex_cuda.distributed.layout import Layout
+from samplex_cuda.distributed.samplers import ShardedSampler
+from samplex_cuda.heads.classifier import SampledClassifier
+from samplex_cuda.prediction import exact_topk, mean_weight, softmax_sums
+
+__all__ = ["ShardedAnswers"]
+
+_NAME = "SampledClassifier.shard"
+
+
+class ShardedAnswers(SampledClassifier):
+    """What a sharded head can say exactly. Every method must be called by every rank, with its own rows."""
+
+    exchange: Exchange
+    layout: Layout
+
+    @torch.no_grad()
+    def _sums(self, h: Tensor, target: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """lse [R] fp64 and target logits [R, P] over all classes, of the rows of everyone."""
+        local = self.layout.local(target)
+        prior = self._local_prior(seen)
+        if self.layout.rows:
+            lse, positive, _ = softmax_sums(
+                h, self.weight, local, self.bias, self.scale, self.loss.absolute, prior=prior
+            )
+        else:
+            lse = torch.full((h.shape[0],), -torch.inf, dtype=torch.float64, device=h.device)
+            positive = torch.zeros(target.shape, dtype=self._wide(), device=h.device)
+        positive = self.exchange.sum_(torch.where(local >= 0, positive, 0.0))
+        return self.exchange.stack(lse).logsumexp(0), positive
+
+    def _local_prior(self, seen: Tensor) -> Any:
+        if not self.loss.needs.prior:
+            return None
+        sampler: Any = self.sampler
+        if isinstance(sampler, ShardedSampler):
+            return sampler.local_prior(seen)
+        classes = self.layout.classes(seen.device)
+        return lambda rows: sampler.log_prob_all(seen[rows])[..., classes].expand(seen[rows].shape[0], -1)
+
+    @torch.no_grad()
+    def _exact(self, batch: dict[str, Tensor]) -> Tensor:
+        h, target = batch["h"], batch["y"]
+        flat = target.squeeze(1) if target.shape[1] == 1 else target
+        valid = self._valid(flat).reshape(target.shape)
+        self._refuse_targets(flat)
+        lse, positive = self._sums(h, torch.where(valid, target, -1), batch.get("features", h))
+        terms = torch.where(valid, lse.unsqueeze(1) - positive, 0.0)
+        if self.class_weight is not None:
+            terms *= self.class_weight[target.clamp(min=0)]
+        loss = (terms.sum(1) / valid.sum(1).clamp(min=1)).to(positive.dtype)
+        weights = batch.get("sample_weight")
+        row_weight = self._row_weight(target)
+        if weights is not None:
+            loss, row_weight = loss * weights, row_weight * weights
+        if self.reduction != "mean":
+            return loss.sum() if self.reduction == "sum" else loss
+        total = row_weight.sum().to(loss.dtype)
+        return loss.sum() / torch.where(total == 0, 1.0, total)
+
+    def _row_weight(self, target: Tensor) -> Tensor:
+        target = target.squeeze(1) if target.shape[1] == 1 else target
+        return mean_weight(target, self._valid(target), self.class_weight)
+
+    @torch.no_grad()
+    def topk(  # type: ignore[override]
+        self, h: Tensor, k: int, *, features: Tensor | None = None, chunk_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The k most probable classes of each of this rank's rows, over all shards. Every rank must call it.
+
+        Args:
+            h: [*, d], this rank's rows.
+            k: how many, 1 to C.
+            features: as in `SampledClassifier.topk`.
+            chunk_size: classes per chunk.
+
+        Returns:
+            (logits [*, k], ids int64 [*, k]), largest first, equal logits in ascending id order.
+        """
+        lead = self._check_h("topk", h)
+        check_int("SampledClassifier.topk", "k", k, 1, self.num_classes)
+        rows = h.reshape(-1, self.in_features).to(self.weight.dtype)
+        everyone, found = self._gather_queries(rows, features)
+        seen = found.get("features", found["h"])
+        wide = self._wide()
+        logits = torch.full((found["h"].shape[0], k), -torch.inf, dtype=wide, device=h.device)
+        ids = torch.full(logits.shape, self.num_classes, dtype=torch.int64, device=h.device)
+        here, prior = min(k, self.layout.rows), self._local_prior(seen)
+        if here:
+            best, at = exact_topk(
+                found["h"], self.weight, here, self.bias, scale=self.scale, absolute=self.loss.absolute,
+                prior=prior, chunk_size=chunk_size,
+            )  # fmt: skip
+            logits[:, :here], ids[:, :here] = best, self.layout.classes(h.device)[at]
+        all_logits = self.exchange.stack(logits).permute(1, 0, 2).reshape(logits.shape[0], -1)
+        all_ids = self.exchange.stack(ids).permute(1, 0, 2).reshape(logits.shape[0], -1)
+        by_id = all_ids.argsort(dim=1, stable=True)
+        order = all_logits.gather(1, by_id).argsort(dim=1, descending=True, stable=True)[:, :k]
+        pick = by_id.gather(1, order)
+        logits = self.exchange.own(all_logits.gather(1, pick), everyone.place, everyone.rows)
+        ids = self.exchange.own(all_ids.gather(1, pick), everyone.place, everyone.rows)
+        return logits.reshape(*lead, k), ids.reshape(*lead, k)
+
+    @torch.no_grad()
+    def log_prob(  # type: ignore[override]
+        self, h: Tensor, ids: Tensor, *, features: Tensor | None = None
+    ) -> Tensor:
+        """Exact log-probabilities of some classes of each of this rank's rows. Every rank must call it.
+
+        Args:
+            h: [*, d], this rank's rows.
+            ids: int64 [*, n].
+            features: as in `SampledClassifier.log_prob`.
+
+        Returns:
+            [*, n] fp32 (fp64 with fp64 parameters).
+        """
+        lead = self._check_h("log_prob", h)
+        rows = h.reshape(-1, self.in_features).to(self.weight.dtype)
+        wanted = ids.reshape(rows.shape[0], ids.shape[-1])
+        everyone, found = self._gather_queries(rows, features, wanted)
+        lse, positive = self._sums(found["h"], found["ids"], found.get("features", found["h"]))
+        log_p = (positive - lse.unsqueeze(1)).to(positive.dtype)
+        return self.exchange.own(log_p, everyone.place, everyone.rows).reshape(*lead, ids.shape[-1])
+
+    def predict(self, h: Tensor, *, features: Tensor | None = None, chunk_size: int | None = None) -> Tensor:
+        """The most probable class of each of this rank's rows, int64 [*]. Every rank must call it."""
+        return self.topk(h, 1, features=features, chunk_size=chunk_size)[1].squeeze(-1)
+
+    def scores(self, *_: Any, **__: Any) -> Tensor:
+        """Not for a sharded head: no rank has the scores of all classes; see `topk` and `log_prob`."""
+        raise NotImplementedError(f"{_NAME}: a rank holds a part of the classes; use topk or log_prob(h, ids)")
+
+    def linear(self) -> nn.Linear:
+        """Not for a sharded head: no rank has all rows; see `full_state_dict`."""
+        raise NotImplementedError(f"{_NAME}: a rank holds a part of the rows; full_state_dict() has all of them")
+
+    def _gather_queries(
+        self, rows: Tensor, features: Tensor | None, ids: Tensor | None = None
+    ) -> tuple[Everyone, dict[str, Tensor]]:
+        fields = {"h": rows.detach()}
+        if features is not None:
+            fields["features"] = self._seen(rows, features)
+        if ids is not None:
+            fields["ids"] = ids
+        form = [2, 0, 0 if ids is None else ids.shape[1], int(features is not None), 0, 0, 0, 0]
+        everyone = self.exchange.meet(rows.shape[0], form, torch.zeros(2, dtype=torch.int64, device=rows.device))
+        found = self.exchange.gather(everyone, list(fields.values()), [0] * len(fields))
+        return everyone, dict(zip(fields, found, strict=True))
