@@ -7,6 +7,7 @@
 #   ARCHS="75 ..."   architectures of the gate
 #   JOBS=n           parallel compile jobs (default: all cores)
 #   SANITIZE=1       `make fuzz` under AddressSanitizer and UndefinedBehaviorSanitizer
+#   INTEGRATIONS=dir environment of `make test-integrations` (default .venv-integrations)
 #   SECONDS=60       how long `make fuzz-files` runs
 #   ARGS="..."       passed on to pytest, the demo, the benchmark or the fuzzer
 
@@ -22,6 +23,7 @@ PTXRUN ?=
 SANITIZE ?=
 SECONDS ?= 60
 ARGS ?=
+INTEGRATIONS ?= .venv-integrations
 
 TORCH := torch==2.13.0
 PY := $(VENV)/bin/python
@@ -34,7 +36,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-slow test-emulated sweep-emulated sanitize fuzz fuzz-files bench gpu lint format cuda-gate docs wheel clean distclean FORCE
+.PHONY: help build demo test test-slow test-integrations test-emulated sweep-emulated sanitize fuzz fuzz-files bench gpu lint format cuda-gate docs wheel clean distclean FORCE
 
 help: ## Show this list
 	@echo "samplex-cuda"
@@ -51,6 +53,11 @@ test: $(STAMPS)/build ## The test suite on every backend this machine has, witho
 
 test-slow: $(STAMPS)/build ## The slow studies: larger statistics, wheel in a clean environment
 	$(PY) -m pytest -m slow $(ARGS)
+
+test-integrations: ## The adapters with the libraries they are for, in the environment INTEGRATIONS
+	$(MAKE) build VENV=$(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install $$($(INTEGRATIONS)/bin/python scripts/extra.py integrations)
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)
 
 sanitize: $(STAMPS)/build ## The op suite under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(PY) scripts/side_build.py sanitize $(ARGS)

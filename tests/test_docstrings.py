@@ -20,7 +20,13 @@ MODULES = sorted(
 
 @pytest.mark.parametrize("name", ["samplex_cuda", *MODULES])
 def test_examples_run(name):
-    assert doctest.testmod(importlib.import_module(name)).failed == 0
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as missing:  # an adapter whose library is not installed: `make test-integrations`
+        if not name.startswith("samplex_cuda.integrations."):
+            raise
+        pytest.skip(f"{missing.name} not installed")
+    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,17 @@ no moment changes while a row is not touched ("lazy", as in `torch.optim.SparseA
 
 from samplex_cuda.optim.base import RowOptimizer
 from samplex_cuda.optim.clip import clip_grad_norm_
-from samplex_cuda.optim.combined import Combined
+from samplex_cuda.optim.combined import Combined, split_parameters
 from samplex_cuda.optim.row_gradient import RowGradient
 from samplex_cuda.optim.row_optimizers import RowAdagrad, RowAdam, RowSGD
 
-__all__ = ["Combined", "RowAdagrad", "RowAdam", "RowGradient", "RowOptimizer", "RowSGD", "clip_grad_norm_"]
+__all__ = [
+    "Combined",
+    "RowAdagrad",
+    "RowAdam",
+    "RowGradient",
+    "RowOptimizer",
+    "RowSGD",
+    "clip_grad_norm_",
+    "split_parameters",
+]

@@ -7,13 +7,45 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samplex_cuda.optim.base import RowOptimizer
 from samplex_cuda.optim.row_gradient import keep_rows
 
-__all__ = ["Combined"]
+__all__ = ["Combined", "split_parameters"]
+
+
+def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters of a model for the two optimizers of `Combined`: dense ones, and class tables.
+
+    A class table is the weight or bias of a module with `sparse=True`: `SampledClassifier`, `nn.Embedding` and
+    `nn.EmbeddingBag`. A parameter that several modules share counts once.
+
+    Args:
+        model: with at least one such module.
+
+    Returns:
+        (dense, rows), those that require a gradient.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), head)
+        >>> dense, rows = sx.optim.split_parameters(model)
+        >>> [list(p.shape) for p in dense], [list(p.shape) for p in rows]
+        ([[8, 4], [8]], [[100, 8], [100]])
+    """
+    tables: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if getattr(module, "sparse", False) is True:
+            for name in ("weight", "bias"):
+                p = getattr(module, name, None)
+                if isinstance(p, nn.Parameter) and p.requires_grad:
+                    tables[id(p)] = p
+    if not tables:
+        raise ValueError("split_parameters: model must have a module with sparse=True, got none")
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in tables], list(tables.values())
 
 
 class _BothStates(MutableMapping[Tensor, Any]):

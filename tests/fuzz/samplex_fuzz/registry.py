@@ -42,7 +42,7 @@ _NOT_CALLED = {
         "resolve",
     },
     "metrics": {"Evaluator", "evaluate"},
-    "optim": {"Combined", "RowGradient", "RowOptimizer"},
+    "optim": {"Combined", "RowGradient", "RowOptimizer", "split_parameters"},
     "rff": {"KINDS"},
     "samplers": {"Exclude", "ExactSampler", "KernelSampler", "Sampler", "StaticSampler"},
 }

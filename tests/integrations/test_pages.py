@@ -1,0 +1,39 @@
+"""Every python block of docs/integrations runs, where its libraries are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = sorted((DOCS / "integrations").glob("*.md"))
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Import name of what a page needs besides torch.
+LIBRARIES = {
+    "hf": ["transformers", "accelerate", "datasets"],
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_blocks_run(page, tmp_path, monkeypatch):
+    missing = [name for name in LIBRARIES[page.stem] if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    monkeypatch.chdir(tmp_path)  # what a page writes
+    text = page.read_text()
+    found = list(BLOCK.finditer(text))
+    assert found, f"{page.name} has no example"
+    names: dict[str, object] = {"__name__": page.stem}
+    for block in found:
+        line = text[: block.start(1)].count("\n")
+        exec(compile("\n" * line + block.group(1), str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
