@@ -177,7 +177,7 @@ class TableFollower:
         with_bias = getattr(sampler, "has_bias", False) and bias is not None
         if self.stale or self.policy is None or (self.policy == "epoch" and self.steps):
             sampler.rebuild(weight, bias) if with_bias else sampler.rebuild(weight)
-        elif self.touched and isinstance(sampler, Sampler) and _device.host_waits(weight):
+        elif self.touched and isinstance(sampler, Sampler):
             ids = self.touched[0] if len(self.touched) == 1 else torch.cat(self.touched)
             sampler.follow(ids, weight, bias if with_bias else None)
         elif self.touched:

@@ -4,6 +4,7 @@
     Bigram                          a law for each context id, with back-off
     Tree                            a decision tree fitted to data
     Quadratic, RandomFourier        kernels of query and class row, over a tree that follows the rows
+    MIDX                            close to the softmax, by two codebooks of the class rows
     Softmax, Quartic                exact laws of the model's own logits, O(C): oracles
     Mixture                         several of them, with the probability of the mixture
 
@@ -14,11 +15,13 @@ from samplex_cuda.samplers.base import Exclude, Sampler
 from samplex_cuda.samplers.bigram import Bigram
 from samplex_cuda.samplers.exact import ExactSampler, Quartic, Softmax
 from samplex_cuda.samplers.kernel import KernelSampler, Quadratic, RandomFourier
+from samplex_cuda.samplers.midx import MIDX
 from samplex_cuda.samplers.mixture import Mixture
 from samplex_cuda.samplers.static import LogUniform, StaticSampler, Uniform, Unigram
 from samplex_cuda.samplers.tree import Tree
 
 __all__ = [
+    "MIDX",
     "Bigram",
     "ExactSampler",
     "Exclude",

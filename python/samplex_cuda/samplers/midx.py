@@ -1,0 +1,541 @@
+"""`MIDX`: draws close to the softmax from an inverted multi-index over the class rows (Chen et al. 2021)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplex_cuda import _device, chunking
+from samplex_cuda._checks import call, check_choice, check_dense, check_int, check_number, describe
+from samplex_cuda.draw import Draw
+from samplex_cuda.ops import midx_sample as ops
+from samplex_cuda.ops.static_sample import sort_exclude
+from samplex_cuda.products import product
+from samplex_cuda.rng import Key, fold_in, key_tensor, uniform_at
+from samplex_cuda.samplers.base import Exclude, Sampler, _no_law, check_int64, distinct_ids
+from samplex_cuda.samplers.kmeans import ROWS_PER_CODE, assign, kmeans
+from samplex_cuda.samplers.stored import finite_error, shape_error
+from samplex_cuda.samplers.table_rows import last_of_equal, replace_rows
+
+__all__ = ["MIDX"]
+
+_KINDS = ("residual", "product")
+_WINDOW = 40.0  # scores of a codebook more than this below its best count as this: products stay in float32
+_LIGHTEST = 30.0  # the same for log omega of the classes
+_REFRESH_STEPS = 2  # iterations of a refresh, which begins with the old codes
+_REFRESH_AFTER = 4  # `follow` makes new codes once so many rows per class have been touched
+# Time of one core pair, or of a GPU: ns per class of a sort, operations per ns, ns of a call.
+_CPU_COST, _GPU_COST = (20.0, 60.0, 1e5), (1.0, 2e4, 2e5)
+_FOLLOW_SHARE = 0.25  # of a step that following may take
+_MOST_STEPS = 4096
+
+
+class MIDX(Sampler):
+    """q(y | h) close to softmax(scale * (h . w_y + b_y)): class rows are replaced by sums of two codes each.
+
+    Two codebooks of K codes are fitted to the class rows by k-means, and every class row w_y is near c1[k1] + c2[k2].
+    With s1 = scale * c1 h, s2 = scale * c2 h and omega_y = counts_y * exp(scale * bias_y),
+
+        q(y | h) = (1 - epsilon) exp(s1[k1] + s2[k2]) omega_y / Z + epsilon / C,
+
+    where Z sums over the K x K cells, not over the classes: O(K d + K^2) per query and O(K) per draw, whatever C is.
+    log_q is exact for the codes as they are. Codes that lag behind the class table cost variance, never a bias:
+    `update` re-assigns rows to the codes there are, `refresh` makes new codes. A head does both by itself.
+
+    Args:
+        weight: [C, d] class rows, floating point. Not copied.
+        num_codes: K, at most 2048; at most C are made.
+        kind: "residual": the second codebook is fitted to what the first leaves; "product": each codebook has half of
+            the columns.
+        scale: that of the head.
+        bias: [C], that of the head.
+        counts: [C], a factor of the probability of each class, such as its frequency; 0: only by `epsilon`.
+        epsilon: share of the uniform distribution: bounds exp(logit) / q.
+        key: which rows k-means begins with; None: torch's default generator.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> weight, h = torch.randn(1000, 16), torch.randn(4, 16)
+        >>> sampler = sx.samplers.MIDX(weight, num_codes=32, key=sx.Key(0))
+        >>> draw = sampler.sample(h, 8, exclude=torch.arange(4))
+        >>> draw.ids.shape, bool((draw.ids == torch.arange(4)[:, None]).any())
+        (torch.Size([4, 8]), False)
+        >>> torch.allclose(sampler.log_prob_all(h).exp().sum(1), torch.ones(4), atol=1e-5)
+        True
+    """
+
+    _op = "midx"
+    follows_rows = True
+    stratifies = True
+    codes: Tensor
+    cell: Tensor
+    pair: Tensor
+    age: Tensor
+    omega: Tensor
+    place: Tensor
+    members: Tensor
+    starts: Tensor
+    bias: Tensor | None
+    counts: Tensor | None
+    prefix: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor,
+        num_codes: int = 256,
+        *,
+        kind: str = "residual",
+        scale: float = 1.0,
+        bias: Tensor | None = None,
+        counts: Tensor | None = None,
+        epsilon: float = 0.01,
+        key: Key | Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+            raise ValueError(f"midx: weight must be [C, d] floating point, got {describe(weight)}")
+        self.num_classes, self.dim = weight.shape
+        if not 1 <= self.num_classes < 1 << 31 or self.dim < 1:
+            raise ValueError(f"midx: weight must be [C, d] with C in [1, 2^31) and d >= 1, got {describe(weight)}")
+        check_int(self._op, "num_codes", num_codes, 1, ops.MAX_CODES)
+        check_choice(self._op, "kind", kind, _KINDS)
+        if kind == "product" and self.dim < 2:
+            raise ValueError(f"midx: weight must have at least 2 columns with kind='product', got {describe(weight)}")
+        check_number(self._op, "scale", scale, -math.inf)
+        check_number(self._op, "epsilon", epsilon, 0.0, 1.0, open_high=True)
+        self.num_codes = min(num_codes, self.num_classes)
+        self.kind, self.scale, self.epsilon = kind, float(scale), float(epsilon)
+        self.has_bias = bias is not None
+        self._check_table(weight, bias)
+        if counts is not None:
+            counts = self._check_counts(counts, weight.device)
+        self._table: tuple[Tensor, Tensor | None] | None = None  # for `refresh`
+        self._age = 0
+        size, device, classes = self.num_codes, weight.device, self.num_classes
+        self.register_buffer("codes", torch.zeros(2, size, self.dim, device=device))
+        self.register_buffer("cell", torch.zeros(classes, dtype=torch.int32, device=device))
+        self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
+        self.register_buffer("counts", counts)
+        place = key.device if isinstance(key, Tensor) else torch.device("cpu")
+        self.register_buffer("pair", key_tensor(self._op, key, place).clone().to(device))
+        self.register_buffer("age", torch.zeros((), dtype=torch.int64, device=device))
+        # Made from the others.
+        self.register_buffer("omega", torch.zeros(size, size, device=device), persistent=False)
+        for name, count in (("place", classes), ("members", classes), ("starts", size * size + 1)):
+            self.register_buffer(name, torch.zeros(count, dtype=torch.int32, device=device), persistent=False)
+        weighted = bias is not None or counts is not None
+        prefix = torch.zeros(classes + 1, dtype=torch.int64, device=device) if weighted else None
+        self.register_buffer("prefix", prefix, persistent=False)
+        if not weight.is_meta:
+            self.rebuild(weight, bias)
+
+    # -------------------------------------------------------------------------------------------- draws
+    @torch.no_grad()
+    def sample(
+        self,
+        h: Tensor | None,
+        num_samples: int,
+        *,
+        shared: bool = False,
+        key: Key | Tensor | None = None,
+        exclude: Exclude | None = None,
+        context: Tensor | None = None,
+        batch_size: int | None = None,
+        stratified: bool = False,
+    ) -> Draw:
+        """Draw `num_samples` classes for each query h [*, d]; see `Sampler.sample`.
+
+        `exclude` is exact: the distribution conditioned on the other classes. `shared` draws come from the mean of the
+        rows' distributions, by one product over the cells. With `stratified` one shared draw comes from each of m equal
+        parts of that mean, in the order of the cells: they are not independent and vary less.
+        """
+        count = self._check_count(num_samples)
+        if stratified and not shared:
+            raise ValueError("midx: stratified must be False without shared=True, got True")
+        flat = self._check_h(h, batch_size)
+        if shared:
+            self._check_shared(exclude)
+            pair = key_tensor(self._op, key, flat.device)
+            if flat.shape[0] == 0 or count == 0:
+                return Draw(*_no_law(count, flat.device), not stratified)
+            ids, log_q = call(ops.midx_sample, pair, count, *self._mean_law(flat), stratified)
+            return Draw(ids[0], log_q[0], not stratified)
+        lists = self._excluded(exclude, flat)
+        pair = key_tensor(self._op, key, flat.device)
+        return Draw(*call(ops.midx_sample, pair, count, *self._law(flat), False, *lists))
+
+    @torch.no_grad()
+    def log_prob(
+        self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None
+    ) -> Tensor:
+        """Log-probability of given ids, the same numbers as the log_q of a draw; see `Sampler.log_prob`."""
+        check_int64(self._op, "ids", ids)
+        flat = self._check_h(h, None)
+        batch = flat.shape[0]
+        if ids.dim() == 2 and ids.shape[0] == batch:
+            wanted = ids
+        elif ids.dim() == 1:
+            wanted = ids.unsqueeze(1) if ids.shape[0] == batch else ids.expand(batch, -1)
+        else:
+            raise ValueError(f"midx: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
+        out = call(ops.midx_log_prob, wanted.contiguous(), *self._law(flat), *self._excluded(exclude, flat))
+        return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
+
+    @torch.no_grad()
+    def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
+        """Log-probability of given ids of any shape under the distribution of shared draws."""
+        check_int64(self._op, "ids", ids)
+        flat = self._check_h(h, None)
+        if flat.shape[0] == 0:
+            return torch.full(ids.shape, torch.nan, device=ids.device)
+        wanted = ids.reshape(1, -1).contiguous()
+        return call(ops.midx_log_prob, wanted, *self._mean_law(flat)).reshape(ids.shape)
+
+    @torch.no_grad()
+    def log_prob_all(self, h: Tensor | None = None) -> Tensor:
+        """Log-probability of every class, [B, C] float32."""
+        flat = self._check_h(h, None)
+        ids = torch.arange(self.num_classes, device=flat.device).expand(flat.shape[0], -1).contiguous()
+        return call(ops.midx_log_prob, ids, *self._law(flat))
+
+    def _weights(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """a and b of each row, [B, 2, K], and the masses of the first codes [B, K], float32."""
+        size = self.num_codes
+        made = torch.empty(flat.shape[0], 2 * size, device=flat.device)
+        weights = product(flat, self.codes.view(2 * size, self.dim).t(), made).mul_(self.scale).view(-1, 2, size)
+        weights.sub_(weights.amax(2, keepdim=True)).clamp_min_(-_WINDOW).exp_()
+        return weights, self._mass(weights[:, 1])
+
+    def _mass(self, b: Tensor) -> Tensor:
+        if b.is_cuda and torch.get_float32_matmul_precision() != "highest":
+            # Draws would follow products of 10 binary digits, and log_q would not.
+            return torch.mm(b.double(), self.omega.t().double()).float()
+        return product(b, self.omega.t(), torch.empty(b.shape, device=b.device))
+
+    def _law(self, flat: Tensor) -> tuple[Any, ...]:
+        """What the ops take, for the distribution of each row."""
+        weights, mass = self._weights(flat)
+        return weights, mass, self.omega, *self._tables()
+
+    def _tables(self) -> tuple[Any, ...]:
+        return self.cell, self.place, self.members, self.starts, self.prefix, self.epsilon
+
+    def _mean_law(self, flat: Tensor) -> tuple[Any, ...]:
+        """What the ops take, for the mean of the rows' distributions: a row of ones and other weights of the cells."""
+        weights, mass = self._weights(flat)
+        there = flat.isfinite().all(1)
+        number = there.sum()
+        total = (weights[:, 0].double() * mass.double()).sum(1) * number
+        weights = torch.where(there[:, None, None], weights, 0.0)
+        first = weights[:, 0] * torch.where(there, 1.0 / total, 0.0).float()[:, None]
+        cells = product(first.t(), weights[:, 1], torch.empty_like(self.omega)).mul_(self.omega)
+        ones = torch.ones(1, 2, self.num_codes, device=flat.device)
+        mass = cells.sum(1, keepdim=True).t() * (number / number)  # nan without a row that has a distribution
+        return ones, mass.contiguous(), cells, *self._tables()
+
+    # -------------------------------------------------------------------------------------------- changes
+    @torch.no_grad()
+    def update(self, ids: Tensor, rows: Tensor, bias: Tensor | None = None) -> None:
+        """Re-assign these rows of the class table to the codes there are: O(n K d) plus a sort of the C cells.
+
+        On a GPU the host does not wait: an id that is not a class, or a row that is not finite, keeps its cell there.
+
+        Args:
+            ids: int64 [n]; of equal ids the last counts.
+            rows: [n, d], their new rows.
+            bias: [n], their new biases, where the sampler has a bias; None leaves them.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> weight = torch.randn(1000, 16)
+            >>> sampler = sx.samplers.MIDX(weight, num_codes=32)
+            >>> sampler.update(torch.tensor([3, 700]), weight[:2])
+            >>> bool(sampler.cell[3] == sampler.cell[0])
+            True
+        """
+        check_int64(self._op, "ids", ids)
+        if ids.dim() != 1:
+            raise ValueError(f"midx: ids must be [n], got {describe(ids)}")
+        if not isinstance(rows, Tensor) or rows.shape != (ids.shape[0], self.dim) or not rows.is_floating_point():
+            raise ValueError(f"midx: rows must be [{ids.shape[0]}, {self.dim}] floating point, got {describe(rows)}")
+        if bias is not None and (self.bias is None or bias.shape != ids.shape):
+            wanted = "None" if self.bias is None else f"[{ids.shape[0]}]"
+            raise ValueError(f"midx: bias must be {wanted}, got {describe(bias)}")
+        for name, t in (("ids", ids), ("rows", rows)):
+            if t.device != self.cell.device:
+                raise ValueError(f"midx: {name} must be on {self.cell.device}, where the index is, got {t.device}")
+        if ids.shape[0] == 0:
+            return
+        self._grow_older(ids.shape[0])
+        if _device.host_waits(self.cell):
+            fine = rows.isfinite().all(1)
+            some = ids.clamp(0, self.num_classes - 1)
+            changes = [(self.cell, torch.where(fine, self._cells_of(rows), self.cell[some]))]
+            if bias is not None and self.bias is not None:
+                fine = bias.isfinite()
+                changes.append((self.bias, torch.where(fine, bias.float(), self.bias[some])))
+            replace_rows(ids, changes)
+        else:
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.num_classes:
+                bad = low if low < 0 else high
+                raise IndexError(f"midx: ids must be in [0, {self.num_classes}), got {bad}")
+            self._check_finite("rows", rows, bias)
+            last = last_of_equal(ids)
+            self.cell[ids[last]] = self._cells_of(rows[last])
+            if bias is not None and self.bias is not None:
+                self.bias[ids[last]] = bias.detach()[last].float()
+        self._order()
+
+    @torch.no_grad()
+    def follow(self, ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """These rows of the class table may have changed; see `Sampler.follow`.
+
+        Re-assigns them; once each class has been touched 4 times on average since the last time, makes new codes.
+        """
+        if self._age + ids.numel() >= _REFRESH_AFTER * self.num_classes and not _device.captured(self.cell.device):
+            self.refresh(weight, bias)
+            return
+        self._grow_older(ids.numel())
+        some = ids.reshape(-1) if _device.host_waits(self.cell) else distinct_ids(ids, self.num_classes)
+        safe = some.clamp(0, self.num_classes - 1)
+        age = self._age
+        self.update(some, weight[safe], None if bias is None or self.bias is None else bias[safe])
+        self._grow_older(age - self._age)  # the ids with their repeats count once
+
+    @torch.no_grad()
+    def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Fit new codes to the whole class table [C, d] (and take over bias [C]), from scratch.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sampler = sx.samplers.MIDX(torch.zeros(100, 8), num_codes=16)
+            >>> sampler.rebuild(torch.randn(100, 8))
+        """
+        self._fit(weight, bias, None)
+
+    @torch.no_grad()
+    def refresh(self, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
+        """Bring codes and cells up to date with the class table, beginning with the codes there are.
+
+        Two iterations of k-means over at most 256 K rows, then all classes are assigned: O(C K d). A head does this by
+        itself (`sampler_update`), as often as it costs a quarter of a step on average.
+
+        Args:
+            weight: [C, d]; None: the table this sampler was last given, as it is now.
+            bias: [C], where the sampler has a bias; None with weight None: that of the same time.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> weight = torch.randn(100, 8)
+            >>> sampler = sx.samplers.MIDX(weight, num_codes=16)
+            >>> _ = weight.mul_(2.0)
+            >>> sampler.refresh()
+        """
+        if weight is None:
+            if self._table is None:
+                raise ValueError("midx: weight must be given to a sampler that was copied, moved or loaded, got None")
+            weight, own = self._table
+            bias = own if bias is None else bias
+        self._fit(weight, bias, self.codes.clone())
+
+    def _fit(self, weight: Tensor, bias: Tensor | None, start: Tensor | None) -> None:
+        self._check_table(weight, bias)
+        if weight.shape != (self.num_classes, self.dim):
+            raise ValueError(f"midx: weight must be [{self.num_classes}, {self.dim}], got {describe(weight)}")
+        if weight.device != self.cell.device:
+            raise ValueError(f"midx: weight must be on {self.cell.device}, where the index is, got {weight.device}")
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        if not _device.host_waits(weight):
+            self._check_finite("weight", weight, bias)
+        steps = {} if start is None else {"iterations": _REFRESH_STEPS}
+        rows = _some_rows(weight, ROWS_PER_CODE * self.num_codes, self.pair)
+        half = self.dim // 2
+        fresh = torch.zeros_like(self.codes)
+        for number in range(2):
+            pair = fold_in(self.pair, number)
+            if self.kind == "product":
+                part = slice(0, half) if number == 0 else slice(half, None)
+                begin = None if start is None else start[number, :, part]
+                fresh[number, :, part] = kmeans(rows[:, part], self.num_codes, pair, start=begin, **steps)
+            else:
+                begin = None if start is None else start[number]
+                fresh[number] = kmeans(rows, self.num_codes, pair, start=begin, **steps)
+                rows = rows - fresh[number][assign(rows, fresh[number])]
+        fine = fresh.isfinite().all()  # not on the CPU, which has looked before
+        self.codes.copy_(torch.where(fine, fresh, self.codes))
+        self.cell.copy_(self._cells_of(weight))
+        if bias is not None and self.bias is not None:
+            self.bias.copy_(torch.where(bias.isfinite(), bias.float(), self.bias))
+        self._table = weight, bias
+        self._grow_older(-self._age)
+        self._order()
+
+    def _grow_older(self, rows: int) -> None:
+        if rows:
+            self._age += rows
+            self.age.fill_(self._age)
+
+    def _cells_of(self, rows: Tensor) -> Tensor:
+        """Cells [n] int32 of class rows [n, d], by the codes as they are."""
+        out = torch.empty(rows.shape[0], dtype=torch.int32, device=rows.device)
+        some = max(256, chunking.chunk_bytes(rows.device, "features") // 4 // self.num_codes)
+        for part in (slice(at, at + some) for at in range(0, rows.shape[0], some)):
+            own = rows[part].detach().float()
+            first = assign(own, self.codes[0]) if self.kind == "residual" else self._half(own, 0)
+            second = assign(own - self.codes[0][first], self.codes[1]) if self.kind == "residual" else self._half(own, 1)
+            out[part] = (first * self.num_codes + second).to(torch.int32)
+        return out
+
+    def _half(self, rows: Tensor, number: int) -> Tensor:
+        part = slice(0, self.dim // 2) if number == 0 else slice(self.dim // 2, None)
+        return assign(rows[:, part].contiguous(), self.codes[number, :, part].contiguous())
+
+    def _order(self) -> None:
+        """The tables that follow from cells, counts and biases."""
+        place, members, starts = ops.midx_tables(self.cell, self.num_codes)
+        for own, made in ((self.place, place), (self.members, members), (self.starts, starts)):
+            own.copy_(made)
+        if self.prefix is None:
+            self.omega.copy_(self.starts.diff().view_as(self.omega))
+            return
+        # Integer units: what is left of a cell without an excluded class is then exact.
+        bits = 60 - self.num_classes.bit_length()
+        log_weight = torch.zeros(self.num_classes, dtype=torch.float64, device=self.cell.device)
+        if self.bias is not None:
+            log_weight.add_(self.bias, alpha=self.scale)
+        if self.counts is not None:
+            log_weight.add_(self.counts.log())
+        log_weight.sub_(log_weight.amax())
+        units = log_weight.clamp_min(-_LIGHTEST).exp_().mul_(2.0**bits).round_().to(torch.int64).clamp_min_(1)
+        if self.counts is not None:
+            units = torch.where(self.counts > 0, units, 0)
+        torch.cumsum(units[self.members], 0, out=self.prefix[1:])
+        sums = self.prefix[self.starts].diff().view_as(self.omega)
+        self.omega.copy_(sums.double().mul_(2.0**-bits))
+
+    # -------------------------------------------------------------------------------------------- how often
+    def follow_interval(self, batch: int, num_samples: int, shared: bool) -> int:
+        """Steps that share one `follow` by default: until it takes about a quarter of the time of a step.
+
+        log_q is that of the codes as they are, so that an index some steps old costs variance, never a bias.
+        """
+        sort, flops, launch = _GPU_COST if _device.host_waits(self.cell) else _CPU_COST
+        touched = batch + num_samples if shared else batch * (num_samples + 1)
+        query = 2.0 * batch * self.num_codes * (2 * self.dim + self.num_codes) / flops
+        step = 4 * launch + touched * 3.0 * (sort + self.dim / 2) + query
+        steps = 1
+        while steps < _MOST_STEPS:
+            rows = min(self.num_classes, steps * touched)
+            cost = launch + sort * self.num_classes + 4.0 * rows * self.num_codes * self.dim / flops
+            if cost <= _FOLLOW_SHARE * steps * step:
+                break
+            steps *= 2
+        return steps
+
+    # -------------------------------------------------------------------------------------------- checks
+    def _check_table(self, weight: Tensor, bias: Tensor | None) -> None:
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+            raise ValueError(f"midx: weight must be [C, d] floating point, got {describe(weight)}")
+        check_dense(self._op, "weight", weight)
+        if bias is None:
+            return
+        if not self.has_bias:
+            raise ValueError(f"midx: bias must be None, got {describe(bias)}")
+        if not isinstance(bias, Tensor) or bias.shape != weight.shape[:1] or not bias.is_floating_point():
+            raise ValueError(f"midx: bias must be [{weight.shape[0]}] floating point, got {describe(bias)}")
+
+    def _check_counts(self, counts: Tensor, device: torch.device) -> Tensor:
+        counts = torch.as_tensor(counts, dtype=torch.float64, device=device)
+        if counts.shape != (self.num_classes,):
+            raise ValueError(f"midx: counts must be [{self.num_classes}], got {describe(counts)}")
+        if not counts.is_meta and not (bool((counts >= 0).all()) and 0.0 < float(counts.sum()) < math.inf):
+            raise ValueError("midx: counts must be finite, not negative and not all 0")
+        return counts.clone()
+
+    def _check_finite(self, name: str, rows: Tensor, bias: Tensor | None) -> None:
+        for what, t in ((name, rows), ("bias", bias)):
+            if t is not None and not bool(t.isfinite().all()):
+                raise ValueError(f"midx: {what} must be finite, got nan or inf")
+
+    def _check_h(self, h: Tensor | None, batch_size: int | None) -> Tensor:
+        """h as [B, d] float32."""
+        if h is None or not isinstance(h, Tensor) or h.dim() < 1 or h.shape[-1] != self.dim:
+            raise ValueError(f"midx: h must be [*, {self.dim}], got {describe(h)}")
+        if not h.is_floating_point():
+            raise TypeError(f"midx: h must be floating point, got {describe(h)}")
+        if h.device != self.cell.device:
+            raise ValueError(f"midx: h must be on {self.cell.device}, where the index is, got {h.device}")
+        self._check_batch(h, batch_size, None)
+        return check_dense(self._op, "h", h).detach().reshape(-1, self.dim).float()
+
+    def _excluded(self, exclude: Exclude | None, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return sort_exclude(self._check_exclude(exclude, flat.device, flat.shape[0]))
+
+    # -------------------------------------------------------------------------------------------- module
+    def _stored_error(self, found: dict[str, Any]) -> str | None:
+        for name, value in found.items():
+            own = self.get_buffer(name)
+            if wrong := shape_error(name, value, tuple(own.shape), own.dtype, str(list(own.shape))):
+                return f"{wrong}; make the sampler with the class table and the options of the saved one"
+        for name in ("codes", "bias", "counts"):
+            if name in found and (wrong := finite_error(name, found[name])):
+                return wrong
+        low, high = int(found["cell"].min()), int(found["cell"].max())
+        if low < 0 or high >= self.num_codes**2:
+            return f"cell must be in [0, {self.num_codes**2}), got {low} … {high}"
+        if "counts" in found and not (bool((found["counts"] >= 0).all()) and float(found["counts"].sum()) > 0):
+            return "counts must not be negative and not all 0"
+        return None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if not self.cell.is_meta:
+            self._age, self._table = int(self.age), None
+            self._order()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the class table stays where it is."""
+        return {name: None if name == "_table" else value for name, value in self.__dict__.items()}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MIDX:
+        kept = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        # `.half()` of a model is not about the sampler: its distribution, and with it log_q, would change.
+        for name, t in kept.items():
+            now = self.get_buffer(name)
+            if now.dtype != t.dtype:
+                setattr(self, name, t.to(now.device))
+        if self._table is not None and self._table[0].device != self.cell.device:
+            self._table = None
+        return self
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of each table, and of all.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sx.samplers.MIDX(torch.randn(1000, 16), num_codes=32).memory()["codes"]
+            4096
+        """
+        parts = {name: t.nbytes for name, t in self.named_buffers(recurse=False)}
+        parts["total"] = sum(parts.values())
+        return parts
+
+    def extra_repr(self) -> str:
+        """Sizes and options."""
+        return (
+            f"num_classes={self.num_classes}, dim={self.dim}, num_codes={self.num_codes}, kind={self.kind}, "
+            f"scale={self.scale:g}, bias={self.has_bias}, counts={self.counts is not None}, epsilon={self.epsilon:g}"
+        )
+
+
+def _some_rows(weight: Tensor, most: int, pair: Tensor) -> Tensor:
+    """The rows that both codebooks are fitted to, float32: all, or `most` of them by the key."""
+    if weight.shape[0] <= most:
+        return weight.float()
+    chosen = uniform_at(fold_in(pair, 2), torch.arange(most, device=weight.device)) * weight.shape[0]
+    return weight[chosen.long().sort().values].float()
