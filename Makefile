@@ -5,7 +5,9 @@
 #   CUDA=AUTO        AUTO: the CUDA kernels where nvcc is found; ON, OFF
 #   CUDA_ARCHS=...   architectures of this build; default: the GPUs here, or without one a PTX for any GPU from sm_75 on
 #   ARCHS="75 ..."   architectures of the gate
+#   WHEEL_ARCHS=...  architectures of `make wheel` (default: all listed in CMakeLists.txt)
 #   JOBS=n           parallel compile jobs (default: all cores)
+#   VERBOSE=1        show everything pip, CMake and the compiler print
 #   SANITIZE=1       `make fuzz` under AddressSanitizer and UndefinedBehaviorSanitizer
 #   INTEGRATIONS=dir environment of `make test-integrations` (default .venv-integrations)
 #   SECONDS=60       how long `make fuzz-files` runs
@@ -19,6 +21,8 @@ CUDA_ARCHS := $(or $(shell $(PYTHON) scripts/cuda_archs.py),75-virtual)
 endif
 ARCHS ?= 75 80 86 89 90 100 120
 JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+WHEEL_ARCHS ?=
+VERBOSE ?=
 PTXRUN ?=
 SANITIZE ?=
 SECONDS ?= 60
@@ -27,7 +31,9 @@ INTEGRATIONS ?= .venv-integrations
 
 TORCH := torch==2.13.0
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check --quiet
+# Twice quiet: warnings about indexes stay out of sight, errors do not.
+PIP := $(PY) -m pip --disable-pip-version-check $(if $(VERBOSE),,--quiet --quiet)
+PROGRESS := $(PY) scripts/progress.py $(if $(VERBOSE),--verbose)
 STAMPS := $(VENV)/.samplex
 NATIVE := CMakeLists.txt pyproject.toml $(shell find cmake csrc tests/simt -type f -not -name '*.md' -not -name '*.py')
 CONFIG := CUDA=$(CUDA) CUDA_ARCHS=$(CUDA_ARCHS)
@@ -100,9 +106,8 @@ docs: $(STAMPS)/docs $(STAMPS)/build ## The documentation site in build/docs; wa
 	$(PY) -m sphinx -b html -W --keep-going -q -j $(JOBS) docs build/docs
 	@echo "open build/docs/index.html"
 
-wheel: $(STAMPS)/tools ## A wheel in dist/ for every listed CUDA architecture (where nvcc is found)
-	$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir dist --config-settings=cmake.define.SAMPLEX_CUDA=$(CUDA)
-	@ls dist/*.whl
+wheel: $(STAMPS)/tools ## A wheel in dist/, checked in a clean environment; its last line says whether it has CUDA kernels
+	@$(PY) scripts/make_wheel.py --cuda $(CUDA) --archs "$(WHEEL_ARCHS)" $(if $(VERBOSE),--verbose) $(ARGS)
 
 clean: ## Remove what was built; keep the environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache $(STAMPS)/build
@@ -117,7 +122,7 @@ distclean: clean ## Also remove the environment in .venv
 $(STAMPS)/torch:
 	@test -x $(PY) || { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=python3.12 ...")' \
 	  && echo "== environment $(VENV)" && $(PYTHON) -m venv $(VENV); }
-	@$(PY) scripts/has_torch.py || { echo "== $(TORCH)"; $(PIP) install $(TORCH); }
+	@$(PY) scripts/has_torch.py || { echo "== $(TORCH), a large download"; $(PIP) install $(TORCH); }
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/tools: $(STAMPS)/torch
@@ -144,8 +149,8 @@ $(STAMPS)/config: FORCE | $(STAMPS)/tools
 
 # A build directory of its own: a plain `pip install .` must never meet a cache with the test backends on.
 $(STAMPS)/build: $(STAMPS)/tools $(STAMPS)/config $(NATIVE)
-	@echo "== extension ($(CONFIG))"
-	@$(PIP) install --no-build-isolation -e ".[demo,bench,test]" \
+	@echo "== extension ($(CONFIG)), minutes the first time"
+	@$(PROGRESS) $(PY) -m pip --disable-pip-version-check -v install --no-build-isolation -e ".[demo,bench,test]" \
 	  --config-settings=build-dir="build/dev-{wheel_tag}" --config-settings=cmake.define.SAMPLEX_TEST_BACKENDS=ON \
 	  --config-settings=cmake.define.SAMPLEX_CUDA=$(CUDA) "--config-settings=cmake.define.SAMPLEX_CUDA_ARCHS=$(CUDA_ARCHS)"
 	@touch $@

@@ -20,8 +20,8 @@ HEAD = """\
 
 <!-- Written by scripts/messages.py; do not edit by hand. -->
 
-Every error and warning of the package, by source file, so that they can be read in a row. A value in braces is filled in
-at run time. Messages have the form `function: argument must be ..., got ...`, then what to do where that is not obvious.
+Every error and warning of the package, by source file, so that they can be read in a row. A value in braces is filled
+in at run time. Messages have the form `function: argument must be ..., got ...`, then what to do if it is not obvious.
 """
 LONGEST = 40  # of an expression in braces
 

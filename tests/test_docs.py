@@ -72,6 +72,36 @@ def test_every_page_is_in_the_contents_of_the_site():
     assert {str(page.relative_to(DOCS).with_suffix("")) for page in ALL} <= listed
 
 
+# What PyTorch's documentation would not say, and what it says instead.
+PHRASES = {
+    r"\blaws?\b(?<!Zipf's law)": "distribution",
+    r"\bin strata\b": "stratified",
+    r"\bby chance\b": "random",
+    r"\bbut (for|with)\b": "except, unless",
+    r"\b(hands? over|puts? by)\b": "passes, stores",
+    r"\b(is|are) told\b": "receives",
+    r"\banew\b": "again",
+    r"\b(draws|samples|classes) a row\b": "per row",
+    r"normalis|regularis|behaviour|neighbour": "American spelling",
+}
+OUTPUT = {"cli.md", "diagnostics.md"}  # they quote the word "law" of printed tables
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *ALL], ids=lambda page: page.name)
+def test_pages_are_in_plain_english(page):
+    text = page.read_text()
+    if "do not edit by hand" in text or "written by `python bench" in text or page.name == "cuda_resources.md":
+        return
+    text = re.sub(r"^```.*?^```|^    .*?$|`[^`\n]+`|^\| `.*?$", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = [
+        f"{match[0]!r}: write {instead!r}"
+        for phrase, instead in PHRASES.items()
+        for match in re.finditer(phrase, text)
+        if not (match[0] == "law" and page.name in OUTPUT)
+    ]
+    assert found == [], page.name
+
+
 def test_every_sampler_has_a_page():
     import samplex_cuda as sx
 
