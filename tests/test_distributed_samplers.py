@@ -251,8 +251,8 @@ def test_a_table_that_one_rank_breaks_stops_every_rank(ranks, what):
 def test_samplers_that_cannot_be_spread():
     with pytest.raises(ValueError, match='sampler="shard" requires'):
         shard_alone(sx.samplers.LogUniform(20), sampler="shard")
-    with pytest.raises(NotImplementedError, match="must be Quadratic or RandomFourier, got Softmax"):
-        shard_alone(sx.samplers.Softmax(torch.randn(20, 8)))
+    with pytest.raises(ValueError, match="weight must be that of the head with copy=False, got another tensor"):
+        shard_alone(sx.samplers.Softmax(torch.randn(20, 8), copy=False))
     with pytest.raises(ValueError, match="sampler must be one of auto, replicate, shard"):
         shard_alone(sx.samplers.LogUniform(20), sampler="both")
     head = shard_alone(sx.samplers.Quadratic(torch.randn(20, 8)))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samplex_cuda._checks import check_int
+from samplex_cuda.chunking import logit_chunks, row_blocks
 from samplex_cuda.distributed.collectives import Everyone, Exchange
 from samplex_cuda.distributed.layout import Layout
-from samplex_cuda.distributed.samplers import ShardedSampler
 from samplex_cuda.heads.classifier import SampledClassifier
 from samplex_cuda.prediction import exact_topk, mean_weight, softmax_sums
 
@@ -44,7 +45,7 @@ class ShardedAnswers(SampledClassifier):
         if not self.loss.needs.prior:
             return None
         sampler: Any = self.sampler
-        if isinstance(sampler, ShardedSampler):
+        if getattr(sampler, "collective", False):
             return sampler.local_prior(seen)
         classes = self.layout.classes(seen.device)
         return lambda rows: sampler.log_prob_all(seen[rows])[..., classes].expand(seen[rows].shape[0], -1)
@@ -113,6 +114,55 @@ class ShardedAnswers(SampledClassifier):
         return logits.reshape(*lead, k), ids.reshape(*lead, k)
 
     @torch.no_grad()
+    def first_ranks(
+        self, h: Tensor, y: Tensor, *, features: Tensor | None = None, known: Tensor | None = None
+    ) -> Tensor:
+        """The place of the best target of each of this rank's rows among all classes. Every rank must call it.
+
+        Args:
+            h: [n, d], this rank's rows.
+            y: int64 [n, P], numbers below 0 for none.
+            features: as in `SampledClassifier.topk`.
+            known: int64 [n, K], classes that are no answers, -1 for none.
+
+        Returns:
+            int64 [n], 1 for the best class, ties to the lower id; 0 for a row without a target.
+        """
+        everyone, found = self._gather_queries(h.to(self.weight.dtype), features, y, known)
+        queries, target, out = found["h"], found["ids"], found.get("known")
+        prior = self._local_prior(found.get("features", queries))
+        if out is not None:
+            hidden = (target.unsqueeze(2) == out.unsqueeze(1)).any(2)
+            target = torch.where(hidden, -1, target)
+        local, wide = self.layout.local(target), self._wide()
+        own = torch.zeros(target.shape, dtype=wide, device=h.device)
+        for rows, first, logits in self._logits(queries, prior):
+            column = local[rows] - first
+            here = (local[rows] >= 0) & (column >= 0) & (column < logits.shape[1])
+            own[rows] = torch.where(here, logits.gather(1, column.clamp(0, logits.shape[1] - 1)), own[rows])
+        own = torch.where(target >= 0, self.exchange.sum_(own), -torch.inf)
+        best = own.amax(1, keepdim=True)
+        of_best = torch.where(own == best, target, self.num_classes).amin(1, keepdim=True)
+        before = torch.zeros(len(queries), dtype=torch.int64, device=h.device)
+        classes = self.layout.classes(h.device)
+        for rows, first, logits in self._logits(queries, prior):
+            some = classes[first : first + logits.shape[1]]
+            ahead = (logits > best[rows]) | ((logits == best[rows]) & (some < of_best[rows]))
+            for known_one in () if out is None else out[rows].unbind(1):
+                ahead &= some != known_one.unsqueeze(1)
+            before[rows] += ahead.sum(1)
+        places = torch.where(best[:, 0] > -torch.inf, self.exchange.sum_(before) + 1, 0)
+        return self.exchange.own(places, everyone.place, everyone.rows)
+
+    def _logits(self, h: Tensor, prior: Any) -> Iterator[tuple[slice, int, Tensor]]:
+        """(rows, first local class, logits) of all rows and this rank's classes; the same bits in each pass."""
+        if not self.layout.rows:
+            return
+        for rows, block, added in row_blocks(h, self.weight, prior):
+            for chunk in logit_chunks(block, self.weight, self.bias, self.scale, self.loss.absolute, added):
+                yield rows, chunk.first, chunk.logits()
+
+    @torch.no_grad()
     def log_prob(  # type: ignore[override]
         self, h: Tensor, ids: Tensor, *, features: Tensor | None = None
     ) -> Tensor:
@@ -147,14 +197,17 @@ class ShardedAnswers(SampledClassifier):
         raise NotImplementedError(f"{_NAME}: a rank holds a part of the rows; full_state_dict() has all of them")
 
     def _gather_queries(
-        self, rows: Tensor, features: Tensor | None, ids: Tensor | None = None
+        self, rows: Tensor, features: Tensor | None, ids: Tensor | None = None, known: Tensor | None = None
     ) -> tuple[Everyone, dict[str, Tensor]]:
         fields = {"h": rows.detach()}
         if features is not None:
             fields["features"] = self._seen(rows, features)
         if ids is not None:
             fields["ids"] = ids
-        form = [2, 0, 0 if ids is None else ids.shape[1], int(features is not None), 0, 0, 0, 0]
+        if known is not None:
+            fields["known"] = known
+        widths = [0 if t is None else t.shape[1] for t in (ids, known)]
+        form = [2, 0, *widths, int(features is not None), 0, 0, 0]
         everyone = self.exchange.meet(rows.shape[0], form, torch.zeros(2, dtype=torch.int64, device=rows.device))
         found = self.exchange.gather(everyone, list(fields.values()), [0] * len(fields))
         return everyone, dict(zip(fields, found, strict=True))

@@ -11,10 +11,14 @@ from samplex_cuda._checks import check_choice
 from samplex_cuda.distributed.collectives import Exchange
 from samplex_cuda.distributed.kernel import ShardedKernel
 from samplex_cuda.distributed.layout import Layout
+from samplex_cuda.distributed.mixture import ShardedMixture
 from samplex_cuda.distributed.samplers import ShardedUnigram
+from samplex_cuda.distributed.softmax import ShardedExact
 from samplex_cuda.distributed.subtrees import ShardedTree
 from samplex_cuda.heads.follow import TableFollower
+from samplex_cuda.samplers.exact import ExactSampler
 from samplex_cuda.samplers.kernel_base import KernelSampler
+from samplex_cuda.samplers.mixture import Mixture
 from samplex_cuda.samplers.static import Unigram
 from samplex_cuda.samplers.tree import Tree
 
@@ -41,10 +45,17 @@ def shard_sampler(
     check_choice(_NAME, "sampler", how, SAMPLERS)
     if isinstance(sampler, KernelSampler):
         return ShardedKernel(sampler, layout, exchange, device)
+    if isinstance(sampler, ExactSampler):
+        return ShardedExact(sampler, layout, exchange, device)
+    if isinstance(sampler, Mixture):
+        spread_out = [shard_sampler(part, "auto", layout, exchange, device, whole) for part in sampler._parts()]
+        if any(getattr(part, "collective", False) for part in spread_out):
+            return ShardedMixture(spread_out, sampler.weights, layout).to(device)
+        return sampler
     if getattr(sampler, "follows_rows", False):
         raise NotImplementedError(
-            f"{_NAME}: a sampler that depends on the class table must be Quadratic or RandomFourier, got "
-            f"{type(sampler).__name__}, which needs the whole table on one rank"
+            f"{_NAME}: a sampler that depends on the class table must be Quadratic, RandomFourier, Softmax, Quartic or "
+            f"a Mixture of them, got {type(sampler).__name__}, which needs the whole table on one rank"
         )
     spread = how == "shard" or (how == "auto" and layout.num_classes > REPLICATED)
     if spread and type(sampler) is Unigram:
@@ -73,11 +84,11 @@ def follow_table(follower: TableFollower, sampler: Any, weight: Tensor, bias: Te
 
     Args:
         follower: what was touched, in classes.
-        sampler: a `ShardedKernel`, or one that does not depend on the table.
+        sampler: of the sharded head; nothing happens if it does not depend on the table.
         weight: [rows, d], this rank's table.
         bias: [rows].
     """
-    if not isinstance(sampler, ShardedKernel):
+    if not getattr(sampler, "follows_rows", False):
         return
     known = bias if sampler.has_bias else None
     if follower.stale or follower.policy is None or (follower.policy == "epoch" and follower.steps):

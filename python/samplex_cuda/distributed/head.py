@@ -17,12 +17,11 @@ from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, c
 from samplex_cuda.distributed.examples import ExampleShard
 from samplex_cuda.distributed.follow import due_state, follow_table, shard_sampler
 from samplex_cuda.distributed.full import full_step
-from samplex_cuda.distributed.kernel import ShardedKernel
 from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.distributed.online import online_softmax
 from samplex_cuda.distributed.own_rows import OWN_ROWS, own_rows_step
 from samplex_cuda.distributed.routes import refuse_unfit, resolve_route
-from samplex_cuda.distributed.samplers import ShardedSampler, as_dtensor
+from samplex_cuda.distributed.samplers import as_dtensor
 from samplex_cuda.distributed.step import (
     StepResult,
     logits_of,
@@ -138,8 +137,14 @@ class ShardedClassifier(ShardedAnswers):
             self._take_rows(head)
         else:
             self._fill(self.exchange.stack(key_tensor(_NAME, key, place))[0])
-        if isinstance(self.sampler, ShardedKernel) and head.sampler.rows.is_meta:
+        self._attach(self.sampler, head)
+        if getattr(self.sampler, "unfilled", False):
             self.update_sampler()
+
+    def _attach(self, sampler: Any, whole: SampledClassifier) -> None:
+        """Lets a sampler that read the table of `whole` read that of this rank."""
+        if hasattr(sampler, "attach"):
+            sampler.attach((whole.weight, whole.bias), self.weight, self.bias)
 
     @torch.no_grad()
     def _take_rows(self, head: SampledClassifier) -> None:
@@ -357,6 +362,7 @@ class ShardedClassifier(ShardedAnswers):
         """
         whole = self.loss.needs.prior or self.stratified
         made = shard_sampler(sampler, "auto", self.layout, self.exchange, self.weight.device, whole)
+        self._attach(made, self)
         super().set_sampler(made, num_samples=num_samples, update=update)
 
     def update_sampler(self) -> None:
@@ -405,7 +411,7 @@ class ShardedClassifier(ShardedAnswers):
             marked = unseen.redistribute(self.mesh, [Shard(0)]).to_local().nonzero().squeeze(1).cpu()
             lag = state_dict[f"{prefix}sampler_lag"][:2].cpu()
             state_dict[f"{prefix}sampler_lag"] = torch.cat([lag, self.layout.class_at(marked + self.layout.start)])
-        if isinstance(self.sampler, ShardedSampler):
+        if getattr(self.sampler, "collective", False):
             self.sampler.adopt(state_dict, f"{prefix}sampler.")
         given = {name: state_dict.get(f"{prefix}{name}") for name in ("weight", "bias")}
         for name, value in given.items():
@@ -462,7 +468,7 @@ class ShardedClassifier(ShardedAnswers):
         for name, value in self.state_dict().items():
             if name in ("slot_step", "sampler_lag", "sampler_unseen"):
                 continue
-            if isinstance(self.sampler, ShardedSampler) and name.startswith("sampler."):
+            if getattr(self.sampler, "collective", False) and name.startswith("sampler."):
                 continue  # a plain head keeps its sampler, and rebuilds it if it depends on the table
             if isinstance(value, DTensor):
                 by_slot = value = value.full_tensor()

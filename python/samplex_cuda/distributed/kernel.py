@@ -99,7 +99,8 @@ class ShardedKernel(ShardedSampler, KernelRows):
         self.register_buffer("rows", rows, persistent=False)  # of the common leaves, then this rank's own
         self.register_buffer("sums", sums, persistent=False)
         self.register_buffer("squares", torch.zeros(rows.shape[0], device=device), persistent=False)  # |row|^2 / 2
-        if not sampler.rows.is_meta:
+        self.unfilled = sampler.rows.is_meta  # no numbers yet
+        if not self.unfilled:
             self.own_rows().copy_(sampler.rows[layout.classes(sampler.rows.device)])
             self._sum_up()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samplex_cuda._checks import check_choice
-from samplex_cuda.distributed.samplers import ShardedSampler
 from samplex_cuda.losses import Loss, SampledSoftmax
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def unfit(route: str, head: SampledClassifier, balanced: bool, sampler: Any) -> 
             return f"loss must not keep a number per example, got {loss!r}"
         if head.reduction == "none":  # row gradients are summed before they travel
             return 'reduction must be "mean" or "sum", got "none"'
-        if isinstance(sampler, ShardedSampler):  # its draws take all ranks, for the rows of all ranks
+        if getattr(sampler, "collective", False):  # its draws take all ranks, for the rows of all ranks
             return f"sampler must be replicated, got {type(sampler).__name__}"
         if head.shared != (route == "shared_rows"):
             return f"shared must be {not head.shared}, got {head.shared}"

@@ -55,6 +55,8 @@ class ShardedSampler(Sampler):
         exchange: the collectives of the head.
     """
 
+    collective = True  # whether draws need every rank
+
     def __init__(self, layout: Layout, exchange: Exchange) -> None:
         super().__init__()
         self.layout, self.exchange = layout, exchange
