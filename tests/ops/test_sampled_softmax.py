@@ -269,3 +269,47 @@ def test_autocast_with_a_half_table(backend):
         loss = functional.sampled_softmax(h, leaf(case.weight), case.target, case.ids, case.log_q)
     loss.backward()
     assert loss.dtype == h.grad.dtype == torch.float32
+
+
+# ------------------------------------------------------------------------------------------------ labels of draws
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("absolute", "smoothing"), [(False, 0.0), (True, 0.1)])
+def test_draws_of_the_rows_label_are_masked_like_known_positives(backend, dtype, absolute, smoothing):
+    g = torch.Generator().manual_seed(0)
+    b, m, d, c = 9, 37, 24, 50
+    hidden, weight = (torch.randn(n, d, generator=g).to(dtype).to(backend.device) for n in (b, c))
+    target, ids = (torch.randint(c, (n,), generator=g).to(backend.device) for n in (b, m))
+    draw_labels, row_labels = (torch.randint(5, (n,), generator=g).to(backend.device) for n in (m, b))
+    draw_labels[draw_labels == 4] = 3  # rows of label 4 mask nothing, not even the target
+    row_labels[0], target[1] = 4, -100
+    ids[:b] = target.clamp(min=0)
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    log_q = torch.randn(m, generator=g).to(acc).to(backend.device)
+    hidden[2] = torch.nan
+    rest = (1.7, smoothing, -100, 0, absolute, True, True, True, True)
+    got = OP(hidden, weight, target, ids, log_q, None, None, None, None, *rest, draw_labels, row_labels)
+    hit = draw_labels == row_labels[:, None]
+    # The same with ids of their own for all draws, of which a row knows those of its label.
+    apart = torch.cat([weight, weight[ids]])
+    own = torch.arange(c, c + m, device=backend.device)
+    offsets = torch.cat([hit.new_zeros(1, dtype=torch.int64), hit.sum(1).cumsum(0)])
+    want = OP(hidden, apart, target, own, log_q, None, None, offsets, own.expand(b, m)[hit].contiguous(), *rest)
+    for a, e in zip(got, want, strict=True):
+        assert torch.allclose(a, e, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert got[0][2].isnan()
+    assert not got[0][3:].isnan().any()
+
+
+def test_labels_are_for_shared_draws_of_rows_with_one_target():
+    h, w, ids = torch.randn(2, 4), torch.randn(5, 4), torch.arange(2)
+    rest = (1.0, 0.0, -100, 1, False, False, False, True, True)
+    for target, draws, known, labels in (
+        (ids, ids.expand(2, 2).contiguous(), (None, None), (ids, ids)),
+        (ids.expand(2, 2).contiguous(), ids, (None, None), (ids, ids)),
+        (ids, ids, (torch.tensor([0, 0, 0]), ids[:0]), (ids, ids)),
+        (ids, ids, (None, None), (ids, None)),
+        (ids, ids, (None, None), (torch.arange(3), ids)),
+        (ids, ids, (None, None), (ids, ids.float())),
+    ):
+        with pytest.raises(RuntimeError, match=r"draw_labels|row_labels"):
+            OP(h, w, target, draws, torch.zeros(draws.shape), None, None, *known, *rest, *labels)

@@ -99,6 +99,9 @@ struct SampledSoftmaxRow {
     for (int64_t k = p.known_offsets[b]; k < p.known_offsets[b + 1]; ++k) found |= p.known_ids[k] == id;
     return found;
   }
+  bool draw_masked(int64_t b, int64_t k) const {
+    return p.draw_labels != nullptr ? p.draw_labels[k] == p.row_labels[b] : masked(b, draws_of(b)[k]);
+  }
 
   // Ids of the entries, and logits as far as they do not need the class row. False: no target, nothing to do.
   bool list_entries(int64_t b) {
@@ -121,7 +124,7 @@ struct SampledSoftmaxRow {
     int64_t* to_ids = s.ids + P;
     A* logits = s.logits + P;
     int64_t out = 0;
-    if (one_target) {
+    if (one_target && p.draw_labels == nullptr) {
       for (int64_t k = 0; k < m; ++k) {
         const bool hit = ids[k] == first;
         to_ids[k] = ids[k];
@@ -130,7 +133,7 @@ struct SampledSoftmaxRow {
       }
     } else {
       for (int64_t k = 0; k < m; ++k) {
-        const bool hit = masked(b, ids[k]);
+        const bool hit = draw_masked(b, k);
         to_ids[k] = hit ? first : ids[k];
         logits[k] = hit ? kOut : correction(log_q[k]);
         out += hit;
@@ -202,12 +205,14 @@ struct SampledSoftmaxRow {
     A product[4];
     Rows<T>::dot4(s.h, rows, p.dim, product);
     A* logits = static_cast<A*>(p.dots) + b * p.dots_stride;  // ours to overwrite
+    const int64_t* const labels = p.draw_labels != nullptr ? p.draw_labels : p.ids;
+    const int64_t label = p.draw_labels != nullptr ? p.row_labels[b] : target;
     int64_t hits = 0;
-    for (int64_t k = 0; k < m; ++k) hits += p.ids[k] == target;
+    for (int64_t k = 0; k < m; ++k) hits += labels[k] == label;
     product[0] += load_scalar<A>(p.bias, target, A(0));
     for (int64_t k = 0; k < m; ++k) logits[k] = (logits[k] + s.draw_bias[k]) * scale + s.corrections[k];
     if (hits > 0) {
-      for (int64_t k = 0; k < m; ++k) logits[k] = p.ids[k] == target ? kOut : logits[k];
+      for (int64_t k = 0; k < m; ++k) logits[k] = labels[k] == label ? kOut : logits[k];
     }
     const A share = load_scalar<A>(p.class_weight, target, A(1)), own = product[0] * scale;
     const bool trivial = hits == m;  // every draw is masked: nothing to learn from this row
@@ -437,7 +442,7 @@ struct SampledSoftmaxRow {
       if (!is_target(p.target[b * P + k])) coef[k] = 0;
     }
     for (int64_t k = 0; k < m; ++k) {
-      if (masked(b, draws_of(b)[k])) coef[P + k] = 0;
+      if (draw_masked(b, k)) coef[P + k] = 0;
     }
   }
 

@@ -29,7 +29,8 @@ SX_DEVICE inline int64_t entry_id(const SampledSoftmaxParams& p, int64_t b, int6
   }
   const int64_t draw = k - p.num_targets;
   const int64_t id = p.ids[(p.shared ? 0 : b * p.num_samples) + draw];
-  return draw_masked(p, b, id) ? -1 : class_or_unknown(id, p.num_classes);
+  const bool masked = p.draw_labels != nullptr ? p.draw_labels[draw] == p.row_labels[b] : draw_masked(p, b, id);
+  return masked ? -1 : class_or_unknown(id, p.num_classes);
 }
 
 // What is added to scale * h.w before and after the absolute value.

@@ -26,7 +26,8 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
                 const DrawHere* here, const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,
                 const std::optional<Tensor>& known_offsets, const std::optional<Tensor>& known_ids, double scale,
                 double label_smoothing, int64_t ignore_index, int64_t reduction_code, bool absolute, bool need_grad,
-                bool with_lse, bool need_hidden) {
+                bool with_lse, bool need_hidden, const std::optional<Tensor>& draw_labels = std::nullopt,
+                const std::optional<Tensor>& row_labels = std::nullopt) {
   begin_op();
   const DType dtype = dtype_tag(kOp, "weight", weight);
   const ScalarType storage = weight.scalar_type(), acc = acc_type(storage);
@@ -59,6 +60,14 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
     check_tensor(kOp, "known_offsets", *known_offsets, {B + 1}, "[B + 1]", ScalarType::Long, weight);
     check_tensor(kOp, "known_ids", *known_ids, {-1}, "[n]", ScalarType::Long, weight);
     check_csr(kOp, "positives", *known_offsets, *known_ids, B, C);
+  }
+  check_value(draw_labels.has_value() == row_labels.has_value(), kOp,
+              ": draw_labels and row_labels must come together");
+  if (draw_labels) {
+    check_value(shared && P == 1 && !known_offsets, kOp,
+                ": draw_labels must be None unless draws are shared, with one target per row and no known positives");
+    check_tensor(kOp, "draw_labels", *draw_labels, {m}, "[m]", ScalarType::Long, weight);
+    check_tensor(kOp, "row_labels", *row_labels, {B}, "[B]", ScalarType::Long, weight);
   }
   if (here == nullptr) check_ids(kOp, "ids", ids, C);
   check_ids(kOp, "target", target, C, " or ignore_index",
@@ -105,6 +114,8 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   params.log_q = in_any(log_q);
   params.known_offsets = in<int64_t>(known_offsets);
   params.known_ids = in<int64_t>(known_ids);
+  params.draw_labels = in<int64_t>(draw_labels);
+  params.row_labels = in<int64_t>(row_labels);
   params.known_size = known_ids ? known_ids->numel() : 0;
   params.loss = reduction == Reduction::kNone ? out_any(loss) : part_of(saved, at.row_loss, B, true);
   params.lse = out_any(lse);
@@ -148,10 +159,12 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
                         const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,
                         const std::optional<Tensor>& known_offsets, const std::optional<Tensor>& known_ids,
                         double scale, double label_smoothing, int64_t ignore_index, int64_t reduction_code,
-                        bool absolute, bool need_grad, bool with_lse, bool sparse, bool need_hidden) {
+                        bool absolute, bool need_grad, bool with_lse, bool sparse, bool need_hidden,
+                        const std::optional<Tensor>& draw_labels, const std::optional<Tensor>& row_labels) {
   (void)sparse;  // read by the autograd formula only
   return forward(hidden, weight, target, ids, log_q, nullptr, bias, class_weight, known_offsets, known_ids, scale,
-                 label_smoothing, ignore_index, reduction_code, absolute, need_grad, with_lse, need_hidden);
+                 label_smoothing, ignore_index, reduction_code, absolute, need_grad, with_lse, need_hidden, draw_labels,
+                 row_labels);
 }
 
 // Draw and loss in one op: what a training step with a static distribution takes. Per-row draws exclude the target.
@@ -213,7 +226,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "sampled_softmax(Tensor hidden, Tensor weight, Tensor target, Tensor ids, Tensor log_q, Tensor? bias, "
       "Tensor? class_weight, Tensor? known_offsets, Tensor? known_ids, float scale, float label_smoothing, "
       "int ignore_index, int reduction, bool absolute, bool need_grad, bool with_lse, bool sparse, "
-      "bool need_hidden=True) -> (Tensor loss, Tensor lse, Tensor saved)",
+      "bool need_hidden=True, Tensor? draw_labels=None, Tensor? row_labels=None) -> "
+      "(Tensor loss, Tensor lse, Tensor saved)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "sampled_softmax_static(Tensor hidden, Tensor weight, Tensor target, Tensor key, int law, int num_samples, "

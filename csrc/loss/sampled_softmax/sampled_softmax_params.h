@@ -33,6 +33,8 @@ struct SampledSoftmaxParams {
   DrawProducts products;         // CPU only: the kernel makes dots, and what shared draws add to d_loss and d_lse
   const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
   const int64_t* known_ids;      // [known_size]
+  const int64_t* draw_labels;    // [m] or nullptr, when shared and P = 1: what each draw is, instead of its id
+  const int64_t* row_labels;     // [B]: a draw of this label is masked in the row
   ScalarTable bias;              // [C] or absent
   const void* draw_bias;         // A [m] or nullptr, GPU only: bias of each draw when shared
   ScalarTable class_weight;      // [C] or absent

@@ -14,7 +14,8 @@ from torch import Tensor
 from samplex_cuda._checks import check_choice, check_dense, check_number, describe, op_error
 from samplex_cuda.losses import SampledSoftmax
 from samplex_cuda.ops.fused_loss import run_loss
-from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, acc_dtype
+from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, LossGrad, Sink, acc_dtype
+from samplex_cuda.ops.row_gradients import entries
 from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.optim.fusion import fusion_of
 from samplex_cuda.rng import Key, key_tensor
@@ -40,9 +41,11 @@ def contrastive(
     sampler: Any = None,
     key: Key | Tensor | None = None,
     key_ids: Tensor | None = None,
+    query_log_q: Tensor | None = None,
     exact: bool = False,
     scale: float = 1.0,
     symmetric: bool = False,
+    group: Any = None,
     reduction: str = "mean",
     sparse: bool | None = None,
 ) -> Tensor:
@@ -58,7 +61,8 @@ def contrastive(
     drawn often are pushed away more often than they should be.
 
     **Keys and positives.** A memory bank: `keys` [n, d] and `positives` [B], the row of each query's key. In-batch:
-    `keys` [B, d] without `positives`; row i is the key of query i.
+    `keys` [n, d] without `positives`, one for each query: row i is the key of query i. Rows from B on (of a second
+    sampler, a queue, mined ones) are further negatives of every query; `key_ids` must then say what each key is.
 
     **Negatives**, in one of these ways:
 
@@ -81,15 +85,23 @@ def contrastive(
         positives: int64 [B] rows of `keys`, or None: in-batch.
         negatives: int64 [B, k] rows of `keys` for each query, or [k] for all. One that is the query's positive takes no
             part.
-        log_q: log-probability of the negatives under the law they were drawn from, shape of `negatives`. In-batch [B]:
-            of each key as a draw, such as the log of how often it is some query's positive.
+        log_q: log-probability of the negatives under the law they were drawn from, shape of `negatives`. In-batch [n]:
+            of each key as a draw, such as the log of how often it is some query's positive
+            (`sx.samplers.StreamingFrequency`). The divisor is n - 1, also where copies are masked.
         num_negatives: k.
         sampler: a sampler over the n keys, such as `sx.samplers.Unigram`; it sees the queries.
         key: randomness of the draw; see `samplex_cuda.Key`. None: torch's default generator.
-        key_ids: in-batch, int64 [B]: what each key is. A key of the same id as the query's own is no negative.
+        key_ids: int64 [n]: what each key is. A key of the same id as the query's own is no negative; not with a uniform
+            subset, `sampler` or `exact`.
+        query_log_q: [B], with `symmetric`: log-probability of each query as a draw, for the other direction.
         exact: the expectation over all subsets of `num_negatives` other keys, enumerated; O(B C(n-1, k) k).
         scale: multiplies the scores (1 / temperature), before the correction.
-        symmetric: in-batch, the mean of this loss and that of the keys against the queries; without `log_q`.
+        symmetric: in-batch with n = B, the mean of this loss and that of the keys against the queries; with `log_q` it
+            also needs `query_log_q`.
+        group: in-batch: a process group whose ranks put their keys (with `key_ids` and `log_q`) together, each with the
+            same number of queries. The loss is the mean over this rank's queries, and gradients of the keys are summed
+            over the ranks: right where the gradients of the encoders are then averaged, as DistributedDataParallel
+            does. Every rank must call it.
         reduction: "mean" over the queries (0 for none), "sum" or "none".
         sparse: whether the gradient of `keys` is a coalesced sparse COO tensor (touched rows only) or dense. None:
             sparse for a bank that is a leaf, dense for what an encoder made and in-batch.
@@ -119,22 +131,32 @@ def contrastive(
         raise TypeError(
             f"contrastive: sampler must be a sampler of samplex_cuda.samplers or None, got {describe(sampler)}"
         )
-    how = _ways(in_batch, negatives, log_q, num_negatives, sampler, key, key_ids, exact, symmetric)
-    batch, n = queries.shape[0], keys.shape[0]
+    how = _ways(in_batch, negatives, log_q, num_negatives, sampler, key, key_ids, exact, symmetric, query_log_q, group)
+    batch, first = queries.shape[0], 0
+    if in_batch and how == "given" and keys.shape[0] != batch:
+        raise ValueError(f"{_OP}: positives must be [{batch}] int64 with given negatives of a bank, got None")
+    if symmetric and keys.shape[0] != batch:
+        raise ValueError(f"{_OP}: symmetric must be False where there are more keys than queries, got True")
+    if how == "batch":
+        if log_q is not None:
+            log_q = _check_log_q(log_q, keys[:, 0], "[n]")
+        if group is not None:
+            keys, key_ids, log_q, first = _gather(keys, key_ids, log_q, batch, group)
+    n = keys.shape[0]
     if in_batch:
-        positives = torch.arange(batch, device=keys.device)
+        positives = _range(first, first + batch, keys.device)
     assert positives is not None
     if how == "exact":
         assert num_negatives is not None
         return _reduce(_exact(queries, keys, positives.contiguous(), num_negatives, scale), reduction)
-    known = None
+    sink: Sink | None = None
     if how == "batch":
-        negatives = positives  # shared by all rows; the loss leaves each row's own out
+        # Shared by all rows; the loss leaves each row's own out.
+        negatives = positives if n == batch else _range(0, n, keys.device)
         if log_q is not None:
-            # The loss divides by its B entries, of which one is the positive: B - 1 are draws.
-            log_q = _check_log_q(log_q, negatives, "[B]") + (math.log((batch - 1) / batch) if batch > 1 else 0.0)
-        if key_ids is not None:
-            known = _same_ids(key_ids)
+            # The loss divides by its n entries, of which one is the positive: n - 1 are draws.
+            log_q = log_q + (math.log((n - 1) / n) if n > 1 else 0.0)
+        sink = _BatchSink(first)
     elif how == "sampler":
         draw = sampler.sample(queries.detach(), num_negatives, exclude=positives, key=key)
         negatives, log_q = draw.ids, draw.log_q
@@ -145,9 +167,22 @@ def contrastive(
         log_q = _check_log_q(log_q, negatives, "the shape of negatives")
     if sparse is None:
         sparse = not in_batch and keys.is_leaf
-    loss = _loss(queries, keys, positives, negatives, log_q, known, scale, reduction, bool(sparse))
+    sparse, labels = bool(sparse), None
+    if key_ids is not None:
+        own = key_ids if how == "batch" and n == batch else key_ids[positives]
+        if negatives.dim() == 1:
+            labels = key_ids if how == "batch" else key_ids[negatives], own
+        else:  # the loss masks draws that are the positive
+            same = key_ids[negatives] == own[:, None]
+            negatives = torch.where(same, positives[:, None], negatives)
+    loss = _loss(
+        queries, keys, positives, negatives, log_q, labels, scale, reduction, sparse, None if sparse else sink
+    )  # fmt: skip
     if symmetric:
-        back = _loss(keys, queries, positives, negatives, None, known, scale, reduction, False)
+        if query_log_q is not None:
+            given = _check_log_q(query_log_q, positives, "[B]")
+            query_log_q = given + (math.log((batch - 1) / batch) if batch > 1 else 0.0)
+        back = _loss(keys, queries, positives, negatives, query_log_q, labels, scale, reduction, False, sink)
         return (loss + back) / 2
     return loss
 
@@ -183,19 +218,19 @@ def _check(queries: Tensor, keys: Tensor, positives: Tensor | None, key_ids: Ten
         queries = queries.to(keys.dtype)
     batch = queries.shape[0]
     if positives is None:
-        if keys.shape[0] != batch:
+        if keys.shape[0] < batch or (keys.shape[0] > batch and key_ids is None):
             raise ValueError(
-                f"{_OP}: positives must be [{batch}] int64 where keys are not one a query (a bank), got None "
-                f"with keys {describe(keys)}"
+                f"{_OP}: positives must be [{batch}] int64 where keys are not one a query (a bank), got None with keys "
+                f"{describe(keys)}; further keys behind those of the queries need key_ids"
             )
     else:
         _check_ids("positives", positives, keys.device, "[B]")
         if positives.shape != (batch,):
             raise ValueError(f"{_OP}: positives must be [{batch}] to fit queries, got {describe(positives)}")
     if key_ids is not None:
-        _check_ids("key_ids", key_ids, keys.device, "[B]")
-        if key_ids.shape != (batch,):
-            raise ValueError(f"{_OP}: key_ids must be [{batch}] to fit queries, got {describe(key_ids)}")
+        _check_ids("key_ids", key_ids, keys.device, "[n]")
+        if key_ids.shape != keys.shape[:1]:
+            raise ValueError(f"{_OP}: key_ids must be [{keys.shape[0]}] to fit keys, got {describe(key_ids)}")
     check_choice(_OP, "reduction", reduction, tuple(REDUCTIONS))
     return queries
 
@@ -210,6 +245,8 @@ def _ways(
     key_ids: Tensor | None,
     exact: bool,
     symmetric: bool,
+    query_log_q: Tensor | None,
+    group: Any,
 ) -> str:
     """Which row of the table is meant: "given", "subset", "sampler", "exact" or "batch"; refuses what fits none."""
     if num_negatives is not None:
@@ -230,14 +267,22 @@ def _ways(
         ("log_q", log_q, ("given", "batch")),
         ("sampler", sampler, ("sampler",)),
         ("key", key, ("subset", "sampler")),
-        ("key_ids", key_ids, ("batch",)),
+        ("key_ids", key_ids, ("batch", "given")),
+        ("group", group, ("batch",)),
         ("exact", exact or None, ("exact",)),
         ("symmetric", symmetric or None, ("batch",)),
     ):
         if value is not None and how not in ways:
             raise ValueError(f"{_OP}: {name} does not go with {_WAYS[how]}, got {describe(value)}")
-    if symmetric and log_q is not None:
-        raise ValueError(f"{_OP}: symmetric must be False with log_q, which says nothing of the queries, got True")
+    if symmetric and (log_q is None) != (query_log_q is None):
+        raise ValueError(
+            f"{_OP}: symmetric must be False with log_q alone, which says nothing of the queries, got True; pass "
+            "query_log_q, or neither"
+        )
+    if query_log_q is not None and not symmetric:
+        raise ValueError(f"{_OP}: query_log_q must be None without symmetric=True, got {describe(query_log_q)}")
+    if symmetric and group is not None:
+        raise ValueError(f"{_OP}: symmetric must be False with group, got True: call it once for each direction")
     return how
 
 
@@ -278,15 +323,72 @@ def _subset(positives: Tensor, num_negatives: int | None, n: int, key: Key | Ten
         raise _renamed(op_error(error)) from None
 
 
-def _same_ids(key_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """CSR (offsets [B + 1], rows [n]): for each row, the rows with the same id, itself included."""
-    _, group, size = torch.unique(key_ids, return_inverse=True, return_counts=True)
-    members = group.argsort(stable=True)
-    start = size.cumsum(0) - size
-    mine = size[group]
-    offsets = torch.cat([mine.new_zeros(1), mine.cumsum(0)])
-    within = torch.arange(int(offsets[-1]), device=key_ids.device) - offsets[:-1].repeat_interleave(mine)
-    return offsets, members[start[group].repeat_interleave(mine) + within]
+@functools.lru_cache(maxsize=8)  # a small step is as long as a few calls of torch
+def _kept_range(first: int, end: int, device: torch.device) -> Tensor:
+    return torch.arange(first, end, device=device)
+
+
+def _range(first: int, end: int, device: torch.device) -> Tensor:
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or device.type != "cpu" or end > 1 << 20:
+        return torch.arange(first, end, device=device)
+    return _kept_range(first, end, device)
+
+
+class _BatchSink:
+    """The dense gradient of in-batch keys, every one of which is a negative: no sort, no sum by row.
+
+    Args:
+        first: the row of the first query's key.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def deliver(
+        self, grad: LossGrad, need: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """See `Sink.deliver`."""
+        d_hidden, found = entries(grad, False)
+        d_keys = None
+        if need[1]:
+            p, rows = grad.plan, found.rows_b
+            if rows.shape[0] == 0:
+                rows = rows.new_zeros(p.num_classes, grad.hidden.shape[1])
+            elif not (rows.is_cpu and found.coef_b[0].item() == 1.0):  # one number for all; a CPU has it in the rows
+                rows = rows * found.coef_b
+            own = rows.narrow(0, self.first, grad.hidden.shape[0])
+            hidden = grad.hidden
+            own.addcmul_(found.coef_a, hidden if hidden.dtype is rows.dtype else hidden.to(rows.dtype))
+            d_keys = rows if rows.dtype is p.weight_dtype else rows.to(p.weight_dtype)
+        return (d_hidden if need[0] else None), d_keys, None
+
+
+def _gather(
+    keys: Tensor, key_ids: Tensor | None, log_q: Tensor | None, batch: int, group: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+    """Keys, ids and log_q of all ranks in the order of the ranks, and where this rank's begin."""
+    import torch.distributed as dist
+    import torch.distributed.nn.functional as dist_nn
+
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    mine = torch.tensor([*keys.shape, batch, key_ids is not None, log_q is not None], device=keys.device)
+    every = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(every, mine, group=group)
+    if any(other.tolist() != mine.tolist() for other in every):
+        raise ValueError(
+            f"{_OP}: keys, queries, key_ids and log_q must have the same shapes on every rank of group, got (n, d, B, "
+            f"key_ids, log_q) = {[other.tolist() for other in every]}"
+        )
+
+    def plain(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        parts = [torch.empty_like(t) for _ in range(world)]
+        dist.all_gather(parts, t.contiguous(), group=group)
+        return torch.cat(parts)
+
+    together = torch.cat(dist_nn.all_gather(keys.contiguous(), group=group))
+    return together, plain(key_ids), plain(log_q), rank * keys.shape[0]
 
 
 # ------------------------------------------------------------------------------------------------ losses
@@ -296,10 +398,11 @@ def _loss(
     positives: Tensor,
     negatives: Tensor,
     log_q: Tensor | None,
-    known: tuple[Tensor, Tensor] | None,
+    labels: tuple[Tensor, Tensor] | None,
     scale: float,
     reduction: str,
     sparse: bool,
+    sink: Sink | None = None,
 ) -> Tensor:
     """The fused op. It checks shapes and ids once more; what it says is put into the words of this function."""
     _check_ids("negatives", negatives, keys.device, "[B, k] or [k]")
@@ -308,7 +411,7 @@ def _loss(
     acc = acc_dtype(keys.dtype)
     if log_q is None:  # what the op adds for the number of draws, taken back
         log_q = torch.full(negatives.shape, -math.log(max(negatives.shape[-1], 1)), dtype=acc, device=keys.device)
-    offsets, ids = (None, None) if known is None else known
+    draw_labels, row_labels = (None, None) if labels is None else labels
     x = Inputs(
         queries.contiguous(),
         keys.contiguous(),
@@ -316,15 +419,14 @@ def _loss(
         positives.contiguous(),
         negatives.contiguous(),
         log_q.to(acc).contiguous(),
-        None,
-        offsets,
-        ids,
+        draw_labels=None if draw_labels is None else draw_labels.contiguous(),
+        row_labels=None if row_labels is None else row_labels.contiguous(),
     )
     form = Form(scale, _NO_ID, REDUCTIONS[reduction], sparse)
     if torch.compiler.is_compiling():
         return run_loss(_LOSS, x, form)[0]
     try:
-        return run_loss(_LOSS, x, form, fusion_of(keys))[0]
+        return run_loss(_LOSS, x, form, fusion_of(keys) or sink)[0]
     except IndexError as error:
         raise _renamed(error) from None
 

@@ -57,6 +57,11 @@ def check_sampler(
         raise ValueError(
             f"{_NAME}: sampler_update must be None with {loss!r}, whose sampler is part of the model, got {update!r}"
         )
+    if getattr(sampler, "takes_targets", False) and (not shared or needs.target_log_q or needs.prior):
+        raise ValueError(
+            f"{_NAME}: an InBatch sampler must have shared=True and a loss that masks targets among the draws, such as "
+            f"sampled_softmax, got shared={shared!r} and {loss!r}"
+        )
     if shared and needs.prior and getattr(sampler, "conditional", False):
         raise ValueError(
             f"{_NAME}: shared must be False with {loss!r} and a sampler whose distribution differs per row: scores "

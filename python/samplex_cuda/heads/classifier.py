@@ -166,7 +166,8 @@ class SampledClassifier(HeadModule):
                     f"take sx.samplers.LogUniform({num_classes}) if classes are sorted by frequency, Unigram(counts) "
                     'if counts are known, Uniform otherwise; loss="full_softmax" needs none'
                 )
-            check_int(_NAME, "num_samples", num_samples)
+            if num_samples is not None or not getattr(sampler, "takes_targets", False):
+                check_int(_NAME, "num_samples", num_samples)
         check_int(_NAME, "ignore_index", ignore_index, -(1 << 63), (1 << 63) - 1)
         check_choice(_NAME, "reduction", reduction, REDUCTIONS)
         check_number(_NAME, "scale", scale, -math.inf)
@@ -520,6 +521,15 @@ class SampledClassifier(HeadModule):
                 seen, self.num_samples, known, key=key, context=context, **spec.sampling
             )
             return draw, log_q.double() if self.weight.dtype is torch.float64 else log_q
+        if getattr(sampler, "takes_targets", False):
+            if target.dim() != 1:
+                raise ValueError(
+                    f"{_NAME}: y must be {list(target.shape[:1])}, one per row, with an InBatch sampler, "
+                    f"got {list(target.shape)}"
+                )
+            known = torch.where(self._valid(target), target, -1)
+            draw = sampler.sample(seen, self.num_samples, key=key, context=context, targets=known)
+            return draw.merged() if spec.merges and self._repeats(draw) else draw, None
         exclude = None
         if spec.excludes:
             # A negative target that is not ignored is an error of the loss.

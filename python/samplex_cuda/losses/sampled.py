@@ -49,7 +49,7 @@ class SampledSoftmax(Loss):
         loss, lse, saved = sampled_softmax(
             x.hidden, x.weight, x.target, x.ids, x.log_q, x.bias, x.class_weight, x.known_offsets, x.known_ids,
             form.scale, self.label_smoothing, form.ignore_index, form.reduction, self.absolute, need_grad,
-            form.with_lse, form.sparse, need_hidden,
+            form.with_lse, form.sparse, need_hidden, x.draw_labels, x.row_labels,
         )  # fmt: skip
         return Forward(loss, saved, lse if form.with_lse else None)
 

@@ -38,6 +38,8 @@ class Inputs(NamedTuple):
     known_ids: Tensor | None = None  # int64 [n]
     target_log_q: Tensor | None = None  # the shape of target
     row_value: Tensor | None = None  # [B], what the loss keeps per example
+    draw_labels: Tensor | None = None  # int64 [m], shared draws of `SampledSoftmax`: what each is, instead of its id
+    row_labels: Tensor | None = None  # int64 [B]: draws of this label are masked in the row
 
 
 class StaticInputs(NamedTuple):

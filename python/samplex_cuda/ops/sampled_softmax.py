@@ -44,6 +44,8 @@ class _Arguments(NamedTuple):
     with_lse: bool
     sparse: bool
     need_hidden: bool = True
+    draw_labels: Tensor | None = None
+    row_labels: Tensor | None = None
 
 
 @register_fake("samplex::sampled_softmax")
@@ -93,7 +95,7 @@ def _read(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
     a = _Arguments(*inputs)
     bias_dtype = None if a.bias is None else a.bias.dtype
     plan = Plan(_NAME, a.weight.shape[0], a.weight.dtype, bias_dtype, a.reduction, a.with_lse)
-    return OpCall(plan, (0, 1, 5), len(_Arguments._fields), a.need_grad, a.sparse, a.hidden, a.target, a.ids, output[2])
+    return OpCall(plan, (0, 1, 5), len(inputs), a.need_grad, a.sparse, a.hidden, a.target, a.ids, output[2])
 
 
 def _read_static(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:

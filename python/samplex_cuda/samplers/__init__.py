@@ -7,6 +7,8 @@
     MIDX                            close to the softmax, by two codebooks of the class rows
     Softmax, Quartic                exact laws of the model's own logits, O(C): oracles
     Mixture                         several of them, with the probability of the mixture
+    InBatch                         targets of the other rows of a batch, with draws of another sampler
+    StreamingFrequency              no sampler: estimates how often ids come, for InBatch
 
 Every sampler gives a `Draw` whose log_q is the log-probability under the law it really drew from.
 """
@@ -14,6 +16,8 @@ Every sampler gives a `Draw` whose log_q is the log-probability under the law it
 from samplex_cuda.samplers.base import Exclude, Sampler
 from samplex_cuda.samplers.bigram import Bigram
 from samplex_cuda.samplers.exact import ExactSampler, Quartic, Softmax
+from samplex_cuda.samplers.frequency import StreamingFrequency
+from samplex_cuda.samplers.in_batch import InBatch
 from samplex_cuda.samplers.kernel import KernelSampler, Quadratic, RandomFourier
 from samplex_cuda.samplers.midx import MIDX
 from samplex_cuda.samplers.mixture import Mixture
@@ -25,6 +29,7 @@ __all__ = [
     "Bigram",
     "ExactSampler",
     "Exclude",
+    "InBatch",
     "KernelSampler",
     "LogUniform",
     "Mixture",
@@ -34,6 +39,7 @@ __all__ = [
     "Sampler",
     "Softmax",
     "StaticSampler",
+    "StreamingFrequency",
     "Tree",
     "Uniform",
     "Unigram",

@@ -345,6 +345,9 @@ def make_sampler(
     so the sampled loss does not see it and training drives it up: the loss falls while the exact one rises.
     """
     s = config.sampler
+    if s.name == "in_batch":
+        extra = None if s.base == "none" else _sampler(s.base, config, dataset, encoder, head, fit)
+        return samplers.InBatch(dataset.num_classes, extra=extra)
     found = _sampler(s.name, config, dataset, encoder, head, fit)
     if s.name not in MIXED or s.base == "none":
         return found

@@ -35,6 +35,7 @@ SAMPLERS = (
     "quadratic",
     "rff",
     "softmax",
+    "in_batch",
     "mixture",
 )
 # Samplers whose distribution may lose classes that the model needs: a fixed one is mixed in (`sampler.base`).
@@ -173,9 +174,18 @@ def check_together(source: str, c: Config) -> None:
                 fail("optimizer", "fused", f'false or "auto" with {why}', True)
     if c.training.clip_head and not c.training.clip_norm:
         fail("training", "clip_norm", "above 0 with clip_head", c.training.clip_norm)
+    if c.sampler.name == "in_batch":
+        if not c.head.shared:
+            fail("head", "shared", 'true or "auto" with the sampler in_batch', c.head.shared)
+        if not (needs.draws and needs.excludes_target) or needs.target_log_q or needs.prior:
+            fail("head", "loss", "one that masks targets among the draws with the sampler in_batch", c.head.loss)
+        if c.training.shard != "none":
+            wanted = f"another than in_batch with training.shard = {shown(c.training.shard)}"
+            fail("sampler", "name", wanted, c.sampler.name)
     if c.sampler.name == "mixture":
-        if len(c.sampler.components) < 2 or any(n not in SAMPLERS or n == "mixture" for n in c.sampler.components):
-            wanted = "two or more of " + ", ".join(n for n in SAMPLERS if n != "mixture")
+        single = [n for n in SAMPLERS if n not in ("mixture", "in_batch")]
+        if len(c.sampler.components) < 2 or any(n not in single for n in c.sampler.components):
+            wanted = "two or more of " + ", ".join(single)
             fail("sampler", "components", f"{wanted} for a mixture", c.sampler.components)
         if len(c.sampler.weights) != len(c.sampler.components) or any(w <= 0 for w in c.sampler.weights):
             wanted = f"{len(c.sampler.components)} numbers above 0, one for each component"
@@ -184,8 +194,9 @@ def check_together(source: str, c: Config) -> None:
         fail(
             "sampler", "components", "empty unless the sampler is a mixture", c.sampler.components or c.sampler.weights
         )
-    if c.sampler.base != "none" and c.sampler.name not in MIXED:
-        fail("sampler", "base", f'"auto" or "none" unless the sampler is {" or ".join(MIXED)}', c.sampler.base)
+    if c.sampler.base != "none" and c.sampler.name not in (*MIXED, "in_batch"):
+        based = ", ".join(MIXED)
+        fail("sampler", "base", f'"auto" or "none" unless the sampler is {based} or in_batch', c.sampler.base)
     if c.sampler.base != "none" and c.head.stratified:
         fail("sampler", "base", '"auto" or "none" with head.stratified, which takes a tree alone', c.sampler.base)
     names = c.sampler.components or [c.sampler.name]

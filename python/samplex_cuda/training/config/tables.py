@@ -125,7 +125,8 @@ class Sampler:
     refit_steps: int = _key(0, "the same, after so many steps; 0: never", least=0)
     base: str = _key(
         "auto", "tree, rff: a fixed distribution that is mixed in, so that every class is drawn; auto: unigram (none "
-        "with head.stratified)", choices=("auto", "none", "uniform", "log_uniform", "unigram"),
+        "with head.stratified); in_batch: where `head.num_samples` further draws come from; auto: uniform",
+        choices=("auto", "none", "uniform", "log_uniform", "unigram"),
     )  # fmt: skip
     base_weight: float = _key(0.5, "share of `base`", above=0.0, below=1.0)
     alpha: float = _key(100.0, "quadratic: factor of the square", above=0.0)
@@ -155,8 +156,8 @@ class Head:
         "auto", "draws per row, or per batch with `shared`; auto: 64 per row, 1,024 per batch", least=1, also=("auto",)
     )
     shared: bool | str = _key(
-        "auto", 'draw once for the whole batch; distributions that differ per row are averaged; auto: with the sampler '
-        '"auto"', also=("auto",),
+        "auto", 'draw once for the whole batch; distributions that differ per row are averaged; auto: with the '
+        'samplers "auto" and in_batch', also=("auto",),
     )  # fmt: skip
     stratified: bool = _key(False, "tree with `shared`: stratified draws, which are less noisy than independent ones")
     bias: bool = _key(True, "a bias per class")
@@ -337,13 +338,14 @@ class Config:
         found = copy.deepcopy(self)
         s, h = found.sampler, found.head
         if h.shared == "auto":
-            h.shared = s.name == "auto"
+            h.shared = s.name in ("auto", "in_batch")
         if s.name == "auto":
             s.name = "unigram"
         if h.num_samples == "auto":
             h.num_samples = 1024 if h.shared else 64
         if s.base == "auto":
             s.base = "unigram" if s.name in MIXED and not h.stratified else "none"
+            s.base = "uniform" if s.name == "in_batch" else s.base
         if s.nu == "auto":
             s.nu = h.scale if h.scale > 0 else 1.0
         return found

@@ -1,0 +1,204 @@
+"""In-batch negatives, alone or together with draws of another sampler."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplex_cuda._checks import check_int, describe
+from samplex_cuda.draw import Draw
+from samplex_cuda.rng import Key
+from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
+from samplex_cuda.samplers.frequency import StreamingFrequency, gather_ids
+
+__all__ = ["InBatch"]
+
+
+class InBatch(Sampler):
+    """The targets of a batch as negatives of its other rows, and `num_samples` draws of a second sampler with them.
+
+    The B - 1 targets of the other rows are draws from the distribution of the data, which `frequency` estimates. With
+    `extra`, m draws of that sampler join them in one normalizer: a class c counts as a draw of the mixture
+
+        Q(c) = ((B - 1) q_data(c) + m q_extra(c)) / (B - 1 + m)
+
+    whichever of the two it came from. In-batch negatives alone never show a rare class as a negative; a few draws of
+    `Uniform` do. A target that occurs again in the batch is no negative of its own rows, and B - 1 stays the divisor.
+    log_q is an estimate unless `frequency` is the true distribution of the targets.
+
+    A head draws with it by itself: `SampledClassifier(d, C, sx.samplers.InBatch(...), num_samples=m, shared=True)`; the
+    estimator learns from every training batch and is in the head's `state_dict()`. For towers whose keys come from an
+    encoder see `sx.functional.contrastive`.
+
+    Args:
+        num_classes: C.
+        frequency: how often each class is a target: a `StreamingFrequency`, or a sampler such as `Unigram(counts)`;
+            None: `StreamingFrequency(num_classes)`, at most 2^26 buckets.
+        extra: a sampler over the same classes, or None.
+        group: a process group: the batch is that of all its ranks, which must all call `sample` at the same time.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> sampler = sx.samplers.InBatch(100, extra=sx.samplers.Uniform(100))
+        >>> head = sx.SampledClassifier(8, 100, sampler, num_samples=16, shared=True)
+        >>> head(torch.randn(32, 8), torch.randint(100, (32,))).shape
+        torch.Size([])
+        >>> draw = sampler.sample(None, 16, targets=torch.randint(100, (32,)))
+        >>> draw.ids.shape  # 32 targets and 16 draws
+        torch.Size([48])
+    """
+
+    _op = "in_batch"
+    conditional = False
+    takes_targets = True  # `sample` is given the targets of the batch
+
+    def __init__(
+        self,
+        num_classes: int,
+        frequency: StreamingFrequency | Sampler | None = None,
+        *,
+        extra: Sampler | None = None,
+        group: Any = None,
+    ) -> None:
+        super().__init__()
+        self.num_classes = check_int(self._op, "num_classes", num_classes, 1, 1 << 52)
+        if frequency is None:
+            frequency = StreamingFrequency(min(num_classes, 1 << 26))
+        for name, part in (("frequency", frequency), ("extra", extra)):
+            if isinstance(part, Sampler):
+                if part.num_classes != num_classes:
+                    raise ValueError(f"in_batch: {name} must have num_classes = {num_classes}, got {part.num_classes}")
+                if name == "frequency" and part.conditional:
+                    raise ValueError(
+                        f"in_batch: frequency must not depend on the query, got {type(part).__name__}: targets come "
+                        "from one distribution, that of the data"
+                    )
+            elif part is not None and not (name == "frequency" and isinstance(part, StreamingFrequency)):
+                kinds = "a StreamingFrequency or a sampler" if name == "frequency" else "a sampler or None"
+                raise TypeError(f"in_batch: {name} must be {kinds}, got {describe(part)}")
+        self.frequency = frequency
+        self.extra = extra
+        self.group = group
+
+    @property
+    def follows_rows(self) -> bool:  # type: ignore[override]
+        """Whether the second sampler depends on the class table."""
+        return self.extra is not None and self.extra.follows_rows
+
+    @property
+    def has_bias(self) -> bool:  # type: ignore[override]
+        """Whether the second sampler takes the bias of the class table."""
+        return self.extra is not None and self.extra.has_bias
+
+    @property
+    def _needs_context(self) -> bool:  # type: ignore[override]
+        return self.extra is not None and self.extra._needs_context
+
+    @torch.no_grad()
+    def sample(  # type: ignore[override]
+        self,
+        h: Tensor | None,
+        num_samples: int,
+        *,
+        targets: Tensor,
+        shared: bool = True,
+        key: Key | Tensor | None = None,
+        exclude: Exclude | None = None,
+        context: Tensor | None = None,
+        update: bool = True,
+    ) -> Draw:
+        """The negatives of a batch, shared by its rows.
+
+        Args:
+            h: [B, d], where the second sampler looks at it.
+            num_samples: m, draws of the second sampler; ignored without one.
+            targets: int64 [B]; negative ones are none and do not count.
+            shared: must be True.
+            key: of the second sampler's draws.
+            exclude: must be None: losses mask shared draws.
+            context: of the second sampler.
+            update: whether a `StreamingFrequency` learns from these targets, before it is asked for their log q.
+
+        Returns:
+            ids [B + m] and log_q, `independent` False; the loss divides by B + m, which log_q takes into account.
+        """
+        self._check_shared(exclude)
+        check_int64(self._op, "targets", targets)
+        if targets.dim() != 1:
+            raise ValueError(f"in_batch: targets must be [B], one per row, got {describe(targets)}")
+        if not shared:
+            raise ValueError("in_batch: shared must be True: the batch shares its targets, got False")
+        batch = targets if self.group is None else gather_ids(targets.clamp(min=-1), self.group)
+        if isinstance(self.frequency, StreamingFrequency) and update:
+            self.frequency.update(batch)
+        there = batch >= 0
+        in_batch = torch.where(there, batch, 0)
+        count = 0 if self.extra is None else self._check_count(num_samples)
+        ids = in_batch
+        if self.extra is not None and count:
+            drawn = self.extra.sample(h, count, shared=True, key=key, context=context, **_rows(h, targets))
+            ids = torch.cat([in_batch, drawn.ids.to(in_batch.device)])
+        # Weight of a draw: 1 / ((B - 1) q_data + m q_extra); the loss takes exp(-log_q) / entries.
+        others = (there.sum().to(torch.float64) - 1.0).clamp_(min=1.0)
+        expected = self._log_frequency(ids) + others.log()
+        if self.extra is not None and count:
+            of_extra = self.extra.log_prob_shared(h, ids, context=context).to(torch.float64)
+            expected = torch.logaddexp(expected, of_extra + math.log(count))
+        log_q = expected - math.log(max(ids.shape[0], 1))
+        if batch.shape[0]:
+            # A row without a target is no draw: its entry has no weight.
+            log_q[: batch.shape[0]] = torch.where(there, log_q[: batch.shape[0]], _NO_WEIGHT)
+        return Draw(ids, log_q.to(torch.float32), independent=False)
+
+    def log_prob(
+        self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None
+    ) -> Tensor:
+        """Log-probability of given ids under the distribution of the targets, an estimate; see `Sampler.log_prob`."""
+        check_int64(self._op, "ids", ids)
+        self._check_shared(exclude)
+        found = self._log_frequency(ids).to(torch.float32)
+        if h is None or ids.dim() == 2 or ids.shape[0] == self._rows_of(h):
+            return found
+        return found.expand(self._rows_of(h), -1)
+
+    def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
+        """The same for ids of any shape."""
+        return self._log_frequency(ids).to(torch.float32)
+
+    def log_prob_all(self, h: Tensor | None = None) -> Tensor:
+        """The estimate for every class, [B, C]; its sum is one only where the estimate is right."""
+        device = next(self.buffers()).device
+        found = self._log_frequency(torch.arange(self.num_classes, device=device)).to(torch.float32)
+        return found.expand(1 if h is None else self._rows_of(h), -1)
+
+    def _log_frequency(self, ids: Tensor) -> Tensor:
+        if isinstance(self.frequency, StreamingFrequency):
+            return self.frequency.log_q(ids).to(torch.float64)
+        return self.frequency.log_prob_shared(None, ids).to(torch.float64)
+
+    def update(self, ids: Tensor, rows: Tensor, bias: Tensor | None = None) -> None:
+        """Passes changed rows to the second sampler."""
+        if self.extra is not None and self.extra.follows_rows:
+            of_extra: Any = self.extra.update
+            of_extra(ids, rows, bias) if self.extra.has_bias else of_extra(ids, rows)
+
+    def follow(self, ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Passes recorded ids to the second sampler."""
+        if self.extra is not None and self.extra.follows_rows:
+            self.extra.follow(ids, weight, bias if self.extra.has_bias else None)
+
+    def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Passes the class table to the second sampler."""
+        if self.extra is not None and self.extra.follows_rows:
+            of_extra: Any = self.extra.rebuild
+            of_extra(weight, bias) if self.extra.has_bias else of_extra(weight)
+
+
+_NO_WEIGHT = 300.0  # log q of an entry that is no draw: exp(-300) of its score
+
+
+def _rows(h: Tensor | None, targets: Tensor) -> dict[str, Any]:
+    return {} if h is not None else {"batch_size": targets.shape[0]}
