@@ -1,6 +1,11 @@
 """A whole training step as one CUDA graph: encoder, sampled head and fused update, replayed with new data.
 
 Run it: python examples/cuda_graph.py [--steps 300]. Without a GPU the same steps run one by one, with the same result.
+Expected output, on a CPU:
+
+    before: exact loss 9.221
+    after: exact loss 4.039
+    1.43 ms per step on cpu, captured: False
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """The loss without the head: draw, score, step by hand, with several targets per row and known positives masked.
 
-Run it: python examples/functional.py [--steps 200]. It takes a second or two.
+Run it: python examples/functional.py [--steps 200]. Expected output:
+
+    before: exact loss 9.210
+    after: exact loss 0.946
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
 """Next-item recommendation: a bag of recent items predicts the next one, among 20,000 items.
 
-Run it: python examples/recommender.py [--steps 300]. It takes a few seconds and prints recall@10.
+Run it: python examples/recommender.py [--steps 300]. Expected output:
+
+    before: recall@10 0.1%
+    step 100: exact NLL 8.005
+    step 200: exact NLL 7.601
+    step 300: exact NLL 7.370
+    after: recall@10 40.6%
 """
 
 from __future__ import annotations

@@ -3,7 +3,14 @@
     torchrun --nproc_per_node 2 examples/train_sharded.py
     torchrun --nproc_per_node 3 examples/train_sharded.py --resume
 
-Each rank reads its part of the batch; the loss is the mean over the rows of all ranks.
+Each rank reads its part of the batch; the loss is the mean over the rows of all ranks. Expected output of the first:
+
+    step 50: sampled loss 3.733
+    step 100: sampled loss 3.598
+    step 150: sampled loss 2.108
+    step 200: sampled loss 1.688
+    2 ranks, 10,000 of 20,000 classes on rank 0
+    exact NLL 2.762, recall@10 0.801; checkpoint in runs/sharded
 """
 
 from __future__ import annotations

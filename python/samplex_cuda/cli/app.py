@@ -237,7 +237,7 @@ def fit_tree(
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Of the reader, e.g. labels=smallest.")
     ] = None,
     dim: Annotated[int, typer.Option(min=1, help="Features that a node looks at.")] = 16,
-    reg: Annotated[float, typer.Option(min=0.0, help="Strength of the regulariser of a node.")] = 0.1,
+    reg: Annotated[float, typer.Option(min=0.0, help="Strength of the regularizer of a node.")] = 0.1,
     rows: Annotated[int, typer.Option(min=1, help="Examples that are used, at most.")] = 200_000,
     held_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="Part that is kept for the report.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Of the split and the choice of rows.")] = 0,

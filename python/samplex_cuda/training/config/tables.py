@@ -113,7 +113,7 @@ class Sampler:
     )  # fmt: skip
     backoff: float = _key(0.1, "bigram: share of the unigram distribution", least=0.0, most=1.0)
     dim: int = _key(16, "tree: features a node looks at", least=1)
-    reg: float = _key(0.1, "tree: strength of the regulariser of a node", above=0.0)
+    reg: float = _key(0.1, "tree: strength of the regularizer of a node", above=0.0)
     unseen: bool = _key(
         True, "tree: false gives classes without an example probability 0, so that they are never drawn"
     )
