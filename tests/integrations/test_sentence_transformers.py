@@ -71,7 +71,7 @@ def test_in_batch_is_theirs_without_counts():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_in_batch_correction(tmp_path):
+def test_in_batch_correction():
     """log Q lowers the logits of the negatives by the log of their frequency, and masks equal positives."""
     made = model()
     counts = torch.arange(1.0, 21.0)
@@ -86,13 +86,32 @@ def test_in_batch_correction(tmp_path):
     corrected[(ids[:, None] == ids) & off] = -torch.inf
     want = (corrected.logsumexp(1) - logits.diagonal()).mean()
     torch.testing.assert_close(got, want)
+
+
+def test_in_batch_training_beside_theirs(tmp_path):
+    """Both losses learn the pairs of the same data; ours also runs in the library's trainer."""
     which, data = pairs()
-    found = torch.bincount(which, minlength=20).clamp(min=1)
-    train(made, adapter.InBatchLoss(made, found), data, tmp_path)
-    a = torch.nn.functional.normalize(made.encode(WORDS[:20], convert_to_tensor=True), dim=1)
-    p = torch.nn.functional.normalize(made.encode(WORDS[20:], convert_to_tensor=True), dim=1)
-    right = (a @ p.T).argmax(1) == torch.arange(20)
-    assert float(right[which].float().mean()) > 0.9  # of the pairs of the data
+    counts = torch.bincount(which, minlength=20).clamp(min=1)
+    losses = {
+        "ours": lambda made: adapter.InBatchLoss(made, counts),
+        "theirs": st.sentence_transformer.losses.MultipleNegativesRankingLoss,
+    }
+    right = {}
+    for name, make in losses.items():
+        made = model()
+        loss, optimizer = make(made), torch.optim.Adam(made.parameters(), lr=0.05)
+        g = torch.Generator().manual_seed(0)
+        for _ in range(200):
+            rows = which[torch.randint(240, (8,), generator=g)]
+            texts = ([WORDS[int(i)] for i in rows], [WORDS[20 + int(i)] for i in rows])
+            optimizer.zero_grad()
+            loss([features(made, t) for t in texts], rows).backward()
+            optimizer.step()
+        a, p = (made.encode(t, convert_to_tensor=True, normalize_embeddings=True) for t in (WORDS[:20], WORDS[20:]))
+        right[name] = float(((a @ p.T).argmax(1) == torch.arange(20))[which].float().mean())
+    assert right["ours"] > 0.9, right
+    assert right["theirs"] > 0.9, right
+    train(made, adapter.InBatchLoss(made, counts), data, tmp_path, steps=3)
 
 
 def test_refused():
