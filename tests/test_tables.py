@@ -372,3 +372,13 @@ print("fine")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "fine", done.stderr
+
+
+@pytest.mark.parametrize(("rows", "width"), [(0, 3), (3, 0), (1, 1), (50, 8), (1000, 129)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_table_is_the_whole_of_its_storage(rows, width, dtype):
+    """safetensors refuses a tensor that is a part of a larger storage."""
+    table = empty_table(rows, width, dtype=dtype)
+    assert table.untyped_storage().nbytes() == table.nbytes
+    assert table.storage_offset() == 0
+    assert table.data_ptr() % 128 == 0

@@ -71,9 +71,14 @@ def empty_table(
             raise MemoryError(
                 f"empty_table: can't allocate memory for rows = {rows} of width = {width}, {rows * width * item} bytes"
             ) from None
-    flat = torch.empty(rows * width + _PAIR_OF_LINES // item, device=device, dtype=dtype)
-    start = -flat.data_ptr() % _PAIR_OF_LINES // item
-    table = flat[start : start + rows * width].view(rows, width)
+    size = rows * width * item
+    if size == 0:
+        return torch.empty(rows, width, device=device, dtype=dtype)
+    flat = torch.empty(size + _PAIR_OF_LINES, dtype=torch.uint8, device="cpu")
+    start = -flat.data_ptr() % _PAIR_OF_LINES
+    # A storage of exactly these bytes: safetensors refuses a tensor that is a part of a larger one.
+    aligned = torch.frombuffer(flat.numpy()[start : start + size], dtype=probe.dtype, count=rows * width)
+    table = aligned.view(rows, width)
     _native.advise_huge_pages(table.data_ptr(), table.nbytes)
     return table
 

@@ -13,10 +13,16 @@ PAGES = sorted((DOCS / "integrations").glob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Import name of what a page needs besides torch.
 LIBRARIES = {
+    "accelerate": ["accelerate"],
+    "datasets": ["datasets"],
     "hf": ["transformers", "accelerate", "datasets"],
+    "lightning": ["lightning"],
+    "sentence_transformers": ["sentence_transformers", "datasets"],
+    "torchmetrics": ["torchmetrics"],
 }
 
 
+@pytest.mark.filterwarnings("ignore")  # what the libraries recommend
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_blocks_run(page, tmp_path, monkeypatch):
     missing = [name for name in LIBRARIES[page.stem] if importlib.util.find_spec(name) is None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["hf"]  # modules
+__all__ = ["accelerate", "datasets", "hf", "lightning", "sentence_transformers", "torchmetrics"]
 
 
 def __getattr__(name: str) -> Any:

@@ -50,7 +50,8 @@ class LMHead(SampledClassifier):
     @contextlib.contextmanager
     def hidden_states(self) -> Iterator[list[Tensor]]:
         """Within it, calls without targets store `h` in the list it gives and make no logits."""
-        self._hidden = found = []
+        found: list[Tensor] = []
+        self._hidden = found
         try:
             yield found
         finally:

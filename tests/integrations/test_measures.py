@@ -1,0 +1,111 @@
+"""torchmetrics and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+import samplex_cuda as sx
+
+
+# ------------------------------------------------------------------------------------------------ torchmetrics
+def batches():
+    g = torch.Generator().manual_seed(0)
+    for n in (5, 1, 7):
+        ids = torch.stack([torch.randperm(30, generator=g)[:6] for _ in range(n)])
+        targets = torch.randint(30, (n, 2), generator=g)
+        targets[0, 1] = -100
+        yield ids, targets, torch.rand(n, generator=g)
+
+
+@pytest.mark.parametrize("with_nll", [False, True])
+def test_metric_is_the_evaluator(with_nll):
+    pytest.importorskip("torchmetrics")
+    propensities = torch.rand(30, generator=torch.Generator().manual_seed(1)) * 0.5 + 0.5
+    metric = sx.integrations.torchmetrics.RankedClasses((1, 5), propensities)
+    want = sx.metrics.Evaluator((1, 5), propensities)
+    for ids, targets, nll in batches():
+        given = (ids, targets, nll) if with_nll else (ids, targets)
+        metric.update(*given)
+        want.update(*given)
+    found = {name: float(value) for name, value in metric.compute().items()}
+    assert found == pytest.approx(want.compute())
+    again = pickle.loads(pickle.dumps(metric))
+    assert {name: float(value) for name, value in again.compute().items()} == pytest.approx(found)
+    metric.reset()
+    assert float(metric.sums.sum()) == 0.0
+
+
+def test_metric_adds_ranks():
+    """What synchronization does: states of the ranks are summed."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    whole, *parts = (sx.integrations.torchmetrics.RankedClasses((1, 5)) for _ in range(4))
+    for part, batch in zip(parts, batches(), strict=True):
+        part.update(*batch)
+        whole.update(*batch)
+    together = sx.integrations.torchmetrics.RankedClasses((1, 5))
+    together.update(*next(batches()))
+    assert together._reductions["sums"] is torchmetrics.utilities.dim_zero_sum
+    together.sums = together._reductions["sums"](torch.stack([part.sums for part in parts]))
+    assert together.compute()["nll"] == pytest.approx(whole.compute()["nll"])
+    assert together.compute()["ndcg@5"] == pytest.approx(whole.compute()["ndcg@5"])
+
+
+def test_metric_refuses_a_mixture():
+    pytest.importorskip("torchmetrics")
+    metric = sx.integrations.torchmetrics.RankedClasses((1,))
+    ids, targets, nll = next(batches())
+    metric.update(ids, targets, nll)
+    with pytest.raises(ValueError, match="nll must be given for all batches or for none"):
+        metric.update(ids, targets)
+
+
+# ------------------------------------------------------------------------------------------------ datasets
+def source(multi: bool = False):
+    datasets = pytest.importorskip("datasets")
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(120, 10, generator=g), torch.randint(60, (120,), generator=g)
+    labels = [[int(a)] if i % 2 else [int(a), (int(a) + 1) % 60] for i, a in enumerate(y)] if multi else y.tolist()
+    return x, y, datasets.Dataset.from_dict({"x": x.tolist(), "label": labels, "other": ["t"] * 120})
+
+
+@pytest.mark.parametrize("multi", [False, True])
+def test_columns(multi):
+    x, y, made = source(multi)
+    data = sx.integrations.datasets.Columns(made)
+    assert (len(data), data.num_features, data.kind, data.multi_label) == (120, 10, "dense", multi)
+    assert data.num_classes == (60 if multi else int(y.max()) + 1)
+    rows = torch.tensor([5, 2, 5])
+    batch = data.batch(rows)
+    assert torch.equal(batch["x"], x[rows])
+    assert torch.equal(batch["index"], rows)
+    assert torch.equal(batch["y"][:, 0] if multi else batch["y"], y[rows])
+    assert torch.equal(batch["y"], data.targets(rows))
+    assert int(data.class_counts().sum()) == (180 if multi else 120)
+    assert data.fingerprint() == sx.integrations.datasets.Columns(made).fingerprint()
+    assert data.fingerprint() != sx.integrations.datasets.Columns(made.select(range(100))).fingerprint()
+    with pytest.raises(IndexError, match=r"rows must be in \[0, 120\), got 120"):
+        data.batch(torch.tensor([120]))
+
+
+def test_trainer_takes_columns(tmp_path):
+    _, _, made = source()
+    data = sx.integrations.datasets.Columns(made, num_classes=60)
+    from samplex_cuda.training import Config, Trainer, config
+
+    settings = ["model.name=linear", "sampler.name=uniform", "head.num_samples=6", "training.batch_size=16"]
+    run = config.override(Config(), [*settings, "training.epochs=2", "training.plot=false", "training.threads=1"])
+    Trainer(run, data, data, tmp_path / "run").fit()
+    assert (tmp_path / "run" / "config.toml").exists()
+
+
+def test_columns_refused():
+    _, _, made = source()
+    with pytest.raises(ValueError, match="Columns: y must be one of x, label, other, got 'z'"):
+        sx.integrations.datasets.Columns(made, y="z")
+    with pytest.raises(ValueError, match="Columns: x must be a column of vectors"):
+        sx.integrations.datasets.Columns(made, x="other")
+    with pytest.raises(TypeError, match=r"Columns: source must be a datasets.Dataset, got IterableDataset"):
+        sx.integrations.datasets.Columns(made.to_iterable_dataset())

@@ -1,0 +1,126 @@
+"""Losses for sentence-transformers, beside its own, on a model made on the spot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import samplex_cuda as sx
+
+st = pytest.importorskip("sentence_transformers")
+datasets = pytest.importorskip("datasets")
+tokenizers = pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+adapter = sx.integrations.sentence_transformers
+
+WORDS = [f"w{i}" for i in range(40)]
+
+
+def model():
+    torch.manual_seed(0)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(["?", *WORDS])}, "?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    static = st.sentence_transformer.modules.StaticEmbedding(words, embedding_dim=16)
+    return st.SentenceTransformer(modules=[static], device="cpu")
+
+
+def train(made, loss, data, folder, optimizer=None, steps=60):
+    args = st.SentenceTransformerTrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, report_to=[], disable_tqdm=True,
+        learning_rate=0.05, save_strategy="no", use_cpu=True, seed=1,
+    )  # fmt: skip
+    options = {} if optimizer is None else {"optimizers": (optimizer, None)}
+    st.SentenceTransformerTrainer(made, args, train_dataset=data, loss=loss, **options).train()
+
+
+def test_sampled_softmax(tmp_path):
+    made = model()
+    data = datasets.Dataset.from_dict({"text": WORDS * 3, "label": list(range(40)) * 3})
+    loss = adapter.SampledSoftmaxLoss(made, 1000, sx.samplers.Uniform(1000), 100)
+    h, y = made.encode(WORDS, convert_to_tensor=True), torch.arange(40)
+    before = float(loss.head.eval()(h, y))
+    train(made, loss.train(), data, tmp_path, adapter.make_optimizer(loss, lr=0.05, row_lr=0.05))
+    h = made.encode(WORDS, convert_to_tensor=True)
+    assert float(loss.head.eval()(h, y)) < before - 2
+    assert float((loss.head.predict(h) == y).float().mean()) > 0.9
+    assert loss.get_config_dict()["num_classes"] == 1000
+
+
+def pairs():
+    """Anchor w_i goes with positive w_(20 + i % 20), the first of them far more often."""
+    g = torch.Generator().manual_seed(0)
+    which = (20 ** torch.rand(240, generator=g)).long().clamp(max=20) - 1
+    return which, datasets.Dataset.from_dict(
+        {
+            "anchor": [WORDS[int(i)] for i in which],
+            "positive": [WORDS[20 + int(i)] for i in which],
+            "label": which.tolist(),
+        }
+    )
+
+
+def features(made, texts):
+    return made.preprocess(texts)
+
+
+def test_in_batch_is_theirs_without_counts():
+    made = model()
+    anchors, positives = [features(made, WORDS[i : i + 6]) for i in (0, 20)]
+    theirs = st.sentence_transformer.losses.MultipleNegativesRankingLoss(made)([anchors, positives], None)
+    ours = adapter.InBatchLoss(made)([anchors, positives], None)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_in_batch_correction():
+    """log Q lowers the logits of the negatives by the log of their frequency, and masks equal positives."""
+    made = model()
+    counts = torch.arange(1.0, 21.0)
+    ids = torch.tensor([3, 7, 3, 19])
+    texts = [[WORDS[i] for i in ids], [WORDS[20 + i] for i in ids]]
+    got = adapter.InBatchLoss(made, counts)([features(made, t) for t in texts], ids)
+    a, p = (torch.nn.functional.normalize(made.encode(t, convert_to_tensor=True), dim=1) for t in texts)
+    logits = 20 * a @ p.T
+    log_q = (counts / counts.sum()).log()[ids]
+    off = ~torch.eye(4, dtype=torch.bool)
+    corrected = torch.where(off, logits - log_q - torch.log(torch.tensor(3.0)), logits)
+    corrected[(ids[:, None] == ids) & off] = -torch.inf
+    want = (corrected.logsumexp(1) - logits.diagonal()).mean()
+    torch.testing.assert_close(got, want)
+
+
+def test_in_batch_training_beside_theirs(tmp_path):
+    """Both losses learn the pairs of the same data; ours also runs in the library's trainer."""
+    which, data = pairs()
+    counts = torch.bincount(which, minlength=20).clamp(min=1)
+    losses = {
+        "ours": lambda made: adapter.InBatchLoss(made, counts),
+        "theirs": st.sentence_transformer.losses.MultipleNegativesRankingLoss,
+    }
+    right = {}
+    for name, make in losses.items():
+        made = model()
+        loss, optimizer = make(made), torch.optim.Adam(made.parameters(), lr=0.05)
+        g = torch.Generator().manual_seed(0)
+        for _ in range(200):
+            rows = which[torch.randint(240, (8,), generator=g)]
+            texts = ([WORDS[int(i)] for i in rows], [WORDS[20 + int(i)] for i in rows])
+            optimizer.zero_grad()
+            loss([features(made, t) for t in texts], rows).backward()
+            optimizer.step()
+        a, p = (made.encode(t, convert_to_tensor=True, normalize_embeddings=True) for t in (WORDS[:20], WORDS[20:]))
+        right[name] = float(((a @ p.T).argmax(1) == torch.arange(20))[which].float().mean())
+    assert right["ours"] > 0.9, right
+    assert right["theirs"] > 0.9, right
+    train(made, adapter.InBatchLoss(made, counts), data, tmp_path, steps=3)
+
+
+def test_refused():
+    made = model()
+    one = features(made, WORDS[:3])
+    with pytest.raises(ValueError, match="InBatchLoss: the data must have two columns of texts, got 1"):
+        adapter.InBatchLoss(made)([one], None)
+    with pytest.raises(ValueError, match="InBatchLoss: counts must be"):
+        adapter.InBatchLoss(made, torch.zeros(3))
+    loss = adapter.SampledSoftmaxLoss(made, 10, sx.samplers.Uniform(10), 5)
+    with pytest.raises(ValueError, match="SampledSoftmaxLoss: the data must have one column of texts, got 2"):
+        loss([one, one], torch.arange(3))
