@@ -88,6 +88,8 @@ class ShardedClassifier(ShardedAnswers):
         check_backend(_NAME, group, place)
         exchange = Exchange(group, batch_capacity)
         layout = Layout(head.num_classes, exchange.world, exchange.rank, order)
+        if head.unique or getattr(head.sampler, "takes_targets", False):
+            raise ValueError(f"{_NAME}: a head with unique draws or an InBatch sampler must stay whole, got {head!r}")
         made = shard_sampler(head.sampler, sampler, layout, exchange, place, head.loss.needs.prior or head.stratified)
         for name, t in () if made is None or made is not head.sampler else made.named_buffers():
             if t.device.type != place.type:

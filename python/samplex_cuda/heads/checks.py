@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from samplex_cuda.heads.classifier import SampledClassifier
     from samplex_cuda.heads.module import HeadModule
 
-__all__ = ["check_sampler", "explain_mismatch", "inside_ddp", "like_weight", "refuse_moved", "refuse_replicas"]
+__all__ = [
+    "check_sampler",
+    "check_unique",
+    "explain_mismatch",
+    "inside_ddp",
+    "like_weight",
+    "refuse_moved",
+    "refuse_replicas",
+]
 
 _NAME = "SampledClassifier"
 _ddp = nn.parallel.DistributedDataParallel
@@ -75,6 +83,17 @@ def check_sampler(
     if follows and getattr(sampler, "has_bias", False) and not bias:
         raise ValueError(f"{_NAME}: bias must be True with a sampler that has a bias, got False")
     return update
+
+
+def check_unique(sampler: Any, loss: Loss, unique: Any) -> None:
+    """Whether a head can draw distinct classes."""
+    if unique not in (False, True, "tf"):
+        raise ValueError(f"{_NAME}: unique must be False, True or 'tf', got {unique!r}")
+    if unique and not (hasattr(sampler, "log_inclusion") and loss.needs.weighted_draws and not loss.needs.target_log_q):
+        raise ValueError(
+            f"{_NAME}: unique must be False unless the sampler is Uniform, LogUniform or Unigram and the loss is one "
+            f"over weighted draws, got {type(sampler).__name__} and {loss!r}"
+        )
 
 
 def explain_mismatch(

@@ -17,7 +17,7 @@ from samplex_cuda.draw import COPIES, Draw, Negatives
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.functional._negatives import flat_negatives
 from samplex_cuda.functional.full import full_softmax
-from samplex_cuda.heads.checks import check_sampler, like_weight, refuse_moved, refuse_replicas
+from samplex_cuda.heads.checks import check_sampler, check_unique, like_weight, refuse_moved, refuse_replicas
 from samplex_cuda.heads.follow import TableFollower
 from samplex_cuda.heads.module import HeadModule
 from samplex_cuda.losses import Loss, Needs
@@ -41,7 +41,7 @@ _NAME = "SampledClassifier"
 _is_compiling = torch.compiler.is_compiling
 # Attributes whose change makes the head resolve its step anew.
 _SETTINGS = frozenset(
-    {"loss", "num_samples", "shared", "stratified", "scale", "ignore_index", "sparse", "reduction", "sampler"}
+    {"loss", "num_samples", "shared", "stratified", "unique", "scale", "ignore_index", "sparse", "reduction", "sampler"}
 )
 
 
@@ -100,6 +100,9 @@ class SampledClassifier(HeadModule):
             drawn more than once are computed once (`Draw.merged`): many draws from a skewed distribution are cheap.
         stratified: stratified shared draws instead of independent ones (`Tree.sample`): the same expectation with less
             variance, so that fewer draws are enough. Requires a `Tree`, and a loss that is a sum over weighted draws.
+        unique: distinct classes, weighted by their inclusion probability (True), or as TensorFlow's candidate samplers
+            draw them by default ("tf", biased): `StaticSampler.unique`. Requires a static sampler (`Uniform`,
+            `LogUniform`, `Unigram`) and a loss over weighted draws. On a GPU each draw waits for the device.
         scale: inverse temperature; the logit is `scale * (h @ w + b)`.
         class_weight: [C], as `weight` of `F.cross_entropy`. It moves with the module, keeps at least fp32 and is not
             part of `state_dict()`.
@@ -144,6 +147,7 @@ class SampledClassifier(HeadModule):
         *,
         shared: bool = False,
         stratified: bool = False,
+        unique: bool | str = False,
         scale: float = 1.0,
         class_weight: Tensor | None = None,
         ignore_index: int = -100,
@@ -180,6 +184,7 @@ class SampledClassifier(HeadModule):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"{_NAME}: dtype must be floating point, got {dtype!r}")
         policy = check_sampler(sampler, loss, num_classes, bias, shared, stratified, sampler_update)
+        check_unique(sampler, loss, unique)
 
         self.in_features = in_features
         self.num_classes = num_classes
@@ -187,6 +192,7 @@ class SampledClassifier(HeadModule):
         self.loss = loss
         self.shared = shared
         self.stratified = stratified
+        self.unique = unique
         self.scale = float(scale)
         self.ignore_index = ignore_index
         self.sparse = sparse
@@ -248,13 +254,15 @@ class SampledClassifier(HeadModule):
         sampling: dict[str, Any] = {"shared": True} if self.shared else {}
         if self.stratified:
             sampling["stratified"] = True
+        if self.unique:
+            sampling["unique"] = self.unique
         self._spec = LossSpec(
             loss,
             needs,
             form,
             form._replace(reduction=REDUCTIONS["none"]),
             excludes=needs.excludes_target and not self.shared,
-            merges=needs.mergeable and self.shared,
+            merges=needs.mergeable and self.shared and not self.unique,
             sampling=sampling,
             draws_static=self._draws_static(),
         )
@@ -263,7 +271,9 @@ class SampledClassifier(HeadModule):
     def _draws_static(self) -> bool:
         """Whether draw and loss can be one op: a static sampler as it is, and no copies of shared draws to merge."""
         loss, sampler = self.loss, self.sampler
-        if not (loss.draws_static(self.shared) and isinstance(sampler, StaticSampler)) or self.ignore_index >= 0:
+        if not (loss.draws_static(self.shared) and isinstance(sampler, StaticSampler)):
+            return False
+        if self.ignore_index >= 0 or self.unique:
             return False
         if type(sampler).sample is not StaticSampler.sample or "sample" in sampler.__dict__:
             return False

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import call, check_data, describe
+from samplex_cuda._checks import call, check_choice, check_data, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import static_sample as ops
 from samplex_cuda.ops.loss_types import StaticLaw
@@ -17,6 +17,7 @@ from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
 from samplex_cuda.samplers.stored import alias_error, shape_error
+from samplex_cuda.samplers.unique import UniqueDraw, draw_unique, log_inclusion
 
 __all__ = ["LogUniform", "StaticSampler", "Uniform", "Unigram"]
 
@@ -80,10 +81,12 @@ class StaticSampler(Sampler):
         exclude: Exclude | None = None,
         context: Tensor | None = None,
         batch_size: int | None = None,
+        unique: bool | str = False,
     ) -> Draw:
         """Draw `num_samples` classes for each row, or once for the batch; see `Sampler.sample`.
 
         Only the number of rows of `h` matters: it may be None, with `batch_size` (needless where `shared`).
+        `unique=True` or "tf" draws distinct classes: `unique(...).draw`.
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -95,6 +98,11 @@ class StaticSampler(Sampler):
             >>> sampler.sample(None, 6, shared=True).ids.shape
             torch.Size([6])
         """
+        if unique is not False:
+            mode = "inclusion" if unique is True else unique
+            return self.unique(
+                num_samples, h=h, shared=shared, key=key, exclude=exclude, batch_size=batch_size, mode=mode
+            ).draw
         count = self._check_count(num_samples)
         if shared:
             self._check_shared(exclude)
@@ -112,6 +120,70 @@ class StaticSampler(Sampler):
         flat, offsets = ops.sort_exclude(self._check_exclude(exclude, device, batch))
         pair = key_tensor(self._op, key, device)
         return Draw(*call(self._sample_op, pair, batch, count, flat, offsets))
+
+    @torch.no_grad()
+    def unique(
+        self,
+        num_samples: int,
+        *,
+        h: Tensor | None = None,
+        shared: bool = False,
+        key: Key | Tensor | None = None,
+        exclude: Exclude | None = None,
+        batch_size: int | None = None,
+        mode: str = "inclusion",
+    ) -> UniqueDraw:
+        """Draw `num_samples` *distinct* classes, with the probability that each is among them.
+
+        Mode "inclusion" draws until m + 1 distinct classes have come, each try after a random time of mean 1. The first
+        m are the draw; given the time tau of the last, class c is among them with probability 1 - exp(-p_c tau), and
+        sums weighted by one over that are unbiased. Mode "tf" is what TensorFlow's candidate samplers do by default:
+        draw until m distinct classes have come after T tries, and take 1 - (1 - p)^T for their expected counts. That is
+        biased, since T depends on the draw.
+
+        Args:
+            num_samples: m, at most the number of classes with a positive probability (and not excluded).
+            h: as in `sample`; only its number of rows matters.
+            shared: as in `sample`.
+            key: as in `sample`.
+            exclude: as in `sample`.
+            batch_size: as in `sample`.
+            mode: "inclusion" or "tf".
+
+        Returns:
+            The draw, its log_q being log(inclusion) - log m, and tau or T. On a GPU the host waits for the device.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> ids = sx.samplers.LogUniform(50).unique(8, exclude=torch.tensor([0, 1])).draw.ids
+            >>> ids.shape, [row.unique().shape[0] for row in ids]
+            (torch.Size([2, 8]), [8, 8])
+        """
+        count = self._check_count(num_samples)
+        check_choice(self._op, "unique mode", mode, ("inclusion", "tf"))
+        if count > self.num_classes:
+            raise ValueError(f"{self._op}: num_samples must be at most {self.num_classes} with unique, got {count}")
+        if shared:
+            self._check_shared(exclude)
+            pair = key_tensor(self._op, key, self._device(h, key))
+            found = draw_unique(self, pair, 1, count, None, None, mode)
+            return UniqueDraw(Draw(found.draw.ids[0], found.draw.log_q[0], False), found.level[0])
+        batch = self._check_batch(h, batch_size, exclude)
+        device = self._device(h, exclude, *(exclude if isinstance(exclude, tuple | list) else ()), key)
+        flat, offsets = ops.sort_exclude(self._check_exclude(exclude, device, batch))
+        pair = key_tensor(self._op, key, device)
+        return draw_unique(self, pair, batch, count, flat, offsets, mode)
+
+    def log_inclusion(self, ids: Tensor, level: Tensor, mode: str = "inclusion") -> Tensor:
+        """Log-probability that classes are among distinct draws, float64: of a target, for TensorFlow's correction.
+
+        Args:
+            ids: int64 [..., n].
+            level: float64 of the leading shape, from `unique`.
+            mode: as in `unique`.
+        """
+        check_choice(self._op, "mode", mode, ("inclusion", "tf"))
+        return log_inclusion(self.log_prob_shared(None, ids), level, mode)
 
     def log_prob(
         self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None

@@ -231,6 +231,7 @@ def build(
             sampler = make_sampler(config, dataset, encoder, head, fit)
             head.set_sampler(sampler, update=_policy(config, loss))
             head.follower.reset()  # made from the rows as they are
+            head.unique = c.unique
             head.stratified = c.stratified  # `config.check` knows that this sampler can
     if head_device is not None:
         if head.sampler is not None:

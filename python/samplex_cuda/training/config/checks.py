@@ -217,6 +217,14 @@ def check_together(source: str, c: Config) -> None:
     if c.head.stratified and not (c.head.shared and c.sampler.name == "tree" and needs.weighted_draws):
         wanted = f"false with {named}, shared = {shown(c.head.shared)} and the sampler {c.sampler.name}"
         fail("head", "stratified", f"{wanted}: it requires shared draws of a tree and a loss over weighted draws", True)
+    if c.head.unique:
+        if c.sampler.name not in ("auto", "uniform", "log_uniform", "unigram"):
+            wanted = f"false with the sampler {c.sampler.name}: uniform, log_uniform and unigram have distinct draws"
+            fail("head", "unique", wanted, c.head.unique)
+        if not needs.weighted_draws or needs.target_log_q or not needs.draws:
+            fail("head", "unique", f"false with {named}", c.head.unique)
+        if c.training.shard != "none":
+            fail("head", "unique", f"false with training.shard = {shown(c.training.shard)}", c.head.unique)
     if c.head.mask_known and not (needs.draws and needs.excludes_target):
         fail("head", "mask_known", f"false with {named}", True)
     if c.data.negatives:

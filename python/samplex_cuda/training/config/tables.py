@@ -160,6 +160,10 @@ class Head:
         'samplers "auto" and in_batch', also=("auto",),
     )  # fmt: skip
     stratified: bool = _key(False, "tree with `shared`: stratified draws, which are less noisy than independent ones")
+    unique: bool | str = _key(
+        False, "uniform, log_uniform, unigram: distinct draws, weighted by their inclusion probability; tf: as "
+        "TensorFlow draws them", also=("tf",),
+    )  # fmt: skip
     bias: bool = _key(True, "a bias per class")
     scale: float = _key(1.0, "inverse temperature: factor of the logits")
     absolute: bool = _key(False, "logits are absolute values")
