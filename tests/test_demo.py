@@ -47,6 +47,13 @@ def test_recommender_example():
     assert after > 30.0
 
 
+def test_faces_example():
+    text = run_script(ROOT / "examples/faces.py")
+    before, after = (float(n) for n in re.findall(r"identified ([\d.]+)%", text))
+    assert before < 2.0
+    assert after > 30.0
+
+
 def test_functional_example():
     before, after = (float(n) for n in re.findall(r"exact loss ([\d.]+)", run_script(ROOT / "examples/functional.py")))
     assert before == pytest.approx(9.210, abs=1e-3)  # log of 10,000 tags

@@ -12,6 +12,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 NAMES = [
     "attention.md",
     "busy.md",
+    "changing_classes.md",
     "contrastive.md",
     "cuda_graphs.md",
     "samplers.md",
@@ -19,6 +20,7 @@ NAMES = [
     "migration.md",
     "faq.md",
     "diagnostics.md",
+    "faces.md",
     "security.md",
 ]
 PAGES = [*(DOCS / name for name in NAMES), *sorted((DOCS / "samplers").glob("*.md"))]
