@@ -40,6 +40,28 @@ struct Rows {
     for (int j = 0; j < 4; ++j) out[j] = tail[j];
   }
 
+  // out[j] = w[j] . w[j]
+  static void squares4(const T* const* w, int64_t d, A* out) {
+    int64_t c = 0;
+    A tail[4] = {0, 0, 0, 0};
+#if defined(__AVX2__)
+    if constexpr (sizeof(A) == 4) {
+      Vec s[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
+      for (; c + Vec::kSize <= d; c += Vec::kSize) {
+        for (int j = 0; j < 4; ++j) {
+          const Vec x = Vec::load(w[j] + c);
+          s[j] = fma(x, x, s[j]);
+        }
+      }
+      for (int j = 0; j < 4; ++j) tail[j] = s[j].sum();
+    }
+#endif
+    for (; c < d; ++c) {
+      for (int j = 0; j < 4; ++j) tail[j] += to_acc(w[j][c]) * to_acc(w[j][c]);
+    }
+    for (int j = 0; j < 4; ++j) out[j] = tail[j];
+  }
+
   // acc += sum_j coef[j] * w[j]
   static void axpy4(A* acc, const A* coef, const T* const* w, int64_t d) {
     int64_t c = 0;
@@ -94,6 +116,22 @@ struct Rows {
         load_parts(w[j] + c, y);
 #pragma GCC unroll 2
         for (int part = 0; part < kParts; ++part) s[j] = fma(x[part], y[part], s[j]);
+      }
+    }
+    return sums_of(s);
+  }
+
+  // w[j] . w[j] in lane j
+  static Vec squares8(const T* const* w, int64_t d) {
+    Vec s[8];
+    for (int j = 0; j < 8; ++j) s[j] = Vec::zero();
+    for (int64_t c = 0; c < d; c += kLoad) {
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; ++j) {
+        Vec y[kParts];
+        load_parts(w[j] + c, y);
+#pragma GCC unroll 2
+        for (int part = 0; part < kParts; ++part) s[j] = fma(y[part], y[part], s[j]);
       }
     }
     return sums_of(s);

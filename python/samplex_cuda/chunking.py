@@ -14,6 +14,7 @@ from torch import Tensor
 
 from samplex_cuda import _device
 from samplex_cuda.ops.predict import predict_buffer
+from samplex_cuda.ops.sphere import inverse_norms
 from samplex_cuda.products import class_factor, needs_copy, product, row_factor
 
 __all__ = [
@@ -174,6 +175,7 @@ def logit_chunks(
     kept: KeptLogits | None = None,
     multiple: int = 1,
     classes_first: bool = False,
+    normalize: bool = False,
 ) -> Iterator[Chunk]:
     """The chunks of one block of rows, in ascending order of classes. A chunk lives until the next, unless kept.
 
@@ -190,6 +192,7 @@ def logit_chunks(
         kept: products of a pass before over the same blocks and chunks.
         multiple: every chunk but the last has a multiple of this many classes.
         classes_first: make `Chunk.dots` as [n, rows] where that is quicker (`by_class`). Not with `prior`.
+        normalize: divide the products by the length of the class row; those of a row of zeros are 0.
     """
     num_classes, copies = weight.shape[0], needs_copy(weight, h)
     like = h if h.element_size() > 2 else h.new_empty(0, dtype=torch.float32)  # of the logits
@@ -220,6 +223,9 @@ def logit_chunks(
                 product(part, h.t(), dots)
             else:
                 product(h, part.t(), dots)
+            if normalize:
+                inverse = inverse_norms(cut(weight, classes)).to(dots.dtype)
+                dots.mul_(inverse.unsqueeze(1) if turned else inverse)
         chunk = Chunk(begin, dots, None if bias is None else cut(bias, classes), scale, absolute, part, turned)
         if prior is not None:
             chunk.logits().add_(prior[:, begin : begin + count])

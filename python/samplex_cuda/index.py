@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._checks import check_int
-from samplex_cuda.prediction import exact_topk
+from samplex_cuda.ops.sphere import unit_rows
 
 if TYPE_CHECKING:
     from samplex_cuda.heads.exact import ExactAnswers
@@ -56,10 +56,13 @@ class ClassIndex:
             raise ValueError(f"ClassIndex: head must have a loss without a prior, got {head.loss!r}")
         if head.loss.absolute:
             raise ValueError(f"ClassIndex: head must have a loss with absolute=False, got {head.loss!r}")
+        if head.live is not None:
+            raise ValueError("ClassIndex: head must have no retired classes, got some")
         if candidates is not None:
             check_int("ClassIndex", "candidates", candidates)
         self.head, self.kind, self.candidates = head, kind, candidates
-        rows = self._with_bias(head.weight.detach(), head.bias)
+        weight = head.weight.detach()
+        rows = self._with_bias(unit_rows(weight) if head.normalize else weight, head.bias)
         if head.scale < 0:
             rows = -rows
         table = rows.float().cpu().contiguous().numpy()
@@ -100,7 +103,9 @@ class ClassIndex:
         rows = h.detach().reshape(-1, head.in_features)
         check_int("ClassIndex.topk", "k", k, 1, head.num_classes)
         count = min(head.num_classes, max(k, 4 * k if self.candidates is None else self.candidates))
-        query = rows if head.bias is None else torch.cat([rows, rows.new_ones(rows.shape[0], 1)], 1)
+        query = head._query(rows).detach()
+        if head.bias is not None:
+            query = torch.cat([query, query.new_ones(query.shape[0], 1)], 1)
         if rows.shape[0] == 0:
             ids = torch.empty(0, count, dtype=torch.int64, device=h.device)
         else:
@@ -111,7 +116,7 @@ class ClassIndex:
         """Share of the exact top k that `topk` finds, over the rows of h [*, d]."""
         head = self.head
         rows = h.detach().reshape(-1, head.in_features)
-        exact = exact_topk(rows, head.weight, k, head.bias, scale=head.scale)[1]
+        exact = head.topk(rows, k)[1]
         found = self.topk(rows, k)[1]
         return float((exact.unsqueeze(2) == found.unsqueeze(1)).any(2).float().mean())
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from samplex_cuda._checks import check_int, describe
 from samplex_cuda.chunking import KeptLogits, Prior, cut, logit_chunks, row_blocks
 from samplex_cuda.ops.predict import MOST_K, predict_dots, predict_lse, predict_topk
+from samplex_cuda.ops.sphere import inverse_norms
 from samplex_cuda.products import wide_dtype
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def exact_lse(
     *,
     scale: float = 1.0,
     absolute: bool = False,
+    normalize: bool = False,
     prior: Prior | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
@@ -78,6 +80,7 @@ def exact_lse(
         bias: [C].
         scale: inverse temperature, applied to `h @ weight.T + bias`.
         absolute: the logit is the absolute value.
+        normalize: divide by the length of the class rows; a row of zeros has product 0.
         prior: added to the logits; see the module.
         chunk_size: classes per chunk; chosen from the shapes when not given.
 
@@ -97,7 +100,7 @@ def exact_lse(
     with torch.autocast(h.device.type, enabled=False):
         for rows, block, added in row_blocks(h, weight, prior):
             lse, none = _no_mass(block), _no_target(block)
-            for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
+            for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size, normalize=normalize):
                 predict_lse(c.dots, c.bias, none, None, c.first, c.scale, c.absolute, lse, _no_logit(block, wide))
             out[rows] = lse.to(wide)
     return out
@@ -137,6 +140,7 @@ def softmax_sums(
     scale: float = 1.0,
     absolute: bool = False,
     *,
+    normalize: bool = False,
     class_weight: Tensor | None = None,
     with_total: bool = False,
     prior: Prior | None = None,
@@ -152,6 +156,7 @@ def softmax_sums(
         bias: [C].
         scale: inverse temperature.
         absolute: the logit is the absolute value.
+        normalize: divide by the length of the class rows; a row of zeros has product 0.
         class_weight: [C], for the total.
         with_total: whether the total is asked for.
         prior: added to the logits; see the module.
@@ -176,7 +181,7 @@ def softmax_sums(
         wanted = cut(target, rows)
         chunks = logit_chunks(
             block, weight, bias, scale, absolute, added, chunk_size, row=rows.start, keep=keep,
-            classes_first=prior is None,
+            classes_first=prior is None, normalize=normalize,
         )  # fmt: skip
         for c in chunks:
             cw = None if class_weight is None or total is None else class_weight[c.first : c.first + len(c.rows)]
@@ -193,8 +198,10 @@ def exact_nll(
     *,
     scale: float = 1.0,
     absolute: bool = False,
+    normalize: bool = False,
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
+    target_weight: Tensor | None = None,
     prior: Prior | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
@@ -207,8 +214,10 @@ def exact_nll(
         bias: [C].
         scale: inverse temperature.
         absolute: the logit is the absolute value.
+        normalize: divide by the length of the class rows; a row of zeros has product 0.
         class_weight: [C], multiplies the term of each target, as in `F.cross_entropy` with `reduction="none"`.
         ignore_index: targets of this value are skipped; a row with no other has the value 0.
+        target_weight: the shape of target, what the term of each target weighs; by default 1 over their number.
         prior: added to the logits; see the module.
         chunk_size: classes per chunk; chosen from the shapes when not given.
 
@@ -228,10 +237,14 @@ def exact_nll(
         b = h.shape[0]
         raise ValueError(f"exact_nll: target must be [{b}] or [{b}, P] int64, got {describe(target)}")
     target, valid = flat_targets("exact_nll", target, ignore_index, weight.shape[0])
-    lse, positive, _ = softmax_sums(h, weight, target, bias, scale, absolute, prior=prior, chunk_size=chunk_size)
+    lse, positive, _ = softmax_sums(
+        h, weight, target, bias, scale, absolute, normalize=normalize, prior=prior, chunk_size=chunk_size
+    )
     terms = torch.where(valid, lse.unsqueeze(1) - positive, 0.0)
     if class_weight is not None:
         terms *= class_weight[target.clamp(min=0)]
+    if target_weight is not None:
+        return torch.where(valid, terms * target_weight.reshape(terms.shape), 0.0).sum(1).to(positive.dtype)
     return (terms.sum(1) / valid.sum(1).clamp(min=1)).to(positive.dtype)
 
 
@@ -240,6 +253,7 @@ class _Options(TypedDict, total=False):
 
     scale: float
     absolute: bool
+    normalize: bool
     prior: Prior | None
     chunk_size: int | None
 
@@ -253,6 +267,7 @@ def _all_classes(
     normalised: bool,
     scale: float = 1.0,
     absolute: bool = False,
+    normalize: bool = False,
     prior: Prior | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
@@ -263,7 +278,7 @@ def _all_classes(
     with torch.autocast(h.device.type, enabled=False):
         for rows, block, added in row_blocks(h, weight, prior):
             lse, none = _no_mass(block), _no_target(block)
-            for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
+            for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size, normalize=normalize):
                 logits = c.logits()
                 out[rows, c.first : c.first + logits.shape[1]] = logits
                 if normalised:
@@ -282,8 +297,8 @@ def exact_scores(h: Tensor, weight: Tensor, bias: Tensor | None = None, **option
         weight: [C, d].
         bias: [C].
         options: `scale`, the inverse temperature (1.0); `absolute`, whether the logit is the absolute value (False);
-            `prior`, added to the logits, see the module; `chunk_size`, classes per chunk, chosen from the shapes when
-            not given.
+            `normalize`, whether products are divided by the length of the class row (False); `prior`, added to the
+            logits, see the module; `chunk_size`, classes per chunk, chosen from the shapes when not given.
 
     Returns:
         [B, C] fp32, or fp64 where `h` or `weight` is.
@@ -348,6 +363,7 @@ def exact_topk(
     *,
     scale: float = 1.0,
     absolute: bool = False,
+    normalize: bool = False,
     prior: Prior | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -360,6 +376,7 @@ def exact_topk(
         bias: [C].
         scale: inverse temperature.
         absolute: the logit is the absolute value.
+        normalize: divide by the length of the class rows; a row of zeros has product 0.
         prior: added to the logits; see the module.
         chunk_size: classes per chunk; chosen from the shapes when not given.
 
@@ -383,12 +400,12 @@ def exact_topk(
     with torch.autocast(h.device.type, enabled=False):
         for rows, block, added in row_blocks(h, weight, prior):
             if k <= most:
-                for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
+                for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size, normalize=normalize):
                     predict_topk(c.dots, c.bias, c.first, c.scale, c.absolute, out_logits[rows], out_ids[rows])
                 continue
             best = torch.empty(block.shape[0], 0, dtype=wide, device=h.device)
             ids = torch.empty(block.shape[0], 0, dtype=torch.int64, device=h.device)
-            for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size):
+            for c in logit_chunks(block, weight, bias, scale, absolute, added, chunk_size, normalize=normalize):
                 logits = c.logits()
                 values, columns = _stable_topk(logits, min(k, logits.shape[1]))
                 # What is held comes first and has the lower ids, so a stable order keeps ties ascending.
@@ -409,6 +426,7 @@ def rerank(
     *,
     scale: float = 1.0,
     absolute: bool = False,
+    normalize: bool = False,
     added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k candidates of the largest exact logits of each row.
@@ -421,6 +439,7 @@ def rerank(
         bias: [C].
         scale: inverse temperature.
         absolute: the logit is the absolute value.
+        normalize: divide by the length of the class rows; a row of zeros has product 0.
         added: [B, n], added to the logits.
 
     Returns:
@@ -450,6 +469,9 @@ def rerank(
             logits = predict_dots(h.contiguous(), weight.contiguous(), some)
         else:  # a query of another type, e.g. float64 against rows of float32
             logits = torch.bmm(weight[some.clamp(min=0)].to(wide), h.to(wide).unsqueeze(2)).squeeze(2)
+        if normalize:
+            classes, places = some.clamp(min=0).unique(return_inverse=True)
+            logits *= inverse_norms(weight[classes])[places]
         if bias is not None:
             logits += bias[some.clamp(min=0)]
         if scale != 1.0:

@@ -40,6 +40,23 @@ void loss_bwd_rows_scalar(const LossBwdParams& p, int64_t begin, int64_t end) {
                  [&](auto tag) { loss_bwd_rows_of<typename decltype(tag)::type>(p, begin, end); });
 }
 
+template <typename T>
+void row_norms_of(const RowNormsParams& p, int64_t begin, int64_t end) {
+  using A = acc_t<T>;
+  constexpr int64_t kLanes = 16;  // a fixed order that vectors can take
+  for (int64_t i = begin; i < end; ++i) {
+    const T* row = static_cast<const T*>(p.weight) + p.ids[i] * p.dim;
+    A lanes[kLanes] = {}, sum = 0;
+    int64_t c = 0;
+    for (; c + kLanes <= p.dim; c += kLanes) {
+      for (int64_t k = 0; k < kLanes; ++k) lanes[k] += to_acc(row[c + k]) * to_acc(row[c + k]);
+    }
+    for (; c < p.dim; ++c) sum += to_acc(row[c]) * to_acc(row[c]);
+    for (const A lane : lanes) sum += lane;
+    static_cast<A*>(p.inverse)[i] = inverse_norm(sum);
+  }
+}
+
 void panel_product_tiles_scalar(const PanelProductParams& p, int64_t begin, int64_t end) {
   panel_product_tiles(p, begin, end);
 }
@@ -92,6 +109,12 @@ void launch_gather_rows(const GatherRowsParams& p) {
   const int64_t groups = (p.n + kGatherDraws - 1) / kGatherDraws;
   parallel_for(groups, 1 + (1 << 14) / (kGatherDraws * p.dim + 1),
                [&](int64_t begin, int64_t end) { body(p, begin, end); });
+}
+
+void launch_row_norms(const RowNormsParams& p) {
+  parallel_for(p.n, 1 + (1 << 14) / (p.dim + 1), [&](int64_t begin, int64_t end) {
+    dispatch_dtype("row_norms", p.dtype, [&](auto tag) { row_norms_of<typename decltype(tag)::type>(p, begin, end); });
+  });
 }
 
 void column_sums(bool double_acc, const void* x, int64_t rows, int64_t columns, int64_t stride, double factor,

@@ -19,6 +19,15 @@ void launch_gather_rows(const GatherRowsParams& params, void* stream) {
   });
 }
 
+void launch_row_norms(const RowNormsParams& params, void* stream) {
+  const unsigned blocks = unsigned((params.n + kGatherWarps - 1) / kGatherWarps);
+  if (blocks == 0) return;
+  dispatch_dtype("row norms", params.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    SX_LAUNCH("row norms", (row_norms_kernel<T>), blocks, kGatherThreads, 0, stream, params);
+  });
+}
+
 void launch_loss_bwd(const LossBwdParams& params, void* stream) {
   const int64_t bias_blocks = params.draw_bias == nullptr ? 0 : (params.num_samples + kBiasColumns - 1) / kBiasColumns;
   dispatch_dtype("fused loss backward", params.dtype, [&](auto tag) {

@@ -4,6 +4,7 @@
 //   loss_bwd_kernel    coefficients and d_hidden from what the forward saved: one block per batch row; besides, bias
 //                      gradients of shared draws and the sort keys of the entries
 //   gather_rows_kernel class rows of shared draws: one warp a row
+//   row_norms_kernel   1 / |w| of shared draws: one warp a row
 //   store_parts        coefficients in two parts of 16 bits
 //   class_or_unknown   ids of a device come unchecked: one compare before a table is read
 //   check_loss_id      for the losses' own check kernels (SAMPLEX_DEBUG=1)
@@ -86,6 +87,19 @@ template <typename Word>
 __global__ void __launch_bounds__(kGatherThreads) gather_rows_kernel(GatherRowsParams p, int64_t words) {
   const int64_t at = int64_t(blockIdx.x) * kGatherWarps + warp_id();
   if (at < p.width) gather_row<Word>(p, words, at, at < p.n ? p.ids[at] : 0);  // the whole warp
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kGatherThreads) row_norms_kernel(RowNormsParams p) {
+  using A = acc_t<T>;
+  const int64_t at = int64_t(blockIdx.x) * kGatherWarps + warp_id();
+  const int64_t id = at < p.n ? class_or_unknown(p.ids[at], p.num_classes) : p.num_classes;
+  const T* row = static_cast<const T*>(p.weight) + id * p.dim;
+  A sum = 0;
+  for (int64_t c = lane_id(); id < p.num_classes && c < p.dim; c += kWarpSize) sum += to_acc(row[c]) * to_acc(row[c]);
+  sum = group_sum<kWarpSize>(sum);
+  if (at >= p.n || lane_id() != 0) return;
+  static_cast<A*>(p.inverse)[at] = id < p.num_classes ? inverse_norm(sum) : quiet_nan<A>();
 }
 
 // Coefficient of draw `draw` of row b in two parts, where they are wanted: T is the storage type.

@@ -1,6 +1,8 @@
 // Formulas of the reduction and the backward that the CPU and the GPU side share.
 #pragma once
 
+#include <cmath>
+
 #include "common/numeric.h"
 #include "loss/fused/fused_loss_params.h"
 
@@ -12,6 +14,15 @@ template <typename A>
 SX_HOST_DEVICE inline A mean_factor(A denom) {
   if (denom == A(0)) return A(0);
   return A(1) / (denom > std::numeric_limits<A>::min() ? denom : std::numeric_limits<A>::min());
+}
+
+SX_HOST_DEVICE inline float sqrt_of(float x) { return ::sqrtf(x); }
+SX_HOST_DEVICE inline double sqrt_of(double x) { return ::sqrt(x); }
+
+// 1 / |w| from |w|^2: 0 for a row of zeros, whose products are then 0. A nan comes back through the product.
+template <typename A>
+SX_HOST_DEVICE inline A inverse_norm(A squares) {
+  return squares > A(0) ? A(1) / sqrt_of(squares) : A(0);
 }
 
 // Zeros in the numbers around row b of coefficients that no entry has; by `threads` threads, of which this is one.

@@ -70,6 +70,15 @@ struct PanelProductParams {
   int64_t rows, depth, columns, stride;
 };
 
+// 1 / |w| of class rows; see inverse_norm in fused_loss_math.h.
+struct RowNormsParams {
+  const void* weight;  // [C, d]
+  const int64_t* ids;  // [n]
+  void* inverse;       // A [n]; nan for an id out of range
+  int64_t n, dim, num_classes;
+  DType dtype;
+};
+
 struct LossBwdParams {
   const void* grad_loss;  // A [B], or [1] of a reduced loss
   const void* grad_lse;   // A [B] or nullptr
@@ -135,6 +144,7 @@ void panel_product_tiles_avx512(const PanelProductParams& params, int64_t begin,
 }  // namespace cpu
 
 SX_DECLARE_LAUNCHER(launch_gather_rows, GatherRowsParams)
+SX_DECLARE_LAUNCHER(launch_row_norms, RowNormsParams)
 SX_DECLARE_LAUNCHER(launch_loss_mean, LossMeanParams)
 SX_DECLARE_LAUNCHER(launch_loss_bwd, LossBwdParams)
 

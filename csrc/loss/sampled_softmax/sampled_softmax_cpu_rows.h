@@ -10,7 +10,7 @@
 
 #include "common/rows.h"
 #include "loss/fused/fused_loss_cpu_rows.h"
-#include "loss/sampled_softmax/sampled_softmax_params.h"
+#include "loss/sampled_softmax/sampled_softmax_math.h"
 
 namespace samplex {
 inline namespace SX_ISA_NS {
@@ -19,14 +19,15 @@ inline namespace SX_ISA_NS {
 template <typename A>
 struct Scratch {
   A *h, *push, *pull, *logits;
-  A *shares, *signs;           // `run`: the weight of each entry in the loss; with `absolute`, the sign of its logit
+  A *shares, *signs;  // `run`: the weight of each entry in the loss, and the slope of its logit if that is not 1
+  A* radial;          // with a margin: `MarginValue::radial` of each target
   A *draw_bias, *corrections;  // `run_shared`, in the same memory: bias and correction of each draw, equal for all rows
   int64_t* ids;
   void* memory;
 
   Scratch(int64_t d, int64_t entries) {
     const int64_t row = (d + 15) / 16 * 16, list = (entries + 7 + 15) / 16 * 16;
-    const size_t bytes = size_t(3 * row + 3 * list) * sizeof(A) + size_t(list) * sizeof(int64_t);
+    const size_t bytes = size_t(3 * row + 4 * list) * sizeof(A) + size_t(list) * sizeof(int64_t);
     memory = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
     h = static_cast<A*>(memory);
     push = h + row;
@@ -36,7 +37,8 @@ struct Scratch {
     signs = shares + list;
     draw_bias = shares;
     corrections = signs;
-    ids = reinterpret_cast<int64_t*>(signs + list);
+    radial = signs + list;
+    ids = reinterpret_cast<int64_t*>(radial + list);
   }
   ~Scratch() { std::free(memory); }
   Scratch(const Scratch&) = delete;
@@ -55,6 +57,7 @@ struct SampledSoftmaxRow {
   const A log_m, scale, eps;
   const int64_t P, m, row_entries, tile_rows;
   const RowPrefetch ahead_of;
+  const bool slopes;        // logits have a slope other than 1
   const bool one_target;    // the usual row: one target, no further positives
   const bool plain_shared;  // shared draws in their usual form: `run_shared`
   const bool plain_rows;    // draws of each row in theirs: `run_plain`
@@ -72,10 +75,13 @@ struct SampledSoftmaxRow {
         row_entries(params.num_targets + params.num_samples),
         tile_rows(rows_of_tile<T>(params.dim)),
         ahead_of(row_prefetch<T>(params.dim)),
+        slopes(params.absolute || params.normalize),
         one_target(params.num_targets == 1 && params.known_offsets == nullptr),
-        plain_shared(params.shared && one_target && !params.absolute && params.label_smoothing == 0),
+        plain_shared(params.shared && one_target && !params.absolute && params.label_smoothing == 0 &&
+                     params.target_weight == nullptr),
         plain_rows(!params.shared && one_target && !params.absolute && params.label_smoothing == 0 &&
-                   params.coef_lse == nullptr && params.num_samples > 0 && can_run_plain(params.dim)) {
+                   params.target_weight == nullptr && params.coef_lse == nullptr && params.num_samples > 0 &&
+                   can_run_plain(params.dim)) {
     if (!plain_shared) return;
     const A* log_q = static_cast<const A*>(p.log_q);
     for (int64_t k = 0; k < m; ++k) s.corrections[k] = correction(log_q[k]);
@@ -166,10 +172,40 @@ struct SampledSoftmaxRow {
     clear(p.d_lse, p.dim, p.dim);
   }
 
+  // A product with the only target as its logit has it, without bias and scale, and what it is made of: the gradient of
+  // h by it is slope * w + radial * h. s.h is set.
+  struct TargetScore {
+    A value, slope, radial;
+  };
+  TargetScore target_score(A product, const T* row) const {
+    if (!p.normalize) return {product, A(1), A(0)};
+    const T* const rows[4] = {row, row, row, row};
+    A squares[4];
+    Rows<T>::squares4(rows, p.dim, squares);
+    const A inverse = inverse_norm(squares[0]);
+    return p.has_margin ? with_margin(product * inverse, inverse) : TargetScore{product * inverse, inverse, A(0)};
+  }
+  // From a product with a row on the sphere, and 1 / |w| of that row.
+  TargetScore with_margin(A product, A inverse) const {
+    A squares = 0;
+    for (int64_t c = 0; c < p.dim; ++c) squares += s.h[c] * s.h[c];
+    const A of_h = inverse_norm(squares);
+    const MarginValue<A> margin = margin_value(p.margin, product * of_h);
+    return {sqrt_of(squares) * margin.value, margin.slope * inverse, margin.radial * of_h};
+  }
+  // out = coef * (slope * w + radial * h)
+  void target_gradient(A* out, A coef, const TargetScore& score, const T* row) const {
+    Rows<T>::scale_row(out, coef * score.slope, row, p.dim);
+    if (score.radial == 0) return;
+    for (int64_t c = 0; c < p.dim; ++c) out[c] += coef * score.radial * s.h[c];
+  }
+
   int64_t pull_width() const { return eps > 0 ? row_entries : P; }  // entries that may pull
 
   // What a row's loss is made of before any class row is read: shares a_k, their sum, and the mean class weight.
-  A set_shares(bool trivial, A& denom) {
+  A set_shares(int64_t b, bool trivial, A& denom) {
+    const A* const given = p.target_weight == nullptr ? nullptr : static_cast<const A*>(p.target_weight) + b * P;
+    const A of_target = (1 - eps) / A(num_targets);
     A weight_sum = 0, every_sum = 0;  // class weights of the targets, and of all entries when smoothing
     for (int64_t k = 0; k < pull_width(); ++k) {
       if (s.logits[k] == kOut) {
@@ -177,15 +213,16 @@ struct SampledSoftmaxRow {
         continue;
       }
       const A class_weight = load_scalar<A>(p.class_weight, s.ids[k], A(1));
-      const A share = (k < P ? (1 - eps) / A(num_targets) : A(0)) + (eps > 0 ? eps / A(num_entries) : A(0));
-      if (k < P) weight_sum += class_weight;
+      const A own = k >= P ? A(0) : given != nullptr ? (1 - eps) * given[k] : of_target;
+      const A share = own + (eps > 0 ? eps / A(num_entries) : A(0));
+      if (k < P) weight_sum += given != nullptr ? given[k] * class_weight : class_weight;
       every_sum += class_weight;
       s.shares[k] = trivial ? A(0) : share * class_weight;
     }
-    denom = weight_sum / A(num_targets);
+    denom = given != nullptr ? A(1) : weight_sum / A(num_targets);
     if (trivial) return 0;
     // Not the sum of the shares: many small equal terms drift, and without class weights this is 1.
-    const A total = (1 - eps) / A(num_targets) * weight_sum;
+    const A total = (given != nullptr ? 1 - eps : of_target) * weight_sum;
     return eps > 0 ? total + eps / A(num_entries) * every_sum : total;
   }
 
@@ -209,12 +246,17 @@ struct SampledSoftmaxRow {
     const int64_t label = p.draw_labels != nullptr ? p.row_labels[b] : target;
     int64_t hits = 0;
     for (int64_t k = 0; k < m; ++k) hits += labels[k] == label;
-    product[0] += load_scalar<A>(p.bias, target, A(0));
+    TargetScore score = target_score(product[0], row);
+    score.value += load_scalar<A>(p.bias, target, A(0));
+    const A* const inverse = static_cast<const A*>(p.draw_inverse);
+    if (inverse != nullptr) {
+      for (int64_t k = 0; k < m; ++k) logits[k] *= inverse[k];
+    }
     for (int64_t k = 0; k < m; ++k) logits[k] = (logits[k] + s.draw_bias[k]) * scale + s.corrections[k];
     if (hits > 0) {
       for (int64_t k = 0; k < m; ++k) logits[k] = labels[k] == label ? kOut : logits[k];
     }
-    const A share = load_scalar<A>(p.class_weight, target, A(1)), own = product[0] * scale;
+    const A share = load_scalar<A>(p.class_weight, target, A(1)), own = score.value * scale;
     const bool trivial = hits == m;  // every draw is masked: nothing to learn from this row
     const A total = trivial ? A(0) : share;
     const A most = Rows<T>::max_of(logits, m), max = own > most ? own : most;
@@ -234,7 +276,8 @@ struct SampledSoftmaxRow {
       A* coef_lse = static_cast<A*>(p.coef_lse) + b * p.coefs.stride;
       Rows<T>::scale_to(coef_lse, coef, of_sum, row_entries);
       if (lse != lse) clear_masked(b, coef_lse);
-      Rows<T>::scale_row(static_cast<A*>(p.d_lse) + b * p.dim, coef_lse[0], row, p.dim);
+      target_gradient(static_cast<A*>(p.d_lse) + b * p.dim, coef_lse[0], score, row);
+      to_rows(coef_lse, score.slope);
     }
     if (total == 0) {  // wins over nan
       for (int64_t k = 0; k < row_entries; ++k) coef[k] = 0;
@@ -244,7 +287,15 @@ struct SampledSoftmaxRow {
     Rows<T>::scale_to(coef, coef, total * of_sum, row_entries);
     if (lse != lse) clear_masked(b, coef);
     coef[0] -= total * scale;
-    Rows<T>::scale_row(d_loss, coef[0], row, p.dim);
+    target_gradient(d_loss, coef[0], score, row);
+    to_rows(coef, score.slope);
+  }
+  // Coefficients by logits become those by h . w.
+  void to_rows(A* coef, A target_slope) const {
+    if (!p.normalize) return;
+    const A* const inverse = static_cast<const A*>(p.draw_inverse);
+    coef[0] *= target_slope;
+    for (int64_t k = 0; k < m; ++k) coef[1 + k] *= inverse[k];
   }
 
 #if defined(__AVX2__)
@@ -256,9 +307,15 @@ struct SampledSoftmaxRow {
 
   // The draws k .. k + 7 of a row: their class rows, and products with h. A group at the end is filled up with its last
   // draw.
+  template <bool kNormalize>
   Vec plain_dots(const int64_t* ids, int64_t k, const T** rows) const {
     for (int64_t j = 0; j < kGroup; ++j) rows[j] = weight_row(ids[k + j < m ? k + j : m - 1]);
-    return Rows<T>::dot8(s.h, rows, p.dim);
+    const Vec dots = Rows<T>::dot8(s.h, rows, p.dim);
+    if constexpr (!kNormalize) return dots;
+    A inverse[Vec::kSize];
+    Rows<T>::squares8(rows, p.dim).store(inverse);
+    for (int64_t j = 0; j < kGroup; ++j) s.signs[1 + k + j] = inverse_norm(inverse[j]);
+    return dots * load8(s.signs + 1 + k, 0.0f);
   }
   // Half a group of rows, `ahead_of.rows` after draw `flat` of the flat [B, m] list.
   SX_ALWAYS_INLINE void plain_prefetch(int64_t flat) const {
@@ -272,6 +329,7 @@ struct SampledSoftmaxRow {
   // One target, draws of its own, nothing else. Groups of eight draws, each scored while the one before enters the
   // online softmax: the way from products to coefficients is long, and would stand between two groups. Half of the
   // prefetches go before the scores, half before the sums, to keep loads in flight. False: a case for `run`.
+  template <bool kNormalize>
   bool run_plain(int64_t b) {
     const int64_t target = p.target[b], *const ids = p.ids + b * m;
     if (b + 1 < p.batch && uint64_t(p.target[b + 1]) < uint64_t(p.num_classes)) {
@@ -302,24 +360,29 @@ struct SampledSoftmaxRow {
         w[part].store(s.push + c + part * Vec::kSize);
       }
     }
-    const A own = scale * (first.sum() + load_scalar<A>(p.bias, target, A(0)));
+    const TargetScore score = target_score(first.sum(), own_row);
+    const A own = scale * (score.value + load_scalar<A>(p.bias, target, A(0)));
     // Every draw masked, a class weight of 0, an infinite h.
     if (hits == m || total == 0 || !is_finite(own)) return false;
     s.logits[0] = own;
+    if constexpr (kNormalize) {
+      s.signs[0] = score.slope;
+      for (int64_t c = 0; c < d; ++c) s.push[c] = score.slope * s.push[c] + score.radial * s.h[c];
+    }
 
     A max = own;
     Vec sums = Vec::zero();
     A own_sum = 1, coef[Vec::kSize];
     const T* rows[2][kGroup];
     plain_prefetch(b * m);
-    Vec dots = plain_dots(ids, 0, rows[0]);
+    Vec dots = plain_dots<kNormalize>(ids, 0, rows[0]);
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t k = group * kGroup;
       const T** const mine = rows[group % 2];
       Vec next = dots;
       if (group + 1 < groups) {
         plain_prefetch(b * m + k + kGroup);
-        next = plain_dots(ids, k + kGroup, rows[(group + 1) % 2]);
+        next = plain_dots<kNormalize>(ids, k + kGroup, rows[(group + 1) % 2]);
       }
       if (p.bias.data != nullptr) {
         A biased[Vec::kSize];
@@ -345,7 +408,7 @@ struct SampledSoftmaxRow {
       sums = sums + e;
       plain_prefetch(b * m + k + kGroup / 2);
       if (p.need_grad) {
-        e.store(coef);
+        (kNormalize ? e * load8(s.signs + 1 + k, 0.0f) : e).store(coef);
         Rows<T>::axpy8(s.push, coef, mine, d);
       }
       dots = next;
@@ -359,13 +422,18 @@ struct SampledSoftmaxRow {
     Rows<T>::exp_to(s.logits, lse, total * scale, out, row_entries);
     if (lse != lse) clear_masked(b, out);
     out[0] -= total * scale;
-    const Vec of_push = Vec::all(total * scale / sum), of_own = Vec::all(total * scale);
+    if constexpr (kNormalize) {
+      for (int64_t k = 0; k < row_entries; ++k) out[k] *= s.signs[k];
+    }
+    const Vec of_push = Vec::all(total * scale / sum), of_own = Vec::all(total * scale * score.slope);
+    [[maybe_unused]] const Vec of_hidden = Vec::all(total * scale * score.radial);
     A* d_loss = static_cast<A*>(p.d_loss) + b * d;
     for (int64_t c = 0; c < d; c += Rows<T>::kLoad) {
       Vec w[Rows<T>::kParts];
       Rows<T>::load_parts(own_row + c, w);
       for (int part = 0; part < Rows<T>::kParts; ++part) {
         w[part] = of_push * Vec::load(s.push + c + part * Vec::kSize) - of_own * w[part];
+        if constexpr (kNormalize) w[part] = w[part] - of_hidden * Vec::load(s.h + c + part * Vec::kSize);
       }
       Rows<T>::store_parts(w, d_loss + c);
     }
@@ -373,13 +441,16 @@ struct SampledSoftmaxRow {
   }
 #else
   static bool can_run_plain(int64_t) { return false; }
-  bool run_plain(int64_t) { return false; }
+  template <bool>
+  bool run_plain(int64_t) {
+    return false;
+  }
 #endif
 
   void run(int64_t b) {
     if (plain_shared) return run_shared(b);
     if constexpr (sizeof(A) == 4) {
-      if (plain_rows && run_plain(b)) return;
+      if (plain_rows && (p.normalize ? run_plain<true>(b) : run_plain<false>(b))) return;
     }
     if (!list_entries(b)) return zero_outputs(b);
     const bool trivial = num_entries == num_targets;  // every draw is masked: nothing to learn from this row
@@ -388,7 +459,7 @@ struct SampledSoftmaxRow {
     if (p.need_grad) {
       for (int64_t c = 0; c < p.dim; ++c) s.push[c] = s.pull[c] = 0;
     }
-    const A total = set_shares(trivial, static_cast<A*>(p.denom)[b]);
+    const A total = set_shares(b, trivial, static_cast<A*>(p.denom)[b]);
 
     OnlineSoftmax<A> online = online_empty<A>();
     A pulled = 0;  // sum a_k s_k
@@ -409,18 +480,31 @@ struct SampledSoftmaxRow {
     if (p.coef_lse != nullptr) {
       finish_coefs(b, lse, A(1), static_cast<A*>(p.coef_lse) + b * p.coefs.stride);
       Rows<T>::scale_to(static_cast<A*>(p.d_lse) + b * p.dim, s.push, of_max, p.dim);
+      if (p.has_margin) add_radial(static_cast<A*>(p.d_lse) + b * p.dim, lse, A(1), false);
     }
     A* coef = static_cast<A*>(p.coef_loss) + b * p.coefs.stride;
     A* d_loss = static_cast<A*>(p.d_loss) + b * p.dim;
     finish_coefs(b, lse, total, coef);
     for (int64_t k = 0; k < pull_width(); ++k) {
-      if (s.shares[k] != 0) coef[k] -= scale * s.shares[k] * (p.absolute ? s.signs[k] : A(1));
+      if (s.shares[k] != 0) coef[k] -= scale * s.shares[k] * (slopes ? s.signs[k] : A(1));
     }
     if (total == 0) {
       for (int64_t c = 0; c < p.dim; ++c) d_loss[c] = -scale * s.pull[c];
     } else {
       for (int64_t c = 0; c < p.dim; ++c) d_loss[c] = total * of_max * s.push[c] - scale * s.pull[c];
     }
+    if (p.has_margin) add_radial(d_loss, lse, total, true);
+  }
+
+  // What the margins of the targets add to a gradient of h, in its own direction.
+  void add_radial(A* out, A lse, A total, bool pulls) const {
+    A amount = 0;
+    for (int64_t k = 0; k < P; ++k) {
+      if (s.logits[k] == kOut) continue;
+      const A push = total == 0 ? A(0) : total * exp_acc(s.logits[k] - lse);
+      amount += scale * (push - (pulls ? s.shares[k] : A(0))) * s.radial[k];
+    }
+    for (int64_t c = 0; c < p.dim; ++c) out[c] += amount * s.h[c];
   }
 
   // coef = total * push, where a zero total wins over nan.
@@ -430,7 +514,7 @@ struct SampledSoftmaxRow {
       return;
     }
     Rows<T>::exp_to(s.logits, lse, total * scale, coef, row_entries);
-    if (p.absolute) {
+    if (slopes) {
       for (int64_t k = 0; k < row_entries; ++k) coef[k] *= s.signs[k];
     }
     if (lse != lse) clear_masked(b, coef);
@@ -446,8 +530,18 @@ struct SampledSoftmaxRow {
     }
   }
 
-  // Products of entries first .. first + n - 1 with h become logits; what pulls is added to `pulled`.
+  // Products of entries first .. first + n - 1 with h become logits; what pulls is added to `pulled`. With `normalize`,
+  // s.signs holds 1 / |w| of these entries.
   void score(int64_t first, int64_t n, A* dots, A& pulled) {
+    if (p.normalize) {
+      for (int64_t j = 0; j < n; ++j) dots[j] *= s.signs[first + j];
+    }
+    for (int64_t j = 0; p.has_margin && j < n && first + j < P; ++j) {
+      const TargetScore of_target = with_margin(dots[j], s.signs[first + j]);
+      dots[j] = of_target.value;
+      s.signs[first + j] = of_target.slope;
+      s.radial[first + j] = of_target.radial;
+    }
     if (p.bias.data != nullptr) {
       for (int64_t j = 0; j < n; ++j) dots[j] += load_scalar<A>(p.bias, s.ids[first + j], A(0));
     }
@@ -455,7 +549,8 @@ struct SampledSoftmaxRow {
     if (p.absolute) {
       for (int64_t j = 0; j < n; ++j) {
         const A value = dots[j];
-        s.signs[first + j] = value > 0 ? A(1) : value < 0 ? A(-1) : value;  // nan stays nan
+        const A sign = value > 0 ? A(1) : value < 0 ? A(-1) : value;  // nan stays nan
+        s.signs[first + j] = p.normalize ? sign * s.signs[first + j] : sign;
         dots[j] = value < 0 ? -value : value;
       }
     }
@@ -491,18 +586,23 @@ struct SampledSoftmaxRow {
         for (int64_t ahead = 0; ahead < 4; ++ahead) prefetch(b, first + j + ahead + ahead_of.rows);
       }
       Rows<T>::dot4(s.h, rows + j, p.dim, dots + j);
+      if (p.normalize) {
+        A squares[4];
+        Rows<T>::squares4(rows + j, p.dim, squares);
+        for (int64_t i = 0; i < 4 && j + i < n; ++i) s.signs[first + j + i] = inverse_norm(squares[i]);
+      }
     }
     score(first, n, dots, pulled);
     online = merge_max(online, Rows<T>::max_of(s.logits + first, n));
     online.sum += Rows<T>::exp_sum(s.logits + first, shift_of(online), coef, n);
     if (!p.need_grad) return online;
-    if (p.absolute) {
+    if (slopes) {
       for (int64_t j = 0; j < n; ++j) coef[j] *= s.signs[first + j];
     }
     for (int64_t j = 0; j < n; j += 4) Rows<T>::axpy4(s.push, coef + j, rows + j, p.dim);
     for (int64_t j = 0; j < n && first + j < pull_width(); ++j) {
       const A share = s.shares[first + j];
-      if (share != 0) Rows<T>::axpy1(s.pull, p.absolute ? share * s.signs[first + j] : share, rows[j], p.dim);
+      if (share != 0) Rows<T>::axpy1(s.pull, slopes ? share * s.signs[first + j] : share, rows[j], p.dim);
     }
     return online;
   }
@@ -511,6 +611,9 @@ struct SampledSoftmaxRow {
   OnlineSoftmax<A> shared_draws(int64_t b, OnlineSoftmax<A> online, A& pulled) {
     A* dots = static_cast<A*>(p.dots) + b * p.dots_stride;  // ours to overwrite
     A* logits = s.logits + P;
+    if (p.normalize) {
+      for (int64_t k = 0; k < m; ++k) s.signs[P + k] = static_cast<const A*>(p.draw_inverse)[k];
+    }
     score(P, m, dots, pulled);
     online = merge_max(online, Rows<T>::max_of(logits, m));
     online.sum += Rows<T>::exp_sum(logits, shift_of(online), dots, m);

@@ -25,7 +25,7 @@ void launch(const SampledSoftmaxParams& params, void* stream) {
   constexpr int kWidth = vector_width<T>;
   const bool vectors = params.dim % kWidth == 0 && vector_aligned(params.hidden) && vector_aligned(params.weight);
   const int64_t d = params.dim;
-  if (params.shared || d > 4096) {
+  if (params.shared || params.normalize || d > 4096) {
     if (vectors)
       launch_wide<T, kWidth>(params, stream);
     else

@@ -4,7 +4,7 @@
 
 #include "common/warp.cuh"
 #include "loss/fused/fused_loss_kernel.cuh"
-#include "loss/sampled_softmax/sampled_softmax_params.h"
+#include "loss/sampled_softmax/sampled_softmax_math.h"
 
 namespace samplex {
 namespace SX_BACKEND_NS {
@@ -51,6 +51,9 @@ SX_DEVICE inline EntryOffsets<A> entry_offsets(const SampledSoftmaxParams& p, in
   return {inside, is_finite(log_q) ? -log_q - log_m : quiet_nan<A>()};
 }
 
+// Whether p.signs holds slopes of the logits.
+SX_DEVICE inline bool has_slopes(const SampledSoftmaxParams& p) { return p.absolute || p.normalize; }
+
 // sign(x) with sign(0) = 0, and nan for nan
 template <typename A>
 SX_DEVICE inline A sign_of(A x) {
@@ -67,14 +70,22 @@ SX_DEVICE inline A row_lse(A max, A sum) {
 template <typename A>
 struct RowSetup {
   int64_t num_targets;  // without padding
-  A weight_sum;         // class weights of the targets, summed
+  A weight_sum;         // class weights of the targets, summed, each times its target_weight if that is given
   A target_share, every_share;
+  A denom;
 };
+
+template <typename A>
+SX_DEVICE inline A target_weight(const SampledSoftmaxParams& p, int64_t b, int64_t k) {
+  return p.target_weight == nullptr ? A(1) : static_cast<const A*>(p.target_weight)[b * p.num_targets + k];
+}
 
 // Share a_k of entry k.
 template <typename A>
-SX_DEVICE inline A entry_share(const SampledSoftmaxParams& p, const RowSetup<A>& row, int64_t k, int64_t id) {
-  A share = row.every_share + (k < p.num_targets ? row.target_share : A(0));
+SX_DEVICE inline A entry_share(const SampledSoftmaxParams& p, const RowSetup<A>& row, int64_t b, int64_t k,
+                               int64_t id) {
+  A share = row.every_share;
+  if (k < p.num_targets) share += row.target_share * target_weight<A>(p, b, k);
   if (share != A(0) && p.class_weight.data != nullptr)
     share *= class_scalar<A>(p.class_weight, id, p.num_classes, A(1));
   return share;
@@ -83,15 +94,18 @@ SX_DEVICE inline A entry_share(const SampledSoftmaxParams& p, const RowSetup<A>&
 // Counts targets and, for label smoothing, entries. All threads of the block call it.
 template <int kBlockWarps, typename A>
 SX_DEVICE inline RowSetup<A> setup_row(const SampledSoftmaxParams& p, int64_t b, A* scratch) {
-  RowSetup<A> row = {0, A(0), A(0), A(0)};
+  RowSetup<A> row = {0, A(0), A(0), A(0), A(0)};
   for (int64_t k = 0; k < p.num_targets; ++k) {
     const int64_t id = p.target[b * p.num_targets + k];
     if (!counts_as_target(p, id)) continue;
     ++row.num_targets;
-    row.weight_sum += class_scalar<A>(p.class_weight, class_or_unknown(id, p.num_classes), p.num_classes, A(1));
+    row.weight_sum += class_scalar<A>(p.class_weight, class_or_unknown(id, p.num_classes), p.num_classes, A(1)) *
+                      target_weight<A>(p, b, k);
   }
   if (row.num_targets == 0) return row;
-  row.target_share = A(1 - p.label_smoothing) / A(row.num_targets);
+  const bool given = p.target_weight != nullptr;
+  row.target_share = A(1 - p.label_smoothing) / (given ? A(1) : A(row.num_targets));
+  row.denom = given ? A(1) : row.weight_sum / A(row.num_targets);
   if (p.label_smoothing > 0) {
     // Counted in the accumulation type: exact up to 2^24 draws, the most a key allows.
     A entries = 0;
@@ -127,9 +141,9 @@ SX_DEVICE inline A entry_pull(const SampledSoftmaxParams& p, const RowSetup<A>& 
   if (k >= p.num_targets && row.every_share == A(0)) return A(0);
   const int64_t id = entry_id(p, b, k);
   if (id < 0) return A(0);
-  const A share = entry_share(p, row, k, id);
+  const A share = entry_share(p, row, b, k, id);
   if (share == A(0)) return A(0);
-  return A(p.scale) * share * (p.absolute ? static_cast<const A*>(p.signs)[b * p.coefs.stride + k] : A(1));
+  return A(p.scale) * share * (has_slopes(p) ? static_cast<const A*>(p.signs)[b * p.coefs.stride + k] : A(1));
 }
 
 // total * push, where a zero wins over nan: a row that does not count has no gradient.

@@ -1,7 +1,8 @@
 // Fused sampled softmax on the GPU: one block per batch row. Formulas in sampled_softmax_params.h.
 //
 //   sampled_softmax_kernel         float, half, bfloat16 storage, d <= 4096: one pass, of one warp or of several
-//   sampled_softmax_wide_kernel    any other d, double, and shared draws (whose products come from a GEMM)
+//   sampled_softmax_wide_kernel    any other d, double, class rows on the sphere, and shared draws (whose products come
+//                                  from a GEMM)
 //   sampled_softmax_check_kernel   SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 #pragma once
 
@@ -26,6 +27,14 @@ __global__ void __launch_bounds__(kRowWarps* kWarpSize, kRowWarps == 1 ? 8 : (kW
 }
 
 // ------------------------------------------------------------------------------------------------ any d, shared draws
+// |h|, by all threads of the block.
+template <typename T>
+SX_DEVICE inline acc_t<T> row_norm(const T* row, int64_t dim, acc_t<T>* scratch) {
+  acc_t<T> squares = 0;
+  for (int64_t c = threadIdx.x; c < dim; c += kThreads) squares += to_acc(row[c]) * to_acc(row[c]);
+  return sqrt_of(block_sum<kWarps>(squares, scratch));
+}
+
 // A warp scores an entry; draws that come with their product are scored one a thread. The unit gradient takes a second
 // pass over the rows, kWidth columns a thread.
 template <typename T, int kWidth>
@@ -50,15 +59,25 @@ SX_DEVICE inline void wide_row(const SampledSoftmaxParams& p, acc_t<T>* scratch)
 
   OnlineSoftmax<A> online = online_empty<A>();
   A pulled = 0, shares = 0, drawn = 0;
-  const auto score = [&](int64_t k, int64_t id, A dot) {
+  const A hidden_norm = p.has_margin ? row_norm<T>(hidden, p.dim, scratch) : A(0);
+  const A of_hidden = hidden_norm > A(0) ? A(1) / hidden_norm : A(0);
+  // `inverse`: 1 / |w|, or 1.
+  const auto score = [&](int64_t k, int64_t id, A dot, A inverse) {
     const EntryOffsets<A> offsets = entry_offsets<A>(p, b, k, id, log_m);
-    A value = A(p.scale) * dot + offsets.inside, sign = 1;
+    A product = p.normalize ? dot * inverse : dot, sign = inverse;
+    if (p.has_margin && k < P) {
+      const MarginValue<A> margin = margin_value(p.margin, product * of_hidden);
+      product = hidden_norm * margin.value;
+      sign *= margin.slope;
+      if (p.need_grad) static_cast<A*>(p.radial)[b * P + k] = margin.radial * of_hidden;
+    }
+    A value = A(p.scale) * product + offsets.inside;
     if (p.absolute) {
-      sign = sign_of(value);
+      sign *= sign_of(value);
       value = value < 0 ? -value : value;
     }
     const A logit = value + offsets.outside;
-    const A share = entry_share(p, row, k, id);
+    const A share = entry_share(p, row, b, k, id);
     pulled += share != A(0) ? share * value : A(0);
     shares += share;
     drawn += k >= P || id == p.num_classes ? A(1) : A(0);
@@ -70,14 +89,14 @@ SX_DEVICE inline void wide_row(const SampledSoftmaxParams& p, acc_t<T>* scratch)
     online.sum += shifted_exp(logit, online.max);
     if (p.need_grad) {
       logits[k] = logit;
-      if (p.absolute) signs[k] = sign;
+      if (has_slopes(p)) signs[k] = sign;
     }
   };
 
   const int64_t scored_by_warps = p.shared ? P : entries;
   for (int64_t k = warp_id(); k < scored_by_warps; k += kWarps) {
     const int64_t id = entry_id(p, b, k);
-    A dot = 0;
+    A dot = 0, squares = 0;
     if (id >= 0) {
       const T* class_row = id < p.num_classes ? weight + id * p.dim : hidden;
       for (int64_t c = int64_t(lane_id()) * kWidth; c < p.dim; c += kWarpSize * kWidth) {
@@ -85,13 +104,17 @@ SX_DEVICE inline void wide_row(const SampledSoftmaxParams& p, acc_t<T>* scratch)
         load_columns<kWidth>(hidden + c, x);
         load_columns<kWidth>(class_row + c, w);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) dot += x[i] * w[i];
+        for (int i = 0; i < kWidth; ++i) {
+          dot += x[i] * w[i];
+          squares += w[i] * w[i];
+        }
       }
     }
     dot = group_sum<kWarpSize>(dot);
+    if (p.normalize) squares = group_sum<kWarpSize>(squares);
     if (lane_id() == 0) {
       if (id >= 0)
-        score(k, id, dot);
+        score(k, id, dot, p.normalize ? inverse_norm(squares) : A(1));
       else if (p.need_grad)
         logits[k] = negative_infinity<A>();
     }
@@ -100,7 +123,8 @@ SX_DEVICE inline void wide_row(const SampledSoftmaxParams& p, acc_t<T>* scratch)
     for (int64_t k = P + threadIdx.x; k < entries; k += kThreads) {
       const int64_t id = entry_id(p, b, k);
       if (id >= 0)
-        score(k, id, static_cast<const A*>(p.dots)[b * p.dots_stride + k - P]);
+        score(k, id, static_cast<const A*>(p.dots)[b * p.dots_stride + k - P],
+              p.normalize ? static_cast<const A*>(p.draw_inverse)[k - P] : A(1));
       else if (p.need_grad)
         logits[k] = negative_infinity<A>();
     }
@@ -115,16 +139,24 @@ SX_DEVICE inline void wide_row(const SampledSoftmaxParams& p, acc_t<T>* scratch)
   if (threadIdx.x == 0) {
     static_cast<A*>(p.loss)[b] = trivial ? A(0) : total * lse - total_pulled;
     static_cast<A*>(p.lse)[b] = lse;
-    static_cast<A*>(p.denom)[b] = row.weight_sum / A(row.num_targets);
+    static_cast<A*>(p.denom)[b] = row.denom;
   }
   if (!p.need_grad) return;  // the whole block
   // Logits become coefficients. Masked entries hold -inf; in a nan row they are asked again.
   A* coef_lse = p.coef_lse == nullptr ? nullptr : static_cast<A*>(p.coef_lse) + b * p.coefs.stride;
+  // With a margin: what the targets add to the gradients of h in its own direction.
+  A along_loss = 0, along_lse = 0;
   for (int64_t k = threadIdx.x; k < entries; k += kThreads) {
     const A logit = logits[k];
     const bool part = lse == lse ? logit != negative_infinity<A>() : entry_id(p, b, k) >= 0;
     A x = part ? A(p.scale) * exp_acc(logit - lse) : A(0);
-    if (p.absolute && part) x *= signs[k];
+    if (p.has_margin && part && k < P) {
+      const A radial = static_cast<const A*>(p.radial)[b * P + k];
+      const A pull = trivial ? A(0) : A(p.scale) * entry_share(p, row, b, k, entry_id(p, b, k));
+      along_lse += x * radial;
+      along_loss += (weighted(total, x) - pull) * radial;
+    }
+    if (has_slopes(p) && part) x *= signs[k];
     if (coef_lse != nullptr) coef_lse[k] = x;
     const A coef = weighted(total, x) - (trivial ? A(0) : entry_pull(p, row, b, k));
     logits[k] = coef;
@@ -133,6 +165,10 @@ SX_DEVICE inline void wide_row(const SampledSoftmaxParams& p, acc_t<T>* scratch)
     store_parts<T>(p.parts_lse, b, k - P, x);
   }
   __syncthreads();
+  if (p.has_margin) {  // the whole block
+    along_loss = block_sum<kWarps>(along_loss, scratch);
+    along_lse = block_sum<kWarps>(along_lse, scratch);
+  }
 
   for (int64_t column = 0; column < p.dim; column += kThreads * kWidth) {
     const int64_t c = column + int64_t(threadIdx.x) * kWidth;
@@ -160,6 +196,15 @@ SX_DEVICE inline void wide_row(const SampledSoftmaxParams& p, acc_t<T>* scratch)
         }
       }
       __syncthreads();
+    }
+    if (p.has_margin && c < p.dim) {
+      A x[kWidth];
+      load_columns<kWidth>(hidden + c, x);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        of_loss[i] += weighted(along_loss, x[i]);
+        of_lse[i] += weighted(along_lse, x[i]);
+      }
     }
     if (c < p.dim) {
       store_columns<kWidth>(static_cast<A*>(p.d_loss) + b * p.dim + c, of_loss);

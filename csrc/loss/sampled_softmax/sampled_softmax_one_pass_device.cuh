@@ -238,7 +238,7 @@ struct OnePass {
     }
     if (value > max) max = value;
     const float mass = quick_exp(value - max);  // 1, or nan for a bad row
-    const float share = entry_share(p, row, 0, id);
+    const float share = entry_share(p, row, b, 0, id);
     sum = group == 0 ? mass * (float(kHolders) / kGroup) : 0.0f;
     pulled = lane == 0 && share != 0 ? share * value * float(kHolders) : 0.0f;
     if (!need_grad) return;
@@ -304,7 +304,7 @@ struct OnePass {
       const int k = begin + i;
       const int64_t id = target ? entry_id(p, b, k) : -1;
       const bool part = id >= 0;
-      const float share = part ? entry_share(p, row, k, id) : 0.0f;
+      const float share = part ? entry_share(p, row, b, k, id) : 0.0f;
       const float inside = part ? scale * class_scalar(p.bias, id, p.num_classes, 0.0f) : 0.0f;
       put(target ? i : n + i - staged_targets, id, inside, part ? 0.0f : kNone, share);
       drawn = drawn || id == p.num_classes;  // such a row is not one without draws, whose loss is 0
@@ -322,7 +322,7 @@ struct OnePass {
       const float outside = is_finite(q) ? -q - log_m : quiet_nan<float>();
       float share = row.every_share;
       const float inside = part ? scale * class_scalar(p.bias, id, p.num_classes, 0.0f) : 0.0f;
-      if (share != 0 && part) share = entry_share(p, row, k, id);
+      if (share != 0 && part) share = entry_share(p, row, b, k, id);
       put(k - begin, part ? id : -1, inside, part ? outside : kNone, part ? share : 0.0f);
       drawn = drawn || part;
     }
@@ -434,7 +434,7 @@ struct OnePass {
       float mine = 0;
       for (int k = thread; k < entries; k += kThreads) {
         const int64_t id = entry_id(p, b, k);
-        if (id >= 0) mine += entry_share(p, row, k, id);
+        if (id >= 0) mine += entry_share(p, row, b, k, id);
       }
       total = block_total(mine);
     }
@@ -442,7 +442,7 @@ struct OnePass {
     if (thread == 0) {
       static_cast<float*>(p.loss)[b] = trivial ? 0.0f : total * lse - total_pulled;
       static_cast<float*>(p.lse)[b] = lse;
-      static_cast<float*>(p.denom)[b] = row.weight_sum / float(row.num_targets);
+      static_cast<float*>(p.denom)[b] = row.denom;
     }
     if (!need_grad) return;  // the whole block
     // A sum of nothing but -inf is nan here, as lse is.

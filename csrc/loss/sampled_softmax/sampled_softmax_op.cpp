@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <tuple>
+#include <vector>
 
 #include "common/ids.h"
 #include "common/philox.h"
@@ -21,13 +22,18 @@ constexpr const char* kOp = "sampled_softmax";
 
 using Forward = std::tuple<Tensor, Tensor, Tensor>;
 
+struct Options {
+  std::optional<Tensor> draw_labels, row_labels, target_weight;
+  bool normalize = false;
+  std::vector<double> margin;  // empty, or m1, m2, m3
+};
+
 // `ids` and `log_q` are given, or with `here` set by the draw.
 Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target, Tensor& ids, Tensor& log_q,
                 const DrawHere* here, const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,
                 const std::optional<Tensor>& known_offsets, const std::optional<Tensor>& known_ids, double scale,
                 double label_smoothing, int64_t ignore_index, int64_t reduction_code, bool absolute, bool need_grad,
-                bool with_lse, bool need_hidden, const std::optional<Tensor>& draw_labels = std::nullopt,
-                const std::optional<Tensor>& row_labels = std::nullopt) {
+                bool with_lse, bool need_hidden, const Options& more) {
   begin_op();
   const DType dtype = dtype_tag(kOp, "weight", weight);
   const ScalarType storage = weight.scalar_type(), acc = acc_type(storage);
@@ -56,18 +62,28 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
               label_smoothing);
   check_value(known_offsets.has_value() == known_ids.has_value(), kOp,
               ": known_offsets and known_ids must come together");
+  if (more.target_weight) {
+    check_tensor(kOp, "target_weight", *more.target_weight, target.dim() == 1 ? Shape{B} : Shape{B, P},
+                 "of the shape of target", acc, weight);
+  }
+  // Its gradient would need coefficients of its own.
+  check_value(!more.normalize || !bias, kOp, ": bias must be None with normalize=True, got a tensor");
+  check_value(more.margin.empty() || more.margin.size() == 3, kOp, ": margin must be [] or [m1, m2, m3], got ",
+              more.margin.size(), " numbers");
+  check_value(more.margin.empty() || (more.normalize && !absolute), kOp,
+              ": margin must be [] without normalize=True and with absolute=True, got three numbers");
   if (known_offsets) {
     check_tensor(kOp, "known_offsets", *known_offsets, {B + 1}, "[B + 1]", ScalarType::Long, weight);
     check_tensor(kOp, "known_ids", *known_ids, {-1}, "[n]", ScalarType::Long, weight);
     check_csr(kOp, "positives", *known_offsets, *known_ids, B, C);
   }
-  check_value(draw_labels.has_value() == row_labels.has_value(), kOp,
+  check_value(more.draw_labels.has_value() == more.row_labels.has_value(), kOp,
               ": draw_labels and row_labels must come together");
-  if (draw_labels) {
+  if (more.draw_labels) {
     check_value(shared && P == 1 && !known_offsets, kOp,
                 ": draw_labels must be None unless draws are shared, with one target per row and no known positives");
-    check_tensor(kOp, "draw_labels", *draw_labels, {m}, "[m]", ScalarType::Long, weight);
-    check_tensor(kOp, "row_labels", *row_labels, {B}, "[B]", ScalarType::Long, weight);
+    check_tensor(kOp, "draw_labels", *more.draw_labels, {m}, "[m]", ScalarType::Long, weight);
+    check_tensor(kOp, "row_labels", *more.row_labels, {B}, "[B]", ScalarType::Long, weight);
   }
   if (here == nullptr) check_ids(kOp, "ids", ids, C);
   check_ids(kOp, "target", target, C, " or ignore_index",
@@ -95,7 +111,7 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
     return result;
   }
 
-  std::optional<Tensor> dots, signs;
+  std::optional<Tensor> dots, signs, radial, inverse;
   if (class_rows.any()) {
     if (class_rows.gather.ids == nullptr) class_rows.run(kOp, weight, ids);
     // The CPU kernel turns products into coefficients where they are.
@@ -114,8 +130,8 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   params.log_q = in_any(log_q);
   params.known_offsets = in<int64_t>(known_offsets);
   params.known_ids = in<int64_t>(known_ids);
-  params.draw_labels = in<int64_t>(draw_labels);
-  params.row_labels = in<int64_t>(row_labels);
+  params.draw_labels = in<int64_t>(more.draw_labels);
+  params.row_labels = in<int64_t>(more.row_labels);
   params.known_size = known_ids ? known_ids->numel() : 0;
   params.loss = reduction == Reduction::kNone ? out_any(loss) : part_of(saved, at.row_loss, B, true);
   params.lse = out_any(lse);
@@ -125,7 +141,17 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   params.coefs = at.coefs;
   params.d_loss = part_of(saved, at.d_loss, B * d, true);
   params.d_lse = part_of(saved, at.d_lse, B * d, true);
-  if (need_grad && absolute && backend_of(kOp, weight) != Backend::kCpu) {
+  if (shared && more.normalize && m > 0) {
+    inverse = empty(hidden, {m}, acc);
+    const RowNormsParams norms{in_any(weight), in<int64_t>(ids), out_any(*inverse), m, d, C, dtype};
+    SX_RUN(kOp, weight, launch_row_norms, norms);
+    params.draw_inverse = norms.inverse;
+  }
+  if (need_grad && !more.margin.empty() && backend_of(kOp, weight) != Backend::kCpu) {
+    radial = empty(hidden, {B, P}, acc);
+    params.radial = out_any(*radial);
+  }
+  if (need_grad && (absolute || more.normalize) && backend_of(kOp, weight) != Backend::kCpu) {
     signs = empty(hidden, {B, at.coefs.stride}, acc);
     params.signs = out_any(*signs);
   }
@@ -146,6 +172,10 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   params.dtype = dtype;
   params.shared = shared;
   params.absolute = absolute;
+  params.target_weight = more.target_weight ? in_any(*more.target_weight) : nullptr;
+  params.normalize = more.normalize;
+  params.has_margin = !more.margin.empty();
+  if (params.has_margin) params.margin = {more.margin[0], more.margin[1], more.margin[2]};
   params.need_grad = need_grad;
   params.debug = debug_checks();
   SX_RUN(kOp, weight, launch_sampled_softmax, params);
@@ -160,11 +190,12 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
                         const std::optional<Tensor>& known_offsets, const std::optional<Tensor>& known_ids,
                         double scale, double label_smoothing, int64_t ignore_index, int64_t reduction_code,
                         bool absolute, bool need_grad, bool with_lse, bool sparse, bool need_hidden,
-                        const std::optional<Tensor>& draw_labels, const std::optional<Tensor>& row_labels) {
+                        const std::optional<Tensor>& draw_labels, const std::optional<Tensor>& row_labels,
+                        const std::optional<Tensor>& target_weight, bool normalize, std::vector<double> margin) {
   (void)sparse;  // read by the autograd formula only
   return forward(hidden, weight, target, ids, log_q, nullptr, bias, class_weight, known_offsets, known_ids, scale,
-                 label_smoothing, ignore_index, reduction_code, absolute, need_grad, with_lse, need_hidden, draw_labels,
-                 row_labels);
+                 label_smoothing, ignore_index, reduction_code, absolute, need_grad, with_lse, need_hidden,
+                 {draw_labels, row_labels, target_weight, normalize, margin});
 }
 
 // Draw and loss in one op: what a training step with a static distribution takes. Per-row draws exclude the target.
@@ -173,7 +204,7 @@ Forward sampled_softmax_static(const Tensor& hidden, const Tensor& weight, const
                                const std::optional<Tensor>& prefix, const std::optional<Tensor>& bias,
                                const std::optional<Tensor>& class_weight, double scale, double label_smoothing,
                                int64_t ignore_index, int64_t reduction_code, bool absolute, bool need_grad,
-                               bool need_hidden) {
+                               bool need_hidden, bool normalize, std::vector<double> margin) {
   check_value(weight.dim() == 2, kOp, ": weight must be [C, d], got ", describe(weight));
   check_value(hidden.dim() == 2, kOp, ": hidden must be [B, d], got ", describe(hidden));
   check_tensor(kOp, "target", target, {hidden.size(0)}, "[B]", ScalarType::Long, weight);
@@ -181,9 +212,9 @@ Forward sampled_softmax_static(const Tensor& hidden, const Tensor& weight, const
   check_value(ignore_index < 0, kOp, ": ignore_index must be negative where the op draws, got ", ignore_index);
   const DrawHere here{key, law, num_samples, shared, table, prefix};
   Tensor ids, log_q;
-  auto [loss, lse, saved] =
-      forward(hidden, weight, target, ids, log_q, &here, bias, class_weight, std::nullopt, std::nullopt, scale,
-              label_smoothing, ignore_index, reduction_code, absolute, need_grad, false, need_hidden);
+  auto [loss, lse, saved] = forward(hidden, weight, target, ids, log_q, &here, bias, class_weight, std::nullopt,
+                                    std::nullopt, scale, label_smoothing, ignore_index, reduction_code, absolute,
+                                    need_grad, false, need_hidden, {.normalize = normalize, .margin = margin});
   return {loss, ids, saved};
 }
 
@@ -226,14 +257,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "sampled_softmax(Tensor hidden, Tensor weight, Tensor target, Tensor ids, Tensor log_q, Tensor? bias, "
       "Tensor? class_weight, Tensor? known_offsets, Tensor? known_ids, float scale, float label_smoothing, "
       "int ignore_index, int reduction, bool absolute, bool need_grad, bool with_lse, bool sparse, "
-      "bool need_hidden=True, Tensor? draw_labels=None, Tensor? row_labels=None) -> "
+      "bool need_hidden=True, Tensor? draw_labels=None, Tensor? row_labels=None, Tensor? target_weight=None, "
+      "bool normalize=False, float[] margin=[]) -> "
       "(Tensor loss, Tensor lse, Tensor saved)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "sampled_softmax_static(Tensor hidden, Tensor weight, Tensor target, Tensor key, int law, int num_samples, "
       "bool shared, Tensor? table, Tensor? prefix, Tensor? bias, Tensor? class_weight, float scale, "
-      "float label_smoothing, int ignore_index, int reduction, bool absolute, bool need_grad, bool need_hidden) -> "
-      "(Tensor loss, Tensor ids, Tensor saved)",
+      "float label_smoothing, int ignore_index, int reduction, bool absolute, bool need_grad, bool need_hidden, "
+      "bool normalize=False, float[] margin=[]) -> (Tensor loss, Tensor ids, Tensor saved)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "sampled_softmax_bwd(Tensor grad_loss, Tensor? grad_lse, Tensor hidden, Tensor target, Tensor ids, Tensor saved, "

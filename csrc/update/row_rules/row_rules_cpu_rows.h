@@ -137,6 +137,44 @@ inline A sum_of_squares(const T* w, const G g, A weight_decay, int64_t d) {
   return sum;
 }
 
+// (g . w) / (w . w), 0 for a row of zeros: the gradient of w / |w| is g less this times w, so it enters the rule as a
+// negative weight decay of the row.
+template <typename T, typename A, typename G>
+inline A part_along(const T* w, const G g, int64_t d) {
+  constexpr int kLanes = 16;
+  A dots[kLanes] = {}, norms[kLanes] = {};
+  int64_t c = 0;
+#if defined(__AVX2__)
+  if constexpr (sizeof(A) == 4) {
+    constexpr int kVecs = kLanes / Vec::kSize;
+    Vec dot[kVecs], norm[kVecs];
+    for (int k = 0; k < kVecs; ++k) dot[k] = norm[k] = Vec::zero();
+    for (; c + kLanes <= d; c += kLanes) {
+      for (int k = 0; k < kVecs; ++k) {
+        const Vec x = Vec::load(w + c + k * Vec::kSize);
+        dot[k] = fma(gradient_vec(g, c + k * Vec::kSize), x, dot[k]);
+        norm[k] = fma(x, x, norm[k]);
+      }
+    }
+    for (int k = 0; k < kVecs; ++k) {
+      dot[k].store(dots + k * Vec::kSize);
+      norm[k].store(norms + k * Vec::kSize);
+    }
+  }
+#endif
+  for (; c < d; ++c) {
+    const A x = to_acc(w[c]);
+    dots[c % kLanes] += gradient_at(g, c) * x;
+    norms[c % kLanes] += x * x;
+  }
+  A dot = 0, norm = 0;
+  for (int k = 0; k < kLanes; ++k) {
+    dot += dots[k];
+    norm += norms[k];
+  }
+  return norm > 0 ? dot / norm : A(0);
+}
+
 // noise [d]: the random bits of a row's columns, as `noise_of` has them.
 inline void fill_noise(const int64_t* key, int64_t row, int64_t d, uint16_t* noise) {
   const PhiloxKey philox{uint64_t(key[0]), uint64_t(key[1])};
@@ -309,16 +347,21 @@ SX_NOINLINE void update_ready(const RowRulesParams& p, const RuleNumbers<A>& r, 
   A rates[Kind == RowRuleKind::kRowAdagrad ? kReady : 1];
   // The way from a gradient to its row's rate is long: all of them first, where many are under way at once. Weight
   // decay wants the weight, which is best read once.
-  const bool rates_first = Kind == RowRuleKind::kRowAdagrad && r.weight_decay == 0;
+  const bool rates_first = Kind == RowRuleKind::kRowAdagrad && r.weight_decay == 0 && !p.project;
   if (rates_first) {
     for (int64_t i = 0; i < n; ++i) rates[i] = next_row_rate<T>(p, r, rows[i].id, rows[i].g);
   }
   for (int64_t i = 0; i < n; ++i) {
     const int64_t ahead = i + how.rows < n ? rows[i + how.rows].id : after[i + how.rows - n];
     prefetch_rows_of<Kind, T>(p, ahead, how, how_state);
+    if (p.project) {
+      const T* const row = static_cast<const T*>(p.weight.values) + rows[i].id * p.dim;
+      of_row.weight_decay = r.weight_decay - part_along<T, A>(row, rows[i].g, p.dim);
+    }
     if constexpr (Kind == RowRuleKind::kRowAdagrad) {
       prefetch_row_sum<A>(p, after[i]);
-      of_row.lr = rates_first ? rates[i] : next_row_rate<T>(p, r, rows[i].id, rows[i].g);
+      if (!rates_first) of_row.lr = r.lr;
+      of_row.lr = rates_first ? rates[i] : next_row_rate<T>(p, of_row, rows[i].id, rows[i].g);
     }
     // A row that several entries share is a frequent class, and better left in the cache.
     if (kStream && rows[i].single)

@@ -52,7 +52,7 @@ void launch_row_rules_entries(const RowRulesParams& given, void* stream) {
       constexpr int kWidth = decltype(tag)::width;
       const int group = log_group_of(params.dim, kWidth, kLeastWalkers);
       const int columns = int(column_blocks(params.dim, kWidth));
-      const bool by_row = params.weight.rule.kind == RowRuleKind::kRowAdagrad;
+      const bool by_row = params.weight.rule.kind == RowRuleKind::kRowAdagrad || params.project;
       const dim3 grid(group_blocks(entries, group), unsigned(by_row ? 1 : columns));
       SX_LAUNCH("row update", (row_rules_entries_kernel<T, kWidth>), grid, kUpdateThreads, 0, stream, params, group,
                 by_row ? columns : 1);

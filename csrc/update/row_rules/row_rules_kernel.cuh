@@ -53,14 +53,14 @@ SX_DEVICE inline void store_numbers(T* to, int c, const A* x, const int64_t* key
 
 // Updates row `id` where `here`, in the blocks [first, last) of 32 * Width columns; a group narrower than a warp has
 // one block. load(block, c, g) makes the gradient of the lane's columns from c on. Row-wise Adagrad needs the whole row
-// first, and loads it twice if there are several blocks. Weight and states are read behind the gradient: they would
-// take registers while it is summed, and with fewer warps there is less under way.
+// first, and so does a projected gradient; both load it twice if there are several blocks. Weight and states are read
+// behind the gradient: they would take registers while it is summed, and with fewer warps there is less under way.
 template <int Width, typename T, typename A, typename Load>
 SX_DEVICE inline void update_row(const RowRulesParams& p, const RuleNumbers<A>& rule, int64_t id, bool here, int lane,
                                  int group, int first, int last, const Load& load) {
   const bool by_row = p.weight.rule.kind == RowRuleKind::kRowAdagrad;
-  A squares = 0, rate = 0;
-  for (int pass = by_row ? 0 : 1; pass < 2; ++pass) {
+  A squares = 0, rate = 0, dot = 0, norm = 0, along = 0;
+  for (int pass = by_row || p.project ? 0 : 1; pass < 2; ++pass) {
     for (int block = first; block < last; ++block) {
       const int c = (block * kWarpSize + lane) * Width;
       const bool inside = here && c < p.dim;
@@ -74,19 +74,34 @@ SX_DEVICE inline void update_row(const RowRulesParams& p, const RuleNumbers<A>& 
 #pragma unroll
         for (int i = 0; i < Width; ++i) {
           const A x = g[i] + r.weight_decay * w[i];
-          if (inside) squares += x * x;
+          if (!inside) continue;
+          squares += x * x;
+          dot += g[i] * w[i];
+          norm += w[i] * w[i];
         }
         if (block + 1 < last) continue;
-        for (int step = group / 2; step > 0; step /= 2) squares += shuffle_xor(squares, step);
-        A* const sum = static_cast<A*>(p.weight.state0) + id;
-        const A next = here ? sum[0] + squares / A(p.dim) : A(0);
-        warp_sync();  // all lanes have read the sum before one writes it
-        if (here && lane == 0) sum[0] = next;
-        rate = row_rate(r, next);
+        for (int step = group / 2; step > 0; step /= 2) {
+          squares += shuffle_xor(squares, step);
+          dot += shuffle_xor(dot, step);
+          norm += shuffle_xor(norm, step);
+        }
+        if (p.project && norm > A(0)) {
+          along = dot / norm;  // see part_along of the CPU's side
+          squares -= along * (A(2) * (dot + r.weight_decay * norm) - along * norm);
+          squares = squares < A(0) ? A(0) : squares;
+        }
+        if (by_row) {
+          A* const sum = static_cast<A*>(p.weight.state0) + id;
+          const A next = here ? sum[0] + squares / A(p.dim) : A(0);
+          warp_sync();  // all lanes have read the sum before one writes it
+          if (here && lane == 0) sum[0] = next;
+          rate = row_rate(r, next);
+        }
         if (last - first > 1) continue;
         pass = 1;  // the only block is at hand
       }
       if (!inside) continue;
+      r.weight_decay -= along;
       if (by_row) r.lr = rate;
       dispatch_rule(p.weight.rule.kind, [&](auto tag) {
         constexpr RowRuleKind kKind = decltype(tag)::kind;

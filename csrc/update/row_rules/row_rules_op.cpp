@@ -191,7 +191,7 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
                  Tensor rows_b, std::optional<Tensor> bias_b, std::optional<Tensor> key,
                  std::vector<double> weight_rule, std::vector<double> bias_rule, std::optional<Tensor> weight_lr,
                  std::optional<Tensor> weight_step, std::optional<Tensor> bias_lr, std::optional<Tensor> bias_step,
-                 std::optional<Tensor> found_inf, std::optional<Tensor> keys, int64_t first_row) {
+                 std::optional<Tensor> found_inf, std::optional<Tensor> keys, int64_t first_row, bool project) {
   constexpr const char* op = "row_update_";
   begin_op();
   check_given(op, "weight", weight);
@@ -202,6 +202,7 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
   take_states(op, "weight_state0", "weight_state1", params.weight, weight, weight_state0, weight_state1);
   params.num_rows = weight.size(0);
   params.dim = weight.size(1);
+  params.project = project;
   const ScalarType acc = acc_type(weight.scalar_type());
   if (bias) {
     check_type(is_row_type(*bias, weight), op, ": bias must be ", dtype_name(weight.scalar_type()),
@@ -245,7 +246,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "Tensor(e!)? bias_state0, Tensor(f!)? bias_state1, Tensor ids_a, Tensor? coef_a, Tensor rows_a, Tensor ids_b, "
       "Tensor? coef_b, Tensor rows_b, Tensor? bias_b, Tensor? key, float[] weight_rule, float[] bias_rule, "
       "Tensor? weight_lr=None, Tensor(g!)? weight_step=None, Tensor? bias_lr=None, Tensor(h!)? bias_step=None, "
-      "Tensor? found_inf=None, Tensor(i!)? keys=None, int first_row=0) -> ()",
+      "Tensor? found_inf=None, Tensor(i!)? keys=None, int first_row=0, "
+      "bool project=False) -> ()",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {

@@ -55,6 +55,8 @@ struct RowRulesParams {
   const int64_t* key;     // [2] seed, offset of stochastic rounding; nullptr: round to nearest
   int64_t first_row;      // of a table spread over ranks: stochastic rounding goes by the row of the whole table
   int64_t num_rows, dim;  // C, d
+  // Summed gradients only: takes the part along the class row out of each sum, the gradient of a row on the sphere.
+  bool project;
   // Gradients given:
   const int64_t* row_ids;  // [n] distinct; nullptr: row i is class i
   const void* rows;        // [n, d] in rows_dtype: the weight's dtype or A

@@ -160,7 +160,13 @@ def top(
     """
     h = h.to(head.weight.dtype)
     lse = exact_lse(
-        h, head.weight, head.bias, scale=head.scale, absolute=head.loss.absolute, prior=head.prior(h, features)
+        head._query(h),
+        head.weight,
+        head._live_bias(),
+        scale=head.scale,
+        absolute=head.loss.absolute,
+        normalize=head.normalize,
+        prior=head.prior(h, features),
     ).unsqueeze(1)
     if known is None:
         logits, ids = head.topk(h, k, features=features)

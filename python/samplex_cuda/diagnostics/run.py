@@ -17,6 +17,7 @@ from samplex_cuda import functional, samplers
 from samplex_cuda._checks import describe
 from samplex_cuda.diagnostics import advice, gradient_error, timing
 from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
+from samplex_cuda.heads.checks import refuse_sphere
 from samplex_cuda.prediction import valid_targets
 from samplex_cuda.rng import Key, fold_in
 
@@ -184,6 +185,7 @@ def diagnose(
         True
     """
     say = on_progress or (lambda text: None)
+    refuse_sphere(head, "diagnose")
     sizes = _check_sizes(num_samples)
     flat, seen, given = _check_rows(head, h, features, context)
     target, keep = _targets(head, h, flat, y, seed)

@@ -188,6 +188,7 @@ class ShardedClassifier(ShardedAnswers):
         index: Tensor | None = None,
         context: Any = None,
         sample_weight: Tensor | None = None,
+        target_weight: Tensor | None = None,
         positives: tuple[Tensor, Tensor] | None = None,
         key: Key | Tensor | None = None,
     ) -> Tensor:
@@ -200,6 +201,7 @@ class ShardedClassifier(ShardedAnswers):
             index: as there.
             context: int64 [*], or None.
             sample_weight: as there.
+            target_weight: must be None.
             positives: as there.
             key: as there; that of the first rank counts.
 
@@ -213,6 +215,8 @@ class ShardedClassifier(ShardedAnswers):
                 f"{_NAME}: a sharded head must not be inside DistributedDataParallel, which gives every rank the rows "
                 "of rank 0: wrap the encoder alone, and make the head anew"
             )
+        if target_weight is not None:
+            raise ValueError(f"{_NAME}: target_weight must be None in a sharded head, got a tensor")
         grad = torch.is_grad_enabled()
         given = [t is not None for t in (features, index, context, sample_weight)]
         targets = y.shape[-1] if isinstance(y, Tensor) and isinstance(h, Tensor) and y.dim() == h.dim() else 0

@@ -18,7 +18,7 @@ from samplex_cuda._checks import check_choice, check_int, op_error
 from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, check_backend, group_of
 from samplex_cuda.distributed.step import StepResult, run_step, times
 from samplex_cuda.functional._inputs import known_positives
-from samplex_cuda.heads.checks import inside_ddp, like_weight
+from samplex_cuda.heads.checks import inside_ddp, like_weight, refuse_sphere
 from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
 from samplex_cuda.ops.loss_types import REDUCTIONS, Entries, Inputs, LossGrad, Plan
 from samplex_cuda.ops.row_gradients import entries
@@ -97,6 +97,7 @@ def replicate(
 def _check_head(head: SampledClassifier) -> None:
     if type(head) is not SampledClassifier:
         raise ValueError(f"{_NAME}: heads must be plain, got a {type(head).__name__}, which has its own exchange")
+    refuse_sphere(head, _NAME)
     if not head.loss.needs.draws:
         raise ValueError(
             f"{_NAME}: loss must sample classes, got {head.loss!r}, whose gradient is dense: DistributedDataParallel "

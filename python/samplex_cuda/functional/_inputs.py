@@ -12,7 +12,7 @@ from samplex_cuda._checks import FLOATS, check_int, check_number, check_tensor, 
 from samplex_cuda.losses.base import reduction_code
 from samplex_cuda.ops.loss_types import Form, Inputs, acc_dtype
 
-__all__ = ["form_of", "known_positives", "prepare", "reduction_code", "row_values"]
+__all__ = ["form_of", "known_positives", "prepare", "reduction_code", "row_values", "target_weights"]
 
 
 def _check_ids(op: str, name: str, t: Tensor, device: torch.device) -> None:
@@ -181,6 +181,20 @@ def row_values(
     if all(t.shape != shape for shape in shapes) or not t.is_floating_point() or t.device != weight.device:
         raise ValueError(f"{op}: {name} must be {wanted} floating point on {weight.device}, got {describe(t)}")
     return t.detach().to(acc_dtype(weight.dtype)).contiguous()
+
+
+def target_weights(op: str, given: Tensor | None, target: Tensor, flat: Tensor, weight: Tensor) -> Tensor | None:
+    """What targets weigh, in the dtype and the shape the ops take; None where they all weigh the same.
+
+    Args:
+        op: name for error messages.
+        given: the caller's, the shape of `target`.
+        target: the caller's.
+        flat: the same targets, [B] or [B, P].
+        weight: whose device and dtype count.
+    """
+    found = row_values(op, "target_weight", given, [target.shape], False, "", weight)
+    return None if found is None else found.reshape(flat.shape)
 
 
 def known_positives(op: str, rows: tuple[Tensor, Tensor], batch: int, device: torch.device) -> tuple[Tensor, Tensor]:

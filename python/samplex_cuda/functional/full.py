@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._checks import check_int, check_number, check_tensor, describe
-from samplex_cuda.functional._inputs import form_of, prepare
+from samplex_cuda.functional._inputs import form_of, prepare, target_weights
 from samplex_cuda.ops.full_softmax import full_softmax as _full_softmax
 
 __all__ = ["full_softmax"]
@@ -22,6 +22,7 @@ def full_softmax(
     reduction: str = "mean",
     absolute: bool = False,
     label_smoothing: float = 0.0,
+    target_weight: Tensor | None = None,
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
     chunk_size: int | None = None,
@@ -43,6 +44,8 @@ def full_softmax(
         reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
         absolute: use \|s\| as logit: the absolute softmax.
         label_smoothing: share of the target spread evenly over all classes, as in `F.cross_entropy`.
+        target_weight: floating point, shape of `target`: what each target weighs, as class probabilities in
+            `F.cross_entropy`; "mean" then divides by the number of rows. By default 1 / P each.
         class_weight: [C] float32 weights of the classes, as `weight` of `F.cross_entropy`.
         ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
         chunk_size: classes per chunk; chosen from the shapes when not given.
@@ -72,6 +75,7 @@ def full_softmax(
     no_ids = torch.empty(0, dtype=torch.int64, device=weight.device)
     no_log_q = torch.empty(0, dtype=torch.float32, device=weight.device)
     lead, x = prepare(op, h, weight, target, no_ids, no_log_q, bias, class_weight)
+    given = target_weights(op, target_weight, target, x.target, weight)
     target = x.target if x.target.dim() == 2 else x.target.unsqueeze(1)
     loss = _full_softmax(
         x.hidden,
@@ -85,5 +89,6 @@ def full_softmax(
         bool(absolute),
         chunk_size or 0,
         reduction,
+        None if given is None else given.reshape(target.shape),
     )
     return loss if lead is None or reduction != "none" else loss.reshape(lead)

@@ -9,10 +9,11 @@ from torch import Tensor
 from samplex_cuda import losses
 from samplex_cuda._checks import check_number, check_tensor, describe, shape_text
 from samplex_cuda.draw import Negatives
-from samplex_cuda.functional._inputs import form_of, prepare
+from samplex_cuda.functional._inputs import form_of, prepare, target_weights
 from samplex_cuda.functional._negatives import flat_negatives
 from samplex_cuda.ops.fused_loss import run_loss
 from samplex_cuda.ops.loss_types import acc_dtype
+from samplex_cuda.ops.sphere import unit_rows
 from samplex_cuda.optim.fusion import fusion_of
 
 __all__ = ["sampled_softmax"]
@@ -30,6 +31,9 @@ def sampled_softmax(
     reduction: str = "mean",
     absolute: bool = False,
     label_smoothing: float = 0.0,
+    normalize: bool = False,
+    margin: losses.Margin | None = None,
+    target_weight: Tensor | None = None,
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
     positives: tuple[Tensor, Tensor] | None = None,
@@ -60,6 +64,12 @@ def sampled_softmax(
         reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
         absolute: use \|s\| as logit: the absolute softmax, for samplers with a symmetric kernel.
         label_smoothing: share of the target spread evenly over targets and unmasked draws, on the uncorrected logits.
+        normalize: take h and the class rows on the unit sphere: the product is their cosine, and gradients go through
+            the norms. A row of zeros has cosine 0 and no gradient. Takes no bias.
+        margin: `sx.losses.ArcFace(0.5)`, `CosFace(0.35)` or `Margin(m1, m2, m3)` on the targets. Requires
+            `normalize=True`.
+        target_weight: floating point, shape of `target`: what each target weighs, as class probabilities in
+            `F.cross_entropy`; "mean" then divides by the number of rows. By default 1 / P each.
         class_weight: [C] float32 weights of the classes, as `weight` of `F.cross_entropy`.
         ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
         positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]): masked where drawn.
@@ -82,12 +92,20 @@ def sampled_softmax(
     """
     loss_of = _PLAIN
     check_number("sampled_softmax", "label_smoothing", label_smoothing, 0.0, 1.0)
-    if label_smoothing or absolute:
-        loss_of = losses.SampledSoftmax(label_smoothing, absolute)
+    if label_smoothing or absolute or margin is not None:
+        loss_of = losses.SampledSoftmax(label_smoothing, absolute, margin)
+    if margin is not None and not normalize:
+        raise ValueError("sampled_softmax: normalize must be True with a margin, which is one of angles, got False")
+    if normalize and bias is not None:
+        raise ValueError("sampled_softmax: bias must be None with normalize=True, got a tensor")
     if log_q is None or isinstance(ids, tuple):
         ids, log_q = _plain(h, weight, target, ids, log_q, ignore_index)
     lead, x = prepare("sampled_softmax", h, weight, target, ids, log_q, bias, class_weight, positives)
     form = form_of("sampled_softmax", scale, ignore_index, reduction, sparse, return_lse)
+    if normalize:
+        x, form = x._replace(hidden=unit_rows(x.hidden)), form._replace(normalize=True)
+    if target_weight is not None:
+        x = x._replace(target_weight=target_weights("sampled_softmax", target_weight, target, x.target, weight))
     loss, lse = run_loss(loss_of, x, form, fusion_of(weight))
     if lead is not None and reduction == "none":
         loss = loss.reshape(lead)

@@ -13,16 +13,19 @@ from samplex_cuda.losses import Loss
 
 if TYPE_CHECKING:
     from samplex_cuda.heads.classifier import SampledClassifier
+    from samplex_cuda.heads.exact import ExactAnswers
     from samplex_cuda.heads.module import HeadModule
 
 __all__ = [
     "check_sampler",
+    "check_sphere",
     "check_unique",
     "explain_mismatch",
     "inside_ddp",
     "like_weight",
     "refuse_moved",
     "refuse_replicas",
+    "refuse_sphere",
 ]
 
 _NAME = "SampledClassifier"
@@ -93,6 +96,32 @@ def check_unique(sampler: Any, loss: Loss, unique: Any) -> None:
         raise ValueError(
             f"{_NAME}: unique must be False unless the sampler is Uniform, LogUniform or Unigram and the loss is one "
             f"over weighted draws, got {type(sampler).__name__} and {loss!r}"
+        )
+
+
+def check_sphere(
+    loss: Loss, normalize: bool, learn_scale: bool = False, scale: float = 1.0, bias: bool = False
+) -> None:
+    """Whether the loss can take rows on the sphere, has them if it has a margin, and a learned scale has no bias."""
+    if normalize and not loss.normalizes:
+        raise ValueError(f"{_NAME}: normalize must be False with {loss!r}; SampledSoftmax and FullSoftmax take it")
+    if loss.margin is not None and not normalize:
+        raise ValueError(f"{_NAME}: normalize must be True with a margin, which is one of angles, got False")
+    if bias and (normalize or learn_scale):
+        what = "normalize" if normalize else "learn_scale"
+        raise ValueError(f"{_NAME}: bias must be False with {what}=True, got True")
+    if learn_scale and not scale > 0:
+        raise ValueError(f"{_NAME}: scale must be above 0 with learn_scale=True, got {scale!r}")
+
+
+def refuse_sphere(head: ExactAnswers, op: str) -> None:
+    """ValueError for a head with rows on the sphere and what else few places take."""
+    corrected = getattr(head.loss, "corrected", True)
+    if head.normalize or head.log_scale is not None or not corrected or head.live is not None:
+        got = f"normalize={head.normalize}, learn_scale={head.log_scale is not None}, corrected={corrected}"
+        raise ValueError(
+            f"{op}: head must have normalize=False, learn_scale=False, a corrected loss and no retired classes, got "
+            f"{got}, {head.num_classes} classes"
         )
 
 

@@ -14,16 +14,25 @@ from torch import Tensor, nn
 from samplex_cuda import _device, losses
 from samplex_cuda._checks import check_choice, check_dense, check_int, check_number, check_tensor, describe, shape_text
 from samplex_cuda.draw import COPIES, Draw, Negatives
-from samplex_cuda.functional._inputs import known_positives
+from samplex_cuda.functional._inputs import known_positives, target_weights
 from samplex_cuda.functional._negatives import flat_negatives
 from samplex_cuda.functional.full import full_softmax
-from samplex_cuda.heads.checks import check_sampler, check_unique, like_weight, refuse_moved, refuse_replicas
+from samplex_cuda.heads.checks import (
+    check_sampler,
+    check_sphere,
+    check_unique,
+    like_weight,
+    refuse_moved,
+    refuse_replicas,
+    refuse_sphere,
+)
+from samplex_cuda.heads.classes import ClassesOfHead
 from samplex_cuda.heads.follow import TableFollower
-from samplex_cuda.heads.module import HeadModule
 from samplex_cuda.losses import Loss, Needs
 from samplex_cuda.ops.fused_loss import run_loss, run_static_loss
 from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, StaticInputs
 from samplex_cuda.ops.row_gradients import RowSink
+from samplex_cuda.ops.sphere import unit_rows
 from samplex_cuda.ops.transforms import transformed
 from samplex_cuda.optim.fusion import Fusion
 from samplex_cuda.prediction import mean_weight, valid_targets
@@ -42,6 +51,7 @@ _is_compiling = torch.compiler.is_compiling
 # Attributes whose change makes the head resolve its step anew.
 _SETTINGS = frozenset(
     {"loss", "num_samples", "shared", "stratified", "unique", "scale", "ignore_index", "sparse", "reduction", "sampler"}
+    | {"normalize"}
 )
 
 
@@ -65,7 +75,7 @@ class LossSpec(NamedTuple):
     draws_static: bool  # the op of the loss draws by itself, from the sampler's `law()`
 
 
-class SampledClassifier(HeadModule):
+class SampledClassifier(ClassesOfHead):
     """A linear classifier over C classes that trains on sampled classes and evaluates exactly.
 
     In training mode `head(h, y)` draws `num_samples` classes per row (or once for the batch, with `shared=True`) and
@@ -93,7 +103,7 @@ class SampledClassifier(HeadModule):
         loss: an object of `sx.losses`, which carries the options of the loss, or its short name: "sampled_softmax",
             "negative_sampling", "nce", "one_vs_each", "full_softmax" (exact, O(C) per row, dense gradients).
             docs/losses.md compares them.
-        bias: whether there is a bias per class.
+        bias: whether there is a bias per class; by default, unless `normalize=True`, which takes none.
         shared: draw once for the whole batch. Targets among the draws are then masked, whereas per-row draws exclude
             them beforehand; both leave the expected normalizer right. (Negative sampling and NCE do neither.) A sampler
             whose distribution differs per row draws from the mean of these distributions. On the CPU, classes that were
@@ -104,6 +114,11 @@ class SampledClassifier(HeadModule):
             draw them by default ("tf", biased): `StaticSampler.unique`. Requires a static sampler (`Uniform`,
             `LogUniform`, `Unigram`) and a loss over weighted draws. On a GPU each draw waits for the device.
         scale: inverse temperature; the logit is `scale * (h @ w + b)`.
+        normalize: take `h` and the class rows on the unit sphere, so that the logit is `scale * cos(h, w)`; gradients
+            go through the norms. A row of zeros has cosine 0 and no gradient. For `SampledSoftmax`, which then takes
+            margins, and `FullSoftmax`. See docs/faces.md.
+        learn_scale: learn the scale, from `scale` on: the parameter `log_scale` is its logarithm, and `head.scale` is
+            1. It takes no bias either. A row optimizer takes `[head.weight]` and not this.
         class_weight: [C], as `weight` of `F.cross_entropy`. It moves with the module, keeps at least fp32 and is not
             part of `state_dict()`.
         ignore_index: rows of this target have no loss and no gradient.
@@ -135,6 +150,7 @@ class SampledClassifier(HeadModule):
     """
 
     log_eta: Tensor | None
+    log_scale: nn.Parameter | None
 
     def __init__(
         self,
@@ -143,12 +159,14 @@ class SampledClassifier(HeadModule):
         sampler: nn.Module | None = None,
         num_samples: int | None = None,
         loss: str | Loss = "sampled_softmax",
-        bias: bool = True,
+        bias: bool | None = None,
         *,
         shared: bool = False,
         stratified: bool = False,
         unique: bool | str = False,
         scale: float = 1.0,
+        normalize: bool = False,
+        learn_scale: bool = False,
         class_weight: Tensor | None = None,
         ignore_index: int = -100,
         sparse: bool = True,
@@ -183,6 +201,8 @@ class SampledClassifier(HeadModule):
             raise ValueError(f"{_NAME}: class_weight must be [{num_classes}] float32, got {describe(class_weight)}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"{_NAME}: dtype must be floating point, got {dtype!r}")
+        bias = not (normalize or learn_scale) if bias is None else bool(bias)
+        check_sphere(loss, normalize, learn_scale, scale, bias)
         policy = check_sampler(sampler, loss, num_classes, bias, shared, stratified, sampler_update)
         check_unique(sampler, loss, unique)
 
@@ -193,7 +213,8 @@ class SampledClassifier(HeadModule):
         self.shared = shared
         self.stratified = stratified
         self.unique = unique
-        self.scale = float(scale)
+        self.scale = 1.0 if learn_scale else float(scale)
+        self.normalize = bool(normalize)
         self.ignore_index = ignore_index
         self.sparse = sparse
         self.reduction = reduction
@@ -202,6 +223,10 @@ class SampledClassifier(HeadModule):
             self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype))
         else:
             self.register_parameter("bias", None)
+        self.register_parameter("log_scale", None)
+        if learn_scale:
+            start = torch.tensor(math.log(scale), device=device, dtype=self._wide())
+            self.log_scale = nn.Parameter(start)
         self.sampler = sampler
         self.follower = TableFollower(policy, self.num_classes, sampler_update == "auto")
         self._fusion: Fusion | None = None
@@ -212,6 +237,7 @@ class SampledClassifier(HeadModule):
             class_weight = class_weight.detach().to(device=place, dtype=self._wide())
         # Not persistent: a checkpoint holds what nn.Linear's does.
         self.register_buffer("class_weight", class_weight, persistent=False)
+        self.register_buffer("live", None)  # bool [C] if classes are retired
         state = loss.example_state(num_classes)
         self._state_name = None if state is None else state.name
         self.register_buffer("log_eta", None)
@@ -250,7 +276,14 @@ class SampledClassifier(HeadModule):
     def _resolve(self) -> LossSpec:
         """The step of this configuration: the one place where it is decided."""
         loss, needs = self.loss, self.loss.needs
-        form = Form(float(self.scale), int(self.ignore_index), REDUCTIONS[self.reduction], bool(self.sparse))
+        check_sphere(loss, self.normalize)
+        form = Form(
+            float(self.scale),
+            int(self.ignore_index),
+            REDUCTIONS[self.reduction],
+            bool(self.sparse),
+            normalize=self.normalize,
+        )
         sampling: dict[str, Any] = {"shared": True} if self.shared else {}
         if self.stratified:
             sampling["stratified"] = True
@@ -290,6 +323,7 @@ class SampledClassifier(HeadModule):
         index: Tensor | None = None,
         context: Any = None,
         sample_weight: Tensor | None = None,
+        target_weight: Tensor | None = None,
         positives: tuple[Tensor, Tensor] | None = None,
         key: Key | Tensor | None = None,
     ) -> Tensor:
@@ -305,6 +339,9 @@ class SampledClassifier(HeadModule):
             index: int64 [*], example numbers in [0, num_examples), for losses that keep a number per example.
             context: what context-dependent samplers need; others ignore it.
             sample_weight: [*], multiplies the loss of each row; "mean" divides by the sum of the weights.
+            target_weight: floating point, the shape of `y`: what each target weighs, as class probabilities in
+                `F.cross_entropy`; "mean" then divides by the number of rows. By default 1 / P each. For
+                `SampledSoftmax` and `FullSoftmax`.
             positives: CSR pair (offsets int64 [B + 1], ids int64): further known positives of each row, never counted
                 as negatives in training. The exact NLL of eval mode ignores them.
             key: where the draw comes from, a `Key` or its reserved tensor; by default torch's generator.
@@ -326,26 +363,35 @@ class SampledClassifier(HeadModule):
             exchange: Any = self._replica.loss
             if _is_compiling():
                 from samplex_cuda._eager import eager_replica_loss as exchange
+            if target_weight is not None:
+                raise ValueError(f"{_NAME}: target_weight must be None in a replicated head, got a tensor")
             return exchange(self, h, y, features, index, context, sample_weight, positives, key)
         rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
+        if self.live is not None:
+            target = self._refuse_retired(target)
         spec = self._spec or self._resolve()
+        shares = None
+        if target_weight is not None:
+            if not spec.loss.takes_target_weight:
+                raise ValueError(f"{_NAME}: target_weight must be None with {spec.loss!r}, got a tensor")
+            shares = target_weights(_NAME, target_weight, y, target, self.weight)
         if not self.training:
-            loss = self.exact_loss(rows, target, features)
-            return self._reduced(loss, target, sample_weight, lead)
+            loss = self.exact_loss(rows, target, features, shares)
+            return self._reduced(loss, target, sample_weight, lead, shares is not None)
         own = None if negatives is None else self._own_negatives(spec, negatives, target, lead)
         index = self._check_index(index, lead) if spec.needs.example_index else None
         form = spec.form if sample_weight is None else spec.rows
         if not spec.needs.draws:
-            loss = self._full_loss(rows, target, sample_weight is not None)
+            loss = self._full_loss(rows, target, sample_weight is not None, shares)
         else:
             run: Any = type(self)._sampled_loss
             if (self._fusion is not None or self.follower.active) and _is_compiling():
                 # An update inside backward, or of a sampler that follows the table, is no function of its inputs: a
                 # compiled caller leaves its graph here.
                 from samplex_cuda._eager import eager_loss as run
-            loss = run(self, spec, form, rows, target, features, index, context, positives, key, own)
+            loss = run(self, spec, form, rows, target, features, index, context, positives, key, own, shares)
         if sample_weight is not None:
-            return self._reduced(loss, target, sample_weight, lead)
+            return self._reduced(loss, target, sample_weight, lead, shares is not None)
         return loss if form.reduction or len(lead) == 1 else loss.reshape(lead)
 
     def _check_batch(
@@ -387,9 +433,11 @@ class SampledClassifier(HeadModule):
             )
         return rows, target, lead
 
-    def _reduced(self, loss: Tensor, target: Tensor, sample_weight: Tensor | None, lead: torch.Size) -> Tensor:
-        """Losses of rows, [B], weighted and reduced."""
-        row_weight = mean_weight(target, self._valid(target), self.class_weight)
+    def _reduced(
+        self, loss: Tensor, target: Tensor, sample_weight: Tensor | None, lead: torch.Size, weighted: bool = False
+    ) -> Tensor:
+        """Losses of rows, [B], weighted and reduced; rows whose targets are `weighted` count 1 each."""
+        row_weight = mean_weight(target, self._valid(target), None if weighted else self.class_weight)
         if sample_weight is not None:
             flat = sample_weight.reshape(-1).to(loss.dtype)
             loss, row_weight = loss * flat, row_weight * flat
@@ -400,17 +448,20 @@ class SampledClassifier(HeadModule):
         total = row_weight.sum().to(loss.dtype)
         return loss.sum() / torch.where(total == 0, 1.0, total)
 
-    def _full_loss(self, h: Tensor, target: Tensor, by_row: bool) -> Tensor:
+    def _full_loss(self, h: Tensor, target: Tensor, by_row: bool, target_weight: Tensor | None) -> Tensor:
         loss: Any = self.loss
+        if h.dtype is not self.weight.dtype or h.device != self.weight.device:
+            h = like_weight(h, self.weight)
         return full_softmax(
-            h,
-            self.weight,
+            self._query(h),
+            unit_rows(self.weight) if self.normalize else self.weight,
             target,
-            self.bias,
+            self._live_bias(),
             scale=self.scale,
             reduction="none" if by_row else self.reduction,
             absolute=loss.absolute,
             label_smoothing=loss.label_smoothing,
+            target_weight=target_weight,
             class_weight=self.class_weight,
             ignore_index=self.ignore_index,
         )
@@ -427,6 +478,7 @@ class SampledClassifier(HeadModule):
         positives: tuple[Tensor, Tensor] | None,
         key: Key | Tensor | None,
         negatives: Draw | None = None,
+        target_weight: Tensor | None = None,
     ) -> Tensor:
         """One training step's loss: draw, then the fused loss; `h` is [B, d], `target` [B] or [B, P]."""
         # Past `nn.Module.__getattr__`, which takes a microsecond; a parametrized weight is not in the dictionary.
@@ -437,12 +489,13 @@ class SampledClassifier(HeadModule):
             refuse_replicas(self)
         if h.dtype is not weight.dtype or h.device != weight.device:
             h = like_weight(h, weight)
+        query = self._query(h)
         follower = self.follower
-        alone = positives is None and negatives is None and target.dim() == 1 and not follower.active
-        if spec.draws_static and alone and not compiling and not transformed():
+        alone = positives is None and negatives is None and target.dim() == 1 and target_weight is None
+        if spec.draws_static and alone and not follower.active and not compiling and not transformed():
             sampler: Any = self._modules["sampler"]
             given = StaticInputs(
-                h if h.is_contiguous() else h.contiguous(),
+                query if query.is_contiguous() else query.contiguous(),
                 weight,
                 bias,
                 target if target.is_contiguous() else target.contiguous(),
@@ -479,7 +532,7 @@ class SampledClassifier(HeadModule):
             used = state[index]
         log_q = draw.log_q if weight.dtype is not torch.float64 else draw.log_q.double()
         x = Inputs(
-            h if h.is_contiguous() else h.contiguous(),
+            query if query.is_contiguous() else query.contiguous(),
             weight,
             bias,
             target if target.is_contiguous() else target.contiguous(),
@@ -490,6 +543,7 @@ class SampledClassifier(HeadModule):
             known,
             target_log_q,
             used,
+            target_weight=target_weight,
         )
         sink = self._fusion or (None if compiling else self._rows_of(weight, bias))
         loss, extra = run_loss(spec.loss, x, form, sink)
@@ -665,6 +719,7 @@ class SampledClassifier(HeadModule):
         """
         from samplex_cuda.distributed import ShardedClassifier
 
+        refuse_sphere(self, "SampledClassifier.shard")
         return ShardedClassifier(
             self,
             mesh_or_group,

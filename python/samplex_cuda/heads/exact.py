@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from samplex_cuda._checks import check_int, describe, shape_text
 from samplex_cuda.losses import Loss
+from samplex_cuda.ops.sphere import unit_rows
 from samplex_cuda.prediction import Prior, exact_log_prob, exact_nll, exact_scores, exact_topk, rerank
 from samplex_cuda.samplers.tree import Tree
 
@@ -24,20 +25,26 @@ class ExactAnswers(nn.Module):
     in_features: int
     num_classes: int
     scale: float
+    normalize: bool
+    log_scale: nn.Parameter | None
     ignore_index: int
     loss: Loss
     weight: nn.Parameter
     bias: nn.Parameter | None
     sampler: Any
     class_weight: Tensor | None
+    live: Tensor | None
 
-    def exact_loss(self, h: Tensor, target: Tensor, features: Tensor | None = None) -> Tensor:
+    def exact_loss(
+        self, h: Tensor, target: Tensor, features: Tensor | None = None, target_weight: Tensor | None = None
+    ) -> Tensor:
         """Exact negative log-likelihood of each row, [B], without gradient.
 
         Args:
             h: [B, d].
             target: int64 [B], or [B, P] padded with -100.
             features: [B, f], what the sampler looks at if that is not `h`; used by losses with a prior.
+            target_weight: the shape of target, what each target weighs; by default 1 over their number.
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -46,14 +53,16 @@ class ExactAnswers(nn.Module):
             torch.Size([3])
         """
         return exact_nll(
-            h,
+            self._query(h),
             self.weight,
             target,
-            self.bias,
+            self._live_bias(),
             scale=self.scale,
             absolute=self.loss.absolute,
             class_weight=self.class_weight,
             ignore_index=self.ignore_index,
+            normalize=self.normalize,
+            target_weight=target_weight,
             prior=self.prior(h, features),
         )
 
@@ -80,6 +89,19 @@ class ExactAnswers(nn.Module):
         """What the sampler looks at, [B, f]."""
         return (h if features is None else features.reshape(h.shape[0], features.shape[-1])).detach()
 
+    def _live_bias(self) -> Tensor | None:
+        """The bias [C], with -inf for retired classes."""
+        if self.live is None:
+            return self.bias
+        bias = self.weight.new_zeros(()) if self.bias is None else self.bias
+        return torch.where(self.live, bias, -torch.inf).to(bias.dtype)
+
+    def _query(self, h: Tensor) -> Tensor:
+        """h [B, d] as products with class rows take it: on the sphere, times a learned scale."""
+        if self.normalize:
+            h = unit_rows(h)
+        return h if self.log_scale is None else h * self.log_scale.exp().to(h.dtype)
+
     def _check_h(self, method: str, h: Tensor) -> torch.Size:
         if not isinstance(h, Tensor) or h.dim() == 0 or h.shape[-1] != self.in_features or not h.is_floating_point():
             raise ValueError(f"{_where(method)}: h must be [*, {self.in_features}] floating point, got {describe(h)}")
@@ -97,6 +119,8 @@ class ExactAnswers(nn.Module):
         self, h: Tensor, features: Tensor | None = None, corrected: bool = True, *, chunk_size: int | None = None
     ) -> Tensor:
         """Scores of all classes, `scale * (h @ w + b)`; with negative sampling plus log p_n(y|x), Eq. 5.
+
+        With `normalize=True` they are cosines times the scale.
 
         Args:
             h: [*, d].
@@ -120,10 +144,11 @@ class ExactAnswers(nn.Module):
         self._check_features("scores", features, lead)
         rows = h.reshape(-1, self.in_features)
         out = exact_scores(
-            rows,
+            self._query(rows),
             self.weight,
-            self.bias,
+            self._live_bias(),
             scale=self.scale,
+            normalize=self.normalize,
             absolute=self.loss.absolute,
             prior=self.prior(rows, features) if corrected else None,
             chunk_size=chunk_size,
@@ -152,10 +177,11 @@ class ExactAnswers(nn.Module):
         self._check_features("log_prob", features, lead)
         rows = h.reshape(-1, self.in_features)
         out = exact_log_prob(
-            rows,
+            self._query(rows),
             self.weight,
-            self.bias,
+            self._live_bias(),
             scale=self.scale,
+            normalize=self.normalize,
             absolute=self.loss.absolute,
             prior=self.prior(rows, features),
             chunk_size=chunk_size,
@@ -228,11 +254,12 @@ class ExactAnswers(nn.Module):
         if beam is not None or tree is not None:
             raise ValueError("SampledClassifier.topk: candidates must be 'tree' where beam or tree is given, got None")
         logits, ids = exact_topk(
-            rows,
+            self._query(rows),
             self.weight,
             k,
-            self.bias,
+            self._live_bias(),
             scale=self.scale,
+            normalize=self.normalize,
             absolute=self.loss.absolute,
             prior=self.prior(rows, features),
             chunk_size=chunk_size,
@@ -274,7 +301,17 @@ class ExactAnswers(nn.Module):
             added = None
         elif added is None:
             added = sampler.log_prob(seen, ids.clamp(min=0))
-        return rerank(h, self.weight, ids, k, self.bias, scale=self.scale, absolute=self.loss.absolute, added=added)
+        return rerank(
+            self._query(h),
+            self.weight,
+            ids,
+            k,
+            self._live_bias(),
+            scale=self.scale,
+            absolute=self.loss.absolute,
+            normalize=self.normalize,
+            added=added,
+        )
 
     def index(self, kind: str = "flat", **options: Any) -> ClassIndex:
         """An approximate nearest-neighbour index over the class rows (FAISS), for `index.topk(h, k)`.

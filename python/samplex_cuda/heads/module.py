@@ -24,7 +24,7 @@ class HeadModule(SamplerOfHead):
     _state_name: str | None
 
     def linear(self) -> nn.Linear:
-        """An `nn.Linear` that shares `weight` and `bias`, for export; it knows no `scale` and no `absolute`.
+        """An `nn.Linear` that shares `weight` and `bias`, for export; it knows no `scale`, `absolute` or `normalize`.
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -68,6 +68,11 @@ class HeadModule(SamplerOfHead):
                 args[-1].append(f"SampledClassifier: {name} of the state dict must be real, got {describe(value)}")
                 return
         explain_mismatch(self, state_dict, prefix, *args)
+        live = state_dict.get(f"{prefix}live")  # of a head with retired classes
+        if live is None:
+            self.live = None
+        elif isinstance(live, Tensor) and live.shape == (self.num_classes,) and self.live is None:
+            self.live = torch.ones(self.num_classes, dtype=torch.bool, device=self.weight.device)
         # A checkpoint of nn.Linear has no `sampler.` entry at all: load it strictly all the same, and keep the sampler.
         without = not any(name.startswith(f"{prefix}sampler.") for name in state_dict)
         if without and self.sampler is not None:
@@ -91,12 +96,15 @@ class HeadModule(SamplerOfHead):
             "shared": False,
             "stratified": False,
             "scale": 1.0,
+            "normalize": False,
             "ignore_index": -100,
             "sparse": True,
             "reduction": "mean",
             "sampler_update": None,
         }
         parts += [f"{name}={getattr(self, name)}" for name, value in defaults.items() if getattr(self, name) != value]
+        if self.log_scale is not None:
+            parts.append("learn_scale=True")
         if self.class_weight is not None:
             parts.append("class_weight=True")
         return ", ".join(parts)

@@ -10,14 +10,18 @@ from typing import Any
 from samplex_cuda.losses.base import ExampleState, Loss, Needs, ScoreLoss
 from samplex_cuda.losses.entry import NCE, AugmentReduce, NegativeSampling, OneVsEach
 from samplex_cuda.losses.full import FullSoftmax
+from samplex_cuda.losses.margin import ArcFace, CosFace, Margin
 from samplex_cuda.losses.sampled import SampledSoftmax
 
 __all__ = [
     "NCE",
+    "ArcFace",
     "AugmentReduce",
+    "CosFace",
     "ExampleState",
     "FullSoftmax",
     "Loss",
+    "Margin",
     "Needs",
     "NegativeSampling",
     "OneVsEach",

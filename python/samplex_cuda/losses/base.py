@@ -71,6 +71,12 @@ class Loss:
     """Whether the logit is |s|; evaluation and prediction follow."""
     below_autograd: ClassVar[bool] = True
     """Whether `forward` calls only ops and needs no autograd inside."""
+    normalizes: ClassVar[bool] = False
+    """Whether the loss can take class rows on the unit sphere."""
+    margin: Any = None
+    """A `Margin` on the positive, or None."""
+    takes_target_weight: ClassVar[bool] = False
+    """Whether targets can have weights."""
 
     def __repr__(self) -> str:
         """The class and the options that are not at their defaults."""

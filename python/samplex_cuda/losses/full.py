@@ -27,6 +27,8 @@ class FullSoftmax(Loss):
     """
 
     name: ClassVar[str] = "full_softmax"
+    normalizes: ClassVar[bool] = True
+    takes_target_weight: ClassVar[bool] = True
     label_smoothing: float = 0.0
     absolute: bool = False
 

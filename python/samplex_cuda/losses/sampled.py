@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from samplex_cuda._checks import check_number
 from samplex_cuda.losses.base import Loss, Needs
+from samplex_cuda.losses.margin import Margin
 from samplex_cuda.ops.loss_types import Form, Forward, Inputs, StaticInputs
 from samplex_cuda.ops.sampled_softmax import sampled_softmax, sampled_softmax_static
 
@@ -22,6 +25,10 @@ class SampledSoftmax(Loss):
     Args:
         label_smoothing: as in `F.cross_entropy`, over the target and the draws; training only.
         absolute: the logit is `|scale * (h @ w + b)|`, for samplers that favor large absolute logits.
+        margin: a `Margin` on the positive, `ArcFace(0.5)` or `CosFace(0.35)`; training only. Requires a head with
+            `normalize=True`. See docs/faces.md.
+        corrected: False leaves log q out, so that draws count as they are, as in Partial FC: the loss is then no
+            estimate of the full softmax, whatever the number of draws.
 
     Example:
         >>> import torch, samplex_cuda as sx
@@ -32,30 +39,47 @@ class SampledSoftmax(Loss):
     """
 
     name: ClassVar[str] = "sampled_softmax"
+    normalizes: ClassVar[bool] = True
+    takes_target_weight: ClassVar[bool] = True
     label_smoothing: float = 0.0
     absolute: bool = False
+    margin: Margin | None = None
+    corrected: bool = True
 
     def __post_init__(self) -> None:
         """Checks the options."""
-        check_number(type(self).__name__, "label_smoothing", self.label_smoothing, 0.0, 1.0)
+        op = type(self).__name__
+        check_number(op, "label_smoothing", self.label_smoothing, 0.0, 1.0)
+        if self.margin is not None and not isinstance(self.margin, Margin):
+            raise TypeError(f"{op}: margin must be a Margin of samplex_cuda.losses or None, got {self.margin!r}")
+        if self.margin is not None and self.absolute:
+            raise ValueError(f"{op}: absolute must be False with a margin, got True")
+
+    @property
+    def _margin(self) -> tuple[float, ...]:
+        return () if self.margin is None else self.margin.numbers()
 
     @property
     def needs(self) -> Needs:
-        """See `Loss.needs`. Smoothing spreads evenly over the draws, so that copies of a class count each."""
-        return _SMOOTHED if self.label_smoothing else _PLAIN
+        """See `Loss.needs`. Smoothing, and draws without log q, count each copy of a class."""
+        return _PLAIN if self.corrected and not self.label_smoothing else _BY_COPY
 
     def forward(self, x: Inputs, form: Form, need_grad: bool, need_hidden: bool) -> Forward:
         """See `Loss.forward`."""
+        log_q = x.log_q
+        if not self.corrected:  # what the op adds to each draw, -log_q - log m, becomes 0
+            log_q = torch.full_like(log_q, -math.log(max(x.ids.shape[-1], 1)))
         loss, lse, saved = sampled_softmax(
-            x.hidden, x.weight, x.target, x.ids, x.log_q, x.bias, x.class_weight, x.known_offsets, x.known_ids,
+            x.hidden, x.weight, x.target, x.ids, log_q, x.bias, x.class_weight, x.known_offsets, x.known_ids,
             form.scale, self.label_smoothing, form.ignore_index, form.reduction, self.absolute, need_grad,
-            form.with_lse, form.sparse, need_hidden, x.draw_labels, x.row_labels,
+            form.with_lse, form.sparse, need_hidden, x.draw_labels, x.row_labels, x.target_weight, form.normalize,
+            self._margin,
         )  # fmt: skip
         return Forward(loss, saved, lse if form.with_lse else None)
 
     def draws_static(self, shared: bool) -> bool:
         """See `Loss.draws_static`."""
-        return True
+        return self.corrected
 
     def forward_static(self, x: StaticInputs, form: Form, need_grad: bool, need_hidden: bool) -> tuple[Forward, Tensor]:
         """See `Loss.forward_static`."""
@@ -63,9 +87,9 @@ class SampledSoftmax(Loss):
         loss, ids, saved = sampled_softmax_static(
             x.hidden, x.weight, x.target, x.key, law.number, x.num_samples, x.shared, law.table, law.prefix, x.bias,
             x.class_weight, form.scale, self.label_smoothing, form.ignore_index, form.reduction, self.absolute,
-            need_grad, need_hidden,
+            need_grad, need_hidden, form.normalize, self._margin,
         )  # fmt: skip
         return Forward(loss, saved), ids
 
 
-_PLAIN, _SMOOTHED = Needs(), Needs(mergeable=False)
+_PLAIN, _BY_COPY = Needs(), Needs(mergeable=False)

@@ -41,7 +41,12 @@ def _bias_dtype(weight: Tensor, bias: Tensor | None) -> torch.dtype:
 
 
 def _shares(
-    target: Tensor, valid: Tensor, class_weight: Tensor | None, label_smoothing: float, num_classes: int
+    target: Tensor,
+    valid: Tensor,
+    class_weight: Tensor | None,
+    label_smoothing: float,
+    num_classes: int,
+    target_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row: what its targets weigh [B, P], what any class weighs [B], and the sum of both over all classes [B].
 
@@ -49,7 +54,8 @@ def _shares(
     fp64.
     """
     count = valid.sum(1, keepdim=True)
-    share = torch.where(valid, (1.0 - label_smoothing) / count.clamp(min=1).double(), 0.0)
+    own = 1.0 / count.clamp(min=1).double() if target_weight is None else target_weight.double()
+    share = torch.where(valid, (1.0 - label_smoothing) * own, 0.0)
     every = (count.squeeze(1) > 0).double() * (label_smoothing / num_classes)  # torch.where would round to float32
     if class_weight is None:
         mass: float | Tensor = float(num_classes)
@@ -77,6 +83,7 @@ def _check_op(
     bias: Tensor | None,
     class_weight: Tensor | None,
     options: _Options,
+    target_weight: Tensor | None = None,
 ) -> None:
     """The checks of the op itself; the functional layer makes its own, with the names of its arguments."""
     acc = (torch.float32, torch.float64)
@@ -89,6 +96,12 @@ def _check_op(
     check_tensor(op, "target", target, "[B, P] int64")
     if target.dim() != 2 or target.shape[0] != hidden.shape[0] or target.dtype != torch.int64:
         raise ValueError(f"{op}: target must be [{hidden.shape[0]}, P] int64, got {describe(target)}")
+    if target_weight is not None:
+        check_tensor(op, "target_weight", target_weight, "[B, P]")
+        if target_weight.shape != target.shape or not target_weight.is_floating_point():
+            raise ValueError(
+                f"{op}: target_weight must be {list(target.shape)} floating point, got {describe(target_weight)}"
+            )
     for name, table in (("bias", bias), ("class_weight", class_weight)):
         if table is None:
             continue
@@ -100,11 +113,17 @@ def _check_op(
 
 
 def _rows(
-    op: str, target: Tensor, class_weight: Tensor | None, options: _Options, num_classes: int
+    op: str,
+    target: Tensor,
+    class_weight: Tensor | None,
+    options: _Options,
+    num_classes: int,
+    target_weight: Tensor | None = None,
 ) -> tuple[Tensor, _Weights | None]:
     """Targets [B, P] with -1 for none, and the weights; None where every row has one target and weighs 1."""
     if (
         class_weight is None
+        and target_weight is None
         and options.label_smoothing == 0.0
         and target.device.type == "cpu"
         and target.numel() == target.shape[0] > 0
@@ -113,12 +132,12 @@ def _rows(
         if low >= 0 and high < num_classes and not low <= options.ignore_index <= high:
             return target.view(-1, 1), None
     target, valid = flat_targets(op, target, options.ignore_index, num_classes)
-    shares = _shares(target, valid, class_weight, options.label_smoothing, num_classes)
+    shares = _shares(target, valid, class_weight, options.label_smoothing, num_classes, target_weight)
     return target.contiguous(), _Weights(valid.any(1), *shares)
 
 
 def _total(target: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """What the loss of a batch is divided by in a mean."""
+    """What the loss of a batch is divided by in a mean; class_weight is None where targets have weights."""
     total = mean_weight(target, valid_targets(target, ignore_index), class_weight).sum().to(dtype)
     return torch.where(total == 0, 1.0, total)
 
@@ -284,10 +303,11 @@ def _op(
     ignore_index: int,
     absolute: bool,
     chunk_size: int,
+    target_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     options = _Options(scale, label_smoothing, ignore_index, absolute, chunk_size)
-    _check_op("full_softmax", hidden, weight, target, bias, class_weight, options)
-    target, weights = _rows("full_softmax", target, class_weight, options, weight.shape[0])
+    _check_op("full_softmax", hidden, weight, target, bias, class_weight, options, target_weight)
+    target, weights = _rows("full_softmax", target, class_weight, options, weight.shape[0], target_weight)
     return _forward(hidden, weight, bias, class_weight, target, weights, options)
 
 
@@ -308,13 +328,14 @@ def _bwd_op(
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
+    target_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = _Options(scale, label_smoothing, ignore_index, absolute, chunk_size)
-    _check_op("full_softmax_bwd", hidden, weight, target, bias, class_weight, options)
+    _check_op("full_softmax_bwd", hidden, weight, target, bias, class_weight, options, target_weight)
     for name, t, dtype in (("grad", grad, acc_dtype(weight.dtype)), ("lse", lse, torch.float64)):
         if check_tensor("full_softmax_bwd", name, t, "[B]").shape != hidden.shape[:1] or t.dtype != dtype:
             raise ValueError(f"full_softmax_bwd: {name} must be [{hidden.shape[0]}] {dtype}, got {describe(t)}")
-    target, weights = _rows("full_softmax_bwd", target, class_weight, options, weight.shape[0])
+    target, weights = _rows("full_softmax_bwd", target, class_weight, options, weight.shape[0], target_weight)
     d_hidden, d_weight, d_bias = _gradients(
         grad, hidden, weight, bias, class_weight, lse, target, weights, options, (need_hidden, need_weight, need_bias)
     )
@@ -333,7 +354,7 @@ def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 @_bwd_op.register_fake
 def _(grad: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any) -> Any:
-    need_hidden, need_weight, need_bias = rest[-3:]
+    need_hidden, need_weight, need_bias = rest[7:10]
     return (
         hidden.new_empty((hidden.shape[0] if need_hidden else 0, hidden.shape[1])),
         weight.new_empty((weight.shape[0] if need_weight else 0, weight.shape[1])),
@@ -342,9 +363,11 @@ def _(grad: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, weight, target, bias, class_weight, *ctx.options = inputs
+    hidden, weight, target, bias, class_weight = inputs[:5]
+    ctx.options, ctx.arguments = inputs[5:10], len(inputs)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(hidden, weight, target, bias, class_weight, output[1])
+    target_weight = inputs[10] if len(inputs) > 10 else None
+    ctx.save_for_backward(hidden, weight, target, bias, class_weight, output[1], target_weight)
 
 
 def _no_double_backward() -> None:
@@ -354,12 +377,12 @@ def _no_double_backward() -> None:
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> Any:
     _no_double_backward()
-    hidden, weight, target, bias, class_weight, lse = ctx.saved_tensors
+    hidden, weight, target, bias, class_weight, lse, target_weight = ctx.saved_tensors
     need = ctx.needs_input_grad
     asked = (need[0], need[1], need[3])
-    found = _bwd_op(grad, hidden, weight, target, bias, class_weight, lse, *ctx.options, *asked)
+    found = _bwd_op(grad, hidden, weight, target, bias, class_weight, lse, *ctx.options, *asked, target_weight)
     d_hidden, d_weight, d_bias = (value if wanted else None for value, wanted in zip(found, asked, strict=True))
-    return (d_hidden, d_weight, None, d_bias) + (None,) * 6
+    return (d_hidden, d_weight, None, d_bias) + (None,) * (ctx.arguments - 4)
 
 
 _op.register_autograd(_backward, setup_context=_setup_context)
@@ -434,13 +457,15 @@ class _Eager(torch.autograd.Function):
         class_weight: Tensor | None,
         options: _Options,
         reduction: str,
+        target_weight: Tensor | None,
     ) -> Tensor:
-        ctx.target, ctx.weights = _rows("full_softmax", target, class_weight, options, weight.shape[0])
+        ctx.target, ctx.weights = _rows("full_softmax", target, class_weight, options, weight.shape[0], target_weight)
         ctx.total = None
         if reduction == "mean":
             plain = ctx.weights is None
             acc = acc_dtype(weight.dtype)
-            ctx.total = len(target) if plain else _total(target, class_weight, options.ignore_index, acc)
+            of_row = class_weight if target_weight is None else None
+            ctx.total = len(target) if plain else _total(target, of_row, options.ignore_index, acc)
         ctx.kept = KeptLogits(hidden.device)
         ctx.options, ctx.one = options, None
         ctx.save_for_backward(hidden, weight, bias, class_weight)
@@ -460,7 +485,7 @@ class _Eager(torch.autograd.Function):
             asked = ctx.needs_input_grad[:3]
             coef = float(grad) / (ctx.total or 1)
             found = one.backward(coef, hidden, weight, bias, ctx.target, ctx.options, asked)
-            return (*found, None, None, None, None)
+            return (*found, None, None, None, None, None)
         if ctx.total is not None:
             grad = grad / ctx.total
         if grad.dim() == 0:
@@ -468,7 +493,7 @@ class _Eager(torch.autograd.Function):
         asked = ctx.needs_input_grad[:3]
         rows = (ctx.lse, ctx.target, ctx.weights)
         found = _gradients(grad, hidden, weight, bias, class_weight, *rows, ctx.options, asked, ctx.kept)
-        return (*found, None, None, None, None)
+        return (*found, None, None, None, None, None)
 
 
 def _reduced(loss: Tensor, reduction: str, total: Tensor | int | None) -> Tensor:
@@ -489,6 +514,7 @@ def full_softmax(
     absolute: bool,
     chunk_size: int,
     reduction: str = "none",
+    target_weight: Tensor | None = None,
 ) -> Tensor:
     """The loss, [B] or reduced; the arguments are those of `samplex_cuda.functional.full_softmax`, flat.
 
@@ -505,7 +531,8 @@ def full_softmax(
         needed = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         if needed and torch.is_grad_enabled():
             refuse_functional("full_softmax")
-            return _Eager.apply(hidden, weight, bias, target, class_weight, options, reduction)
-    loss = _op(hidden, weight, target, bias, class_weight, *options)[0]
-    total = _total(target, class_weight, ignore_index, loss.dtype) if reduction == "mean" else None
+            return _Eager.apply(hidden, weight, bias, target, class_weight, options, reduction, target_weight)
+    loss = _op(hidden, weight, target, bias, class_weight, *options, target_weight)[0]
+    of_row = class_weight if target_weight is None else None
+    total = _total(target, of_row, ignore_index, loss.dtype) if reduction == "mean" else None
     return _reduced(loss, reduction, total)

@@ -35,6 +35,7 @@ def _grad(
     grad_loss: Tensor | None,
     grad_lse: Tensor | None,
     version: int = 0,
+    weight: Tensor | None = None,
 ) -> LossGrad | None:
     if torch.is_grad_enabled() and not _is_compiling():
         raise RuntimeError(f"{plan.op}: double backward (create_graph=True) is not supported")
@@ -43,14 +44,16 @@ def _grad(
             return None
         grad_loss = grad_lse.new_zeros(() if plan.reduction else grad_lse.shape)
     upstream = None if grad_lse is None else grad_lse.contiguous()
-    return LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), upstream, version)
+    return LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), upstream, version, weight)
 
 
 def _plan(loss: Loss, weight: Tensor, bias: Tensor | None, form: Form, extra: bool) -> Plan:
     """What the backward of this loss needs to know; `extra`: whether the forward returned more than the loss."""
     bias_dtype = None if bias is None else bias.dtype
     with_ratio = extra and not form.with_lse
-    return Plan(loss.name, weight.shape[0], weight.dtype, bias_dtype, form.reduction, form.with_lse, with_ratio)
+    return Plan(
+        loss.name, weight.shape[0], weight.dtype, bias_dtype, form.reduction, form.with_lse, with_ratio, form.normalize
+    )
 
 
 class _Call(NamedTuple):
@@ -87,7 +90,7 @@ class _FusedLoss(torch.autograd.Function):
         ctx.version = weight._version
         ctx.sink = RowSink(form.sparse, weight, bias) if sink is None else sink
         ctx.saved = made.saved
-        ctx.save_for_backward(hidden, x.target, ids)
+        ctx.save_for_backward(hidden, x.target, ids, weight if form.normalize else None)
         if extra is None:
             return made.loss
         ctx.set_materialize_grads(False)
@@ -98,9 +101,9 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_extra: Tensor | None = None) -> Any:
         plan: Plan = ctx.plan
-        hidden, target, ids = ctx.saved_tensors
+        hidden, target, ids, weight = ctx.saved_tensors
         grad = _grad(
-            plan, hidden, target, ids, ctx.saved, grad_loss, grad_extra if plan.with_lse else None, ctx.version
+            plan, hidden, target, ids, ctx.saved, grad_loss, grad_extra if plan.with_lse else None, ctx.version, weight
         )
         if grad is None:
             return None, None, None, None
@@ -151,7 +154,7 @@ class _FunctionalLoss(torch.autograd.Function):
             assert upstream is not None
             grad_loss = upstream.new_zeros(() if plan.reduction else upstream.shape)
         lse = None if upstream is None else upstream.contiguous()
-        grad = LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), lse)
+        grad = LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), lse, 0, weight)
         with torch.no_grad():
             return (*RowSink(False).deliver(grad, ctx.needs_input_grad[:3]), None, None, None)
 
@@ -166,6 +169,17 @@ def _needs_grad(x: Inputs | StaticInputs) -> bool:
     )
 
 
+def _refuse_division(loss: Loss, weight: Tensor, form: Form) -> None:
+    """ValueError for rows that were divided outside, where autograd would fail on the sparse gradient."""
+    made_by = weight.grad_fn
+    if made_by is not None and form.sparse and made_by.name() == "DivBackward0":
+        raise ValueError(
+            f"{loss.name}: weight must be the class table itself where its gradient is sparse, got the result of a "
+            "division (F.normalize?); use normalize=True, which takes the rows on the sphere inside the loss, or "
+            "sparse=False"
+        )
+
+
 def run_static_loss(loss: Loss, x: StaticInputs, form: Form, sink: Sink) -> Tensor:
     """`run_loss` for a loss that draws by itself, outside of compiled graphs and of `torch.func`.
 
@@ -176,6 +190,7 @@ def run_static_loss(loss: Loss, x: StaticInputs, form: Form, sink: Sink) -> Tens
         sink: where the weight gradient goes.
     """
     refuse_forward_mode(loss.name, x.hidden, x.weight, x.bias)
+    _refuse_division(loss, x.weight, form)
     try:
         if _needs_grad(x):
             return _apply(x.hidden, x.weight, x.bias, _Call(loss, x, form, sink))
@@ -208,6 +223,7 @@ def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tup
         made = loss.forward(x, form, need_grad, True)
         return made.loss, made.extra
     refuse_forward_mode(loss.name, x.hidden, x.weight, bias)
+    _refuse_division(loss, x.weight, form)
     try:
         if not need_grad:
             with _below_autograd():
@@ -234,7 +250,8 @@ def differentiate(op: str, read: Any) -> None:
         ctx.call = call = read(inputs, output)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1 + call.plan.with_lse :])
-        ctx.save_for_backward(call.hidden, call.target, call.ids, call.saved)
+        weight = inputs[call.places[1]] if call.plan.normalize else None
+        ctx.save_for_backward(call.hidden, call.target, call.ids, call.saved, weight)
         ctx.call = call._replace(hidden=None, target=None, ids=None, saved=None)
 
     def backward(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> Any:
@@ -246,8 +263,8 @@ def differentiate(op: str, read: Any) -> None:
         if not call.need_grad:
             raise RuntimeError(f"{plan.op}: backward needs need_grad=True in the forward call, got False")
         gradients: list[Tensor | None] = [None] * call.arguments
-        hidden, target, ids, saved = ctx.saved_tensors
-        grad = _grad(plan, hidden, target, ids, saved, grad_loss, grad_lse)
+        hidden, target, ids, saved, weight = ctx.saved_tensors
+        grad = _grad(plan, hidden, target, ids, saved, grad_loss, grad_lse, weight=weight)
         if grad is not None:
             need = tuple(ctx.needs_input_grad[place] for place in call.places)
             for place, value in zip(call.places, RowSink(call.sparse).deliver(grad, need), strict=True):

@@ -40,6 +40,7 @@ class Inputs(NamedTuple):
     row_value: Tensor | None = None  # [B], what the loss keeps per example
     draw_labels: Tensor | None = None  # int64 [m], shared draws of `SampledSoftmax`: what each is, instead of its id
     row_labels: Tensor | None = None  # int64 [B]: draws of this label are masked in the row
+    target_weight: Tensor | None = None  # the shape of target, what each target weighs
 
 
 class StaticInputs(NamedTuple):
@@ -72,6 +73,7 @@ class Form(NamedTuple):
     reduction: int = REDUCTIONS["mean"]
     sparse: bool = True
     with_lse: bool = False
+    normalize: bool = False  # class rows on the unit sphere; `hidden` is there already
 
 
 class Forward(NamedTuple):
@@ -92,6 +94,7 @@ class Plan(NamedTuple):
     reduction: int
     with_lse: bool = False  # whether `saved` holds the gradients of lse too
     with_ratio: bool = False  # whether `saved` ends with a ratio per row
+    normalize: bool = False  # whether class rows were taken on the sphere: gradients along them are left out
 
 
 class LossGrad(NamedTuple):
@@ -105,6 +108,7 @@ class LossGrad(NamedTuple):
     grad_loss: Tensor  # contiguous, [] or [B]
     grad_lse: Tensor | None  # contiguous, [B]
     version: int = 0  # of the weight in the forward
+    weight: Tensor | None = None  # with plan.normalize
 
 
 class Entries(NamedTuple):

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from samplex_cuda._library import register_fake
 from samplex_cuda.ops.loss_types import Entries, LossGrad, acc_dtype
 from samplex_cuda.ops.saved_loss import fake_sizes
+from samplex_cuda.ops.sphere import project_rows_
 
 __all__ = ["RowGradients", "RowSink", "TableGradient", "entries", "restore_coalesced", "row_gradients", "rows_to_coo"]
 
@@ -256,6 +257,9 @@ class RowSink:
         need_hidden, need_weight, need_bias = need
         p = grad.plan
         rows = row_gradients(grad, need_weight or need_bias, need_bias)
+        if p.normalize and need_weight:
+            assert grad.weight is not None
+            project_rows_(rows.row_grads, rows.row_ids, grad.weight)
         size = (p.num_classes, grad.hidden.shape[1])
         dtypes = (p.weight_dtype if need_weight else None, p.bias_dtype if need_bias else None)
         return (rows.d_hidden if need_hidden else None, *self._tables(rows[1:], size, *dtypes))

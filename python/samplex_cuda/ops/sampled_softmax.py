@@ -46,6 +46,9 @@ class _Arguments(NamedTuple):
     need_hidden: bool = True
     draw_labels: Tensor | None = None
     row_labels: Tensor | None = None
+    target_weight: Tensor | None = None
+    normalize: bool = False
+    margin: tuple[float, ...] = ()
 
 
 @register_fake("samplex::sampled_softmax")
@@ -63,6 +66,7 @@ def _(
     hidden: Tensor, weight: Tensor, target: Tensor, key: Tensor, law: int, num_samples: int, shared: bool,
     table: Tensor | None, prefix: Tensor | None, bias: Tensor | None, class_weight: Tensor | None, scale: float,
     label_smoothing: float, ignore_index: int, reduction: int, absolute: bool, need_grad: bool, need_hidden: bool,
+    normalize: bool = False, margin: tuple[float, ...] = (),
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch, _ = fake_sizes("sampled_softmax", hidden)
     saved = saved_numbers(hidden, target, num_samples, shared, reduction, need_grad)
@@ -94,13 +98,14 @@ def _(
 def _read(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
     a = _Arguments(*inputs)
     bias_dtype = None if a.bias is None else a.bias.dtype
-    plan = Plan(_NAME, a.weight.shape[0], a.weight.dtype, bias_dtype, a.reduction, a.with_lse)
+    plan = Plan(_NAME, a.weight.shape[0], a.weight.dtype, bias_dtype, a.reduction, a.with_lse, False, a.normalize)
     return OpCall(plan, (0, 1, 5), len(inputs), a.need_grad, a.sparse, a.hidden, a.target, a.ids, output[2])
 
 
 def _read_static(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
     hidden, weight, target, bias, reduction, need_grad = (inputs[at] for at in (0, 1, 2, 9, 14, 16))
-    plan = Plan(_NAME, weight.shape[0], weight.dtype, None if bias is None else bias.dtype, reduction)
+    bias_dtype, normalize = None if bias is None else bias.dtype, len(inputs) > 18 and inputs[18]
+    plan = Plan(_NAME, weight.shape[0], weight.dtype, bias_dtype, reduction, normalize=normalize)
     return OpCall(plan, (0, 1, 9), len(inputs), need_grad, True, hidden, target, output[1], output[2])
 
 

@@ -53,7 +53,9 @@ def fusion_of(parameter: Tensor) -> Fusion | None:
     return None if found is None else found()
 
 
-_Arrived = tuple[Entries, Any]  # the entries of one loss, and the CUDA stream that makes them; None on a CPU
+# The entries of one loss, the CUDA stream that makes them (None on a CPU), and whether the part along the class rows is
+# left out of the sums.
+_Arrived = tuple[Entries, Any, bool]
 
 
 def _stream_of(t: Tensor) -> Any:
@@ -64,13 +66,13 @@ def _stream_of(t: Tensor) -> Any:
 def _ordered(arrived: list[_Arrived], now: Any) -> list[Entries]:
     """The entries, ready for use on stream `now`. Autograd orders streams only for the gradients it returns."""
     if now is not None:
-        for found, stream in arrived:
+        for found, stream, _ in arrived:
             if stream != now:
                 now.wait_stream(stream)  # an event recorded there, waited for here
                 for t in found:
                     if t is not None:
                         t.record_stream(now)  # its memory is not reused before
-    return [found for found, _ in arrived]
+    return [found for found, _, _ in arrived]
 
 
 class Fusion:
@@ -178,7 +180,7 @@ class Fusion:
             scale, found_inf = self._scaling()
         d_hidden, found = entries(grad, self.bias is not None, scale, found_inf, need_weight and self.accumulate == 1)
         if need_weight:
-            self._take(found, version)
+            self._take(found, version, grad.plan.normalize)
         return d_hidden if need_hidden else None, None, None
 
     def deliver_entries(self, found: Entries, version: int) -> None:
@@ -190,12 +192,12 @@ class Fusion:
             found = found.unscaled(scale, found_inf)
         self._take(found, version)
 
-    def _take(self, found: Entries, version: int) -> None:
+    def _take(self, found: Entries, version: int, project: bool = False) -> None:
         task = _task_id()
         mine = self._arrived.get(task)
         if mine is None:
             mine = self._begin(task, version)
-        mine[1].append((found, _stream_of(self.weight)))
+        mine[1].append((found, _stream_of(self.weight), project))
 
     def _begin(self, task: int, version: int) -> tuple[int, list[_Arrived]]:
         with self._lock:
@@ -265,14 +267,17 @@ class Fusion:
         self._backwards += 1
         if self._backwards < self.accumulate:
             # Own copies: h and the ids belong to the caller again once backward is over.
-            self._kept += [(e.clone(), now) for e in _ordered(arrived, now)]
+            self._kept += [(e.clone(), now, a[2]) for e, a in zip(_ordered(arrived, now), arrived, strict=True)]
             return
         if self._kept:
             arrived, self._kept = self._kept + arrived, []
         found_inf, self._found_inf, self._backwards = self._found_inf, None, 0
-        self._apply(_ordered(arrived, now), found_inf)
+        project = arrived[0][2]
+        if any(a[2] is not project for a in arrived):
+            raise RuntimeError(f"{_NAME}: losses of one update must all have normalize=True, or none; got both")
+        self._apply(_ordered(arrived, now), found_inf, project)
 
-    def _apply(self, arrived: list[Entries], found_inf: Tensor | None) -> None:
+    def _apply(self, arrived: list[Entries], found_inf: Tensor | None, project: bool) -> None:
         e = arrived[0] if len(arrived) == 1 else _joined(arrived)
         weight, bias, optimizer = self.weight, self.bias, self.optimizer
         w = optimizer.begin(weight)
@@ -282,6 +287,7 @@ class Fusion:
             row_update_(
                 weight, w.state0, w.state1, bias, b.state0, b.state1, *e[:-1], b.key if w.key is None else w.key,
                 w.rule, b.rule, w.lr, w.step, b.lr, b.step, found_inf, e.keys, w.first_row or b.first_row,
+                project,
             )  # fmt: skip
         torch._C._increment_version(self._tables)
         # A step was made, though not by step(): schedulers ask.

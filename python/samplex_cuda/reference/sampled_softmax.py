@@ -22,6 +22,9 @@ def sampled_softmax(
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
     positives: tuple[Tensor, Tensor] | None = None,
+    target_weight: Tensor | None = None,
+    normalize: bool = False,
+    margin: tuple[float, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, lse and mean denominator of every row.
 
@@ -33,6 +36,9 @@ def sampled_softmax(
         log_q: shape of ids.
         bias: [C] or None.
         scale, absolute, label_smoothing, class_weight, ignore_index, positives: as in `samplex_cuda.functional`.
+        target_weight: shape of target, or None.
+        normalize: class rows on the sphere; h is taken as it is.
+        margin: (m1, m2, m3) of the targets, or ().
 
     Returns:
         loss [B], lse [B], denom [B].
@@ -54,8 +60,17 @@ def sampled_softmax(
     if target.shape[1] > 1:
         padded |= target == -100
 
-    def scores(classes: Tensor) -> Tensor:  # [B, n] -> [B, n]
-        s = torch.einsum("bd,bnd->bn", h, weight[classes])
+    def scores(classes: Tensor, margin: tuple[float, ...] = ()) -> Tensor:  # [B, n] -> [B, n]
+        rows = weight[classes]
+        if normalize:
+            length = rows.norm(dim=2, keepdim=True)
+            rows = torch.where(length > 0, rows / torch.where(length > 0, length, 1.0), 0.0)
+        s = torch.einsum("bd,bnd->bn", h, rows)
+        if margin:
+            size = h.norm(dim=1, keepdim=True)
+            angle = margin[0] * torch.acos(s / size) + margin[1]
+            turns = torch.floor(angle.detach() / math.pi)
+            s = size * (torch.cos(angle) * (1 - 2 * (turns % 2)) - 2 * turns - margin[2])
         if bias is not None:
             s = s + bias[classes]
         s = scale * s
@@ -68,7 +83,7 @@ def sampled_softmax(
             masked[b] |= torch.isin(ids[b], known[offsets[b] : offsets[b + 1]])
 
     safe = target.masked_fill(padded, 0)
-    s_pos, s_neg = scores(safe), scores(ids)
+    s_pos, s_neg = scores(safe, margin), scores(ids)
     inf = float("inf")
     o_pos = s_pos.masked_fill(padded, -inf)
     correction = torch.where(log_q.isfinite(), log_q, float("nan")) + math.log(max(num_samples, 1))
@@ -80,7 +95,8 @@ def sampled_softmax(
     nothing_drawn = masked.all(1)
     cw_pos = torch.ones_like(s_pos) if class_weight is None else class_weight[safe].to(s_pos)
     cw_neg = torch.ones_like(s_neg) if class_weight is None else class_weight[ids].to(s_neg)
-    a_pos = (1 - label_smoothing) / num_targets.clamp_min(1) + label_smoothing / num_entries.clamp_min(1)
+    own = 1 / num_targets.clamp_min(1) if target_weight is None else target_weight.reshape(s_pos.shape)
+    a_pos = (1 - label_smoothing) * own + label_smoothing / num_entries.clamp_min(1)
     a_neg = (label_smoothing / num_entries.clamp_min(1)).expand_as(s_neg)
     a_pos = (a_pos * cw_pos).masked_fill(padded, 0.0)
     a_neg = (a_neg * cw_neg).masked_fill(masked, 0.0)
@@ -91,5 +107,7 @@ def sampled_softmax(
     pulled = torch.where(a_pos != 0, a_pos * s_pos, 0.0).sum(1) + torch.where(a_neg != 0, a_neg * s_neg, 0.0).sum(1)
     loss = (a_pos.sum(1) + a_neg.sum(1)) * lse - pulled
     loss = torch.where(ignored | nothing_drawn, 0.0, loss)
+    if target_weight is not None:
+        return loss, torch.where(ignored, 0.0, lse), (~ignored).to(loss)
     denom = (cw_pos.masked_fill(padded, 0.0).sum(1) / num_targets.squeeze(1).clamp_min(1)).masked_fill(ignored, 0.0)
     return loss, torch.where(ignored, 0.0, lse), denom

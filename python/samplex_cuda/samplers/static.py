@@ -44,14 +44,17 @@ class StaticSampler(Sampler):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        if isinstance(num_classes, bool) or not isinstance(num_classes, int):
-            raise TypeError(f"{self._op}: num_classes must be an int, got {type(num_classes).__name__}")
-        if not 1 <= num_classes <= MAX_CLASSES:
-            raise ValueError(f"{self._op}: num_classes must be in [1, 2^52], got {num_classes}")
+        self._check_classes(num_classes)
         self.num_classes = num_classes
         self._collision: float | None = None
         # Follows .to(device), so that the sampler knows where to draw when there is no h.
         self.register_buffer("_anchor", torch.empty(0), persistent=False)
+
+    def _check_classes(self, num_classes: int) -> None:
+        if isinstance(num_classes, bool) or not isinstance(num_classes, int):
+            raise TypeError(f"{self._op}: num_classes must be an int, got {type(num_classes).__name__}")
+        if not 1 <= num_classes <= MAX_CLASSES:
+            raise ValueError(f"{self._op}: num_classes must be in [1, 2^52], got {num_classes}")
 
     def _sample_op(
         self, key: Tensor, batch: int, count: int, exclude: Tensor | None, offsets: Tensor | None
@@ -232,6 +235,54 @@ class StaticSampler(Sampler):
         ids = torch.arange(self.num_classes, device=self._device(h))
         return call(self._log_prob_op, ids.unsqueeze(0), None, None).expand(batch, -1)
 
+    def resize(self, num_classes: int) -> None:
+        """The same kind of distribution over another number of classes, in place.
+
+        Args:
+            num_classes: the new C. New classes of a `Unigram` weigh as much as the rarest one it can draw.
+
+        Example:
+            >>> import samplex_cuda as sx
+            >>> sampler = sx.samplers.Uniform(10)
+            >>> sampler.resize(12)
+            >>> sampler.num_classes
+            12
+        """
+        self._check_classes(num_classes)
+        self.num_classes, self._collision = num_classes, None
+
+    def over(self, num_classes: int, live: Tensor | None = None) -> StaticSampler:
+        """A sampler of the same kind over another number of classes, of which only some are drawn.
+
+        Args:
+            num_classes: the new C.
+            live: bool [C], the classes that are drawn; None: all.
+
+        Returns:
+            `Uniform` and `LogUniform` stay what they are while all classes are live; else a `Unigram` of the same
+            probabilities over the live ones. A live class that this sampler does not draw gets the weight of the
+            rarest one that it does.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sampler = sx.samplers.Uniform(4).over(5, torch.tensor([True, False, True, True, True]))
+            >>> sampler.log_prob_all().exp()
+            tensor([[0.2500, 0.0000, 0.2500, 0.2500, 0.2500]])
+        """
+        self._check_classes(num_classes)
+        device = self._device()
+        if live is None:
+            return type(self)(num_classes).to(device)
+        self._check_live(num_classes, live)
+        whole = self if num_classes == self.num_classes else type(self)(num_classes)
+        return Unigram(_only(whole.log_prob_all()[0].double().exp().cpu(), live)).to(device)
+
+    def _check_live(self, num_classes: int, live: Tensor) -> None:
+        if not isinstance(live, Tensor) or live.dtype != torch.bool or live.shape != (num_classes,):
+            raise ValueError(f"{self._op}: live must be [{num_classes}] bool, got {describe(live)}")
+        if not bool(live.any()):
+            raise ValueError(f"{self._op}: live must have a class that is drawn, got none")
+
     def collision(self) -> float:
         """The probability that two draws are of one class, sum of q squared."""
         if self._collision is None:
@@ -250,6 +301,11 @@ class StaticSampler(Sampler):
     def extra_repr(self) -> str:
         """The number of classes."""
         return f"{self.num_classes}"
+
+
+def _only(weights: Tensor, live: Tensor, least: float = 0.0) -> Tensor:
+    """Weights [C] fp64 of the live classes, `least` where they have none, and 0 for others."""
+    return torch.where(live.cpu(), torch.where(weights > 0, weights, least), 0.0)
 
 
 class Uniform(StaticSampler):
@@ -399,6 +455,31 @@ class Unigram(StaticSampler):
         table, prefix = ops.build_alias(weights)
         self.register_buffer("table", table.to(device))
         self.register_buffer("prefix", prefix.to(device))
+
+    def resize(self, num_classes: int) -> None:
+        """See `StaticSampler.resize`."""
+        self._check_classes(num_classes)
+        other = self.over(num_classes, self.prefix.new_ones(num_classes, dtype=torch.bool), revive=False)
+        self.table, self.prefix = other.table, other.prefix
+        self.num_classes, self._collision = num_classes, None
+
+    def over(self, num_classes: int, live: Tensor | None = None, revive: bool = True) -> Unigram:
+        """See `StaticSampler.over`.
+
+        Args:
+            num_classes: the new C.
+            live: bool [C], the classes that are drawn; None: all.
+            revive: whether live classes of count 0 get the weight of the rarest one; new ones always do.
+        """
+        self._check_classes(num_classes)
+        live = torch.ones(num_classes, dtype=torch.bool) if live is None else live
+        self._check_live(num_classes, live)
+        weights = self.prefix.diff().double().cpu()
+        rarest = float(weights[weights > 0].min())
+        weights = torch.cat([weights, weights.new_full((max(0, num_classes - len(weights)),), rarest)])[:num_classes]
+        made = Unigram(_only(weights, live, rarest if revive else 0.0)).to(self.table.device)
+        made.power = self.power
+        return made
 
     @staticmethod
     def _check_counts(counts: Tensor | np.ndarray | Sequence[float]) -> np.ndarray:

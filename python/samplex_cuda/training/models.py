@@ -219,9 +219,10 @@ def build(
             samplers.Uniform(classes) if draws else None,  # until there are rows to make another from
             int(c.num_samples) if draws else None,
             loss,
-            c.bias,
+            c.bias and not c.normalize,
             shared=bool(c.shared),
             scale=c.scale,
+            normalize=c.normalize,
             device=head_device,
             dtype=getattr(torch, c.dtype),
         )

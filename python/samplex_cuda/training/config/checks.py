@@ -144,6 +144,8 @@ def make_loss(head: Head, num_examples: int) -> losses.Loss:
     """
     kind = losses.by_name(head.loss)
     given = {option: getattr(head, key) for key, option in LOSS_OPTIONS.items()} | {"num_examples": num_examples}
+    numbers = (head.margin_m1, head.margin_m2, head.margin_m3)
+    given |= {"margin": losses.Margin(*numbers) if numbers != (1.0, 0.0, 0.0) else None, "corrected": head.corrected}
     return kind(**{option: value for option, value in given.items() if option in kind.options()})
 
 
@@ -164,6 +166,15 @@ def check_together(source: str, c: Config) -> None:
         fail("model", "pca", f"0 with the model {c.model.name}", c.model.pca)
     loss = make_loss(c.head, num_examples=1)
     needs, named = loss.needs, f'loss = "{c.head.loss}"'
+    if c.head.normalize and not loss.normalizes:
+        fail("head", "normalize", f"false with {named}", True)
+    if c.head.normalize and c.training.shard != "none":
+        fail("head", "normalize", f"false with training.shard = {shown(c.training.shard)}", True)
+    for key, off in (("margin_m1", 1.0), ("margin_m2", 0.0), ("margin_m3", 0.0)):
+        if getattr(c.head, key) != off and not (c.head.normalize and loss.margin is not None):
+            fail("head", key, f"{off:g} unless normalize = true and the loss is sampled_softmax", getattr(c.head, key))
+    if not c.head.corrected and "corrected" not in loss.options():
+        fail("head", "corrected", f"true with {named}", False)
     if c.optimizer.fused is True:
         for bad, why in (
             (not needs.draws, f"head.{named}"),

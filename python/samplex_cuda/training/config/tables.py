@@ -164,8 +164,13 @@ class Head:
         False, "uniform, log_uniform, unigram: distinct draws, weighted by their inclusion probability; tf: as "
         "TensorFlow draws them", also=("tf",),
     )  # fmt: skip
-    bias: bool = _key(True, "a bias per class")
+    bias: bool = _key(True, "a bias per class; none with `normalize`")
     scale: float = _key(1.0, "inverse temperature: factor of the logits")
+    normalize: bool = _key(False, "h and class rows on the unit sphere, see docs/faces.md (use with `scale`)")
+    margin_m1: float = _key(1.0, "with `normalize`: factor of the target's angle (SphereFace)", least=1.0, most=4.0)
+    margin_m2: float = _key(0.0, "with `normalize`: added to it (ArcFace)", least=0.0, most=1.5)
+    margin_m3: float = _key(0.0, "with `normalize`: subtracted from its cosine (CosFace)", least=0.0, most=1.0)
+    corrected: bool = _key(True, "sampled_softmax: correct draws by log q; false: as in Partial FC")
     absolute: bool = _key(False, "logits are absolute values")
     label_smoothing: float = _key(0.0, "as in cross_entropy", least=0.0, most=1.0)
     reg: float = _key(0.0, "negative_sampling: pulls scores to zero", least=0.0)
