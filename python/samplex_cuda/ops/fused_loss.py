@@ -35,6 +35,7 @@ def _grad(
     grad_loss: Tensor | None,
     grad_lse: Tensor | None,
     version: int = 0,
+    unit_hidden: list[Tensor] | None = None,
 ) -> LossGrad | None:
     if torch.is_grad_enabled() and not _is_compiling():
         raise RuntimeError(f"{plan.op}: double backward (create_graph=True) is not supported")
@@ -43,7 +44,7 @@ def _grad(
             return None
         grad_loss = grad_lse.new_zeros(() if plan.reduction else grad_lse.shape)
     upstream = None if grad_lse is None else grad_lse.contiguous()
-    return LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), upstream, version)
+    return LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), upstream, version, unit_hidden)
 
 
 def _plan(loss: Loss, weight: Tensor, bias: Tensor | None, form: Form, extra: bool) -> Plan:
@@ -87,6 +88,7 @@ class _FusedLoss(torch.autograd.Function):
         ctx.version = weight._version
         ctx.sink = RowSink(form.sparse, weight, bias) if sink is None else sink
         ctx.saved = made.saved
+        ctx.unit_hidden = None if made.unit_hidden is None else [made.unit_hidden]
         ctx.save_for_backward(hidden, x.target, ids)
         if extra is None:
             return made.loss
@@ -99,9 +101,8 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, grad_extra: Tensor | None = None) -> Any:
         plan: Plan = ctx.plan
         hidden, target, ids = ctx.saved_tensors
-        grad = _grad(
-            plan, hidden, target, ids, ctx.saved, grad_loss, grad_extra if plan.with_lse else None, ctx.version
-        )
+        grad_lse = grad_extra if plan.with_lse else None
+        grad = _grad(plan, hidden, target, ids, ctx.saved, grad_loss, grad_lse, ctx.version, ctx.unit_hidden)
         if grad is None:
             return None, None, None, None
         return (*ctx.sink.deliver(grad, ctx.needs_input_grad[:3]), None)
