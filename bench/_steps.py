@@ -367,7 +367,7 @@ class Gemms:
 
 
 class RawOps:
-    """The three ops of a step inside an empty autograd Function: no head, no checks, no optimizer, one fixed key.
+    """The ops of a step inside an empty autograd Function: no head, no checks, no optimizer, one fixed key.
 
     What Python around the ops could at best be cut to: the floor of a step's overhead. The draws repeat. Without
     `fused`, autograd accumulates the sparse gradient, and the update reads it.
@@ -385,8 +385,8 @@ class RawOps:
         at: Any = ours.optimizer.begin(weight)
         law: Any = sampler.law()  # type: ignore[union-attr, operator]
         key = torch.tensor([1, 2], device=device)
-        draw, entries = torch.ops.samplex.sampled_softmax_static.default, torch.ops.samplex.loss_entries.default
-        update, below = torch.ops.samplex.row_update_.default, torch._C._AutoDispatchBelowAutograd
+        draw, update = torch.ops.samplex.sampled_softmax_static.default, torch.ops.samplex.loss_update_.default
+        below = torch._C._AutoDispatchBelowAutograd
         rows_of, apply = torch.ops.samplex.sampled_softmax_bwd.default, torch.ops.samplex.row_apply_.default
         coo = torch.ops.aten._sparse_coo_tensor_unsafe.default
 
@@ -394,11 +394,12 @@ class RawOps:
             @staticmethod
             def forward(ctx: Any, h: Tensor, y: Tensor, table: Tensor) -> Tensor:
                 with below():
-                    loss, ids, saved = draw(
+                    loss, ids, saved, d_h = draw(
                         h, table, y, key, law.number, sizes.m, sizes.shared, law.table, law.prefix, None, None, 1.0,
-                        0.0, -100, 1, False, True, True,
+                        0.0, -100, 1, False, True, True, fused,
                     )  # fmt: skip
                 ctx.kept = h, y, ids, saved
+                ctx.d_h = [d_h]
                 return loss
 
             @staticmethod
@@ -411,12 +412,10 @@ class RawOps:
                     n = count.item()
                     return d_h, None, coo(row_ids.as_strided((1, n), (n, 1)), rows.narrow(0, 0, n), weight.shape)
                 with below():
-                    d_h, coef_a, coef_b, rows_b, _, _ = entries(grad, None, h, y, ids, saved, 1, False, False)
                     update(
-                        weight, at.state0, None, None, None, None, y, coef_a, h, ids, coef_b,
-                        rows_b if sizes.shared else h, None, None, at.rule, (),
-                    )  # fmt: skip
-                return d_h, None, None
+                        weight, at.state0, None, None, None, None, grad, h, y, ids, saved, 1, False, None, at.rule, ()
+                    )
+                return ctx.d_h.pop(), None, None
 
         self._apply = super(torch.autograd.Function, Step).apply
         self._table = weight

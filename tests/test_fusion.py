@@ -88,6 +88,58 @@ def test_every_loss(loss, reduction):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("factor", [None, 1.0, 0.5])
+def test_one_op_updates_from_what_the_forward_kept(monkeypatch, factor, shared):
+    """With an upstream gradient of 1 the forward has made that of h; both ways have the same bits."""
+    from samplex_cuda.optim import fusion
+
+    calls, update = [], fusion.loss_update_
+    monkeypatch.setattr(fusion, "loss_update_", lambda *args: (calls.append(1), update(*args)))
+    results = []
+    for at_once in (True, False):
+        head = make_head(shared=shared)
+        head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+        if not at_once:
+            monkeypatch.setattr(head.fused, "at_once", False)
+        for step in range(2):
+            h, y = batch(step)
+            loss = head(h, y, key=sx.Key(step))
+            (loss if factor is None else factor * loss).backward()
+        results.append([head.weight.detach(), head.bias.detach(), h.grad])
+    assert len(calls) == (0 if factor == 0.5 else 2)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_gradient_of_h_is_given_out_once():
+    """A graph that is kept answers again, with another tensor: autograd adds to the one it was given."""
+    head = make_head()
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+    h, y = batch(0)
+    loss = head(h, y, key=sx.Key(1))
+    (first,) = torch.autograd.grad(loss, h, retain_graph=True)
+    wanted = first.clone()
+    first.zero_()
+    (second,) = torch.autograd.grad(loss, h, retain_graph=True)
+    assert torch.equal(second, wanted)
+    before = head.weight.detach().clone()
+    loss.backward()
+    assert torch.equal(h.grad, wanted)
+    assert not torch.equal(head.weight, before)
+
+
+def test_two_losses_of_one_backward_are_joined():
+    results = []
+    for at_once in (True, False):
+        head = make_head()
+        head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+        head.fused.at_once = at_once
+        h, y = batch(0)
+        (head(h, y, key=sx.Key(1)) + head(h, y, key=sx.Key(2))).backward()
+        results.append([head.weight.detach(), head.bias.detach(), h.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_several_targets_and_ignored_rows():
     results = []
     for fused in (False, True):

@@ -1,10 +1,11 @@
-// Ops that our ops call: torch's own, and what belongs to other stages: row_reduce, which the backward of every loss
-// ends in, with the sort keys it takes, and the draws of a static distribution.
+// Ops that our ops call: torch's own, and what belongs to other stages: row_reduce or row_update_, which the backward
+// of every loss ends in, with the sort keys they take, and the draws of a static distribution.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <vector>
 
 #include "common/gather_rows.h"
 #include "common/glue.h"
@@ -50,6 +51,19 @@ struct RowKeysMemory {
   RowKeys keys;
 };
 RowKeysMemory call_row_keys(const char* op, const Tensor& like, int64_t entries, int64_t num_rows, int64_t dim);
+
+// What row_update_ is given besides the entries.
+struct RowUpdate {
+  const Tensor& weight;
+  const std::optional<Tensor>&weight_state0, &weight_state1, &bias, &bias_state0, &bias_state1, &key;
+  const std::vector<double>&weight_rule, &bias_rule;
+  const std::optional<Tensor>&weight_lr, &weight_step, &bias_lr, &bias_step, &found_inf;
+  int64_t first_row;
+  bool project = false;  // leave the part along the class row out of each sum
+};
+// The op row_update_: `op` is the name in its messages. Defined by update/row_rules.
+void call_row_update(const char* op, const RowUpdate& tables, const RowSource& a, const RowSource& b,
+                     const std::optional<Tensor>& bias_b, const std::optional<Tensor>& keys);
 
 // Draws of a static distribution, [B, m] or [m] where shared, with their log_q; defined by sampler/static_sample.
 struct StaticDraw {

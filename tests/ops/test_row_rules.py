@@ -549,6 +549,51 @@ def test_opcheck_loss_entries(backend, shared):
     assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
 
 
+# ------------------------------------------------------------------------------------------------ both in one op
+@pytest.mark.parametrize("reduction", [0, 1])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "m", "shared"), [(3, 2, False), (3, 2, True), (40, 21, True), (0, 4, True), (3, 0, True)]
+)
+def test_loss_update_is_the_entries_and_their_update(backend, batch, m, shared, with_bias, reduction):
+    from samplex_cuda.ops.sampled_softmax import sampled_softmax
+
+    device, g = backend.device, torch.Generator().manual_seed(2)
+    h, weight = torch.randn(batch, 6, generator=g).to(device), torch.randn(9, 6, generator=g).to(device)
+    ids = torch.randint(9, (m,) if shared else (batch, m), generator=g).to(device)
+    target = torch.randint(9, (batch,), generator=g).to(device)
+    target[:1] = -100  # its coefficients are 0: left out
+    log_q = torch.full(ids.shape, -2.0, device=device)
+    loss, _, saved = sampled_softmax(
+        h, weight, target, ids, log_q, None, None, None, None, 1.0, 0.0, -100, reduction, False, True, False, True
+    )  # fmt: skip
+    grad = torch.full_like(loss, 0.5)
+    _, coef_a, coef_b, rows_b, bias_b, _ = OPS.loss_entries(
+        grad, None, h, target, ids, saved, reduction, False, with_bias
+    )
+    if shared:
+        e = (target, coef_a, h, ids[: rows_b.shape[0]], coef_b, rows_b, bias_b if with_bias else None)
+    else:
+        e = (target, coef_a, h, ids, coef_b, h, None)
+    rules = [rule_numbers("adagrad")] * 2
+    results = []
+    for at_once in (False, True):
+        bias = [torch.ones(9, device=device), torch.zeros(9, device=device)] if with_bias else [None, None]
+        tables = [weight.clone(), torch.ones(9, 6, device=device), None, *bias, None]
+        if at_once:
+            OPS.loss_update_(*tables, grad, h, target, ids, saved, reduction, False, None, *rules)
+        else:
+            OPS.row_update_(*tables, *e, None, *rules)
+        results.append([t for t in tables if t is not None])
+    assert torch.equal(results[0][0], weight) == (batch == 0 or m == 0)  # nothing to learn from
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    call = (weight, torch.ones_like(weight), None, None, None, None, grad, h, target, ids, saved, reduction, False)
+    which = ("test_schema", "test_faketensor")
+    torch.library.opcheck(OPS.loss_update_.default, (*call, None, *rules), test_utils=which)
+    with pytest.raises(RuntimeError, match=r"loss_update_: weight must be \[C, 6\] to fit hidden, got \[9, 5"):
+        OPS.loss_update_(weight[:, :5].contiguous(), *call[1:], None, *rules)
+
+
 # ------------------------------------------------------------------------------------------------ keys of a backward
 @pytest.mark.parametrize("reduction", [0, 1])
 @pytest.mark.parametrize("shared", [False, True])

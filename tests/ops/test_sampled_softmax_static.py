@@ -73,7 +73,7 @@ def test_rows_of_shared_draws_of_any_width(backend, dtype, dim, m, shift, bias):
 
 def check_bits(name, shared, a):
     """The op against the draw and the loss in two calls."""
-    loss, ids, saved = OPS.sampled_softmax_static(*a.values())
+    loss, ids, saved, _ = OPS.sampled_softmax_static(*a.values())
     dtype = a["weight"].dtype
     sampler = samplers()[name].to(ids.device)
     exclude = None if shared else a["target"].clamp_min(-1)
@@ -99,13 +99,34 @@ def test_opcheck(backend, shared):
 
 
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_the_forward_gives_the_gradient_of_h_for_an_upstream_of_one(backend, dtype, shared):
+    for reduction in (1, 2):
+        a = arguments("uniform", shared=shared, dtype=dtype, reduction=reduction, device=backend.device)
+        *made, d_hidden = OPS.sampled_softmax_static(*a.values(), unit_hidden=True)
+        loss, ids, saved = made
+        assert all(torch.equal(x, y) for x, y in zip(made, OPS.sampled_softmax_static(*a.values()), strict=False))
+        if backend.name != "cpu":
+            assert d_hidden.shape == (0,)
+            continue
+        call = (torch.ones_like(loss), None, a["hidden"], a["target"], ids, saved, reduction, False, True)
+        assert torch.equal(d_hidden, OPS.loss_entries(*call)[0])
+        assert bool((d_hidden != 0).any())
+        torch.library.opcheck(
+            OPS.sampled_softmax_static.default, (*a.values(), True), test_utils=("test_schema", "test_faketensor")
+        )
+    none = arguments("uniform", shared=shared, dtype=dtype, reduction=0, device=backend.device)
+    assert OPS.sampled_softmax_static(*none.values(), unit_hidden=True)[3].shape == (0,)
+
+
+@pytest.mark.parametrize("shared", [False, True])
 def test_the_op_alone_has_the_gradients_of_the_other(shared):
     a = arguments("uniform", shared=shared, dtype=torch.float32)
     grads = []
     for call in ("static", "given"):
         leaves = [a[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
         b = {**a, **dict(zip(("hidden", "weight", "bias"), leaves, strict=True))}
-        loss, ids, _ = OPS.sampled_softmax_static(*b.values())
+        loss, ids, *_ = OPS.sampled_softmax_static(*b.values())
         if call == "given":
             log_q = torch.full(ids.shape, -math.log(CLASSES if shared else CLASSES - 1))
             log_q = log_q if shared else torch.where(a["target"][:, None] < 0, -math.log(CLASSES), log_q)
@@ -120,7 +141,7 @@ def test_the_op_alone_has_the_gradients_of_the_other(shared):
 
 def test_an_empty_batch(backend):
     a = arguments("uniform", shared=False, dtype=torch.float32, batch=0, device=backend.device)
-    loss, ids, _ = OPS.sampled_softmax_static(*a.values())
+    loss, ids, *_ = OPS.sampled_softmax_static(*a.values())
     assert float(loss) == 0.0
     assert ids.shape == (0, 9)
 

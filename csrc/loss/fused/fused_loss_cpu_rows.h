@@ -132,18 +132,22 @@ inline void loss_bwd_rows_of(const LossBwdParams& p, int64_t begin, int64_t end)
   const int64_t P = p.num_targets, m = p.num_samples;
   for (int64_t b = begin; b < end; ++b) {
     const LossUpstream<A> up(p, b), of_rows = up.unscaled(p);
-    combine(of_rows, p.coef_loss, p.coef_lse, b * p.coefs.stride, P, static_cast<A*>(p.coef_target) + b * P);
+    if (p.coef_target != nullptr) {
+      combine(of_rows, p.coef_loss, p.coef_lse, b * p.coefs.stride, P, static_cast<A*>(p.coef_target) + b * P);
+    }
     if (p.coef_draw != nullptr) {
       combine(of_rows, p.coef_loss, p.coef_lse, b * p.coefs.stride + P, m, static_cast<A*>(p.coef_draw) + b * m);
     }
-    T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
     const bool none = up.none(p, b);
-    if (none)
-      for (int64_t c = 0; c < p.dim; ++c) d_hidden[c] = from_acc<T>(A(0));
-    else if (p.draws_loss != nullptr)
-      combine_hidden(up, p, b, d_hidden);
-    else
-      combine(up, p.d_loss, p.d_lse, b * p.dim, p.dim, d_hidden);
+    if (p.d_hidden != nullptr) {
+      T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
+      if (none)
+        for (int64_t c = 0; c < p.dim; ++c) d_hidden[c] = from_acc<T>(A(0));
+      else if (p.draws_loss != nullptr)
+        combine_hidden(up, p, b, d_hidden);
+      else
+        combine(up, p.d_loss, p.d_lse, b * p.dim, p.dim, d_hidden);
+    }
     if (p.found_inf != nullptr && row_overflows<T>(p, of_rows, b)) {
       const float one = 1.0f;
       __atomic_store(p.found_inf, &one, __ATOMIC_RELAXED);  // by any thread, always the same number

@@ -1,5 +1,6 @@
-// loss_entries: the first half of a loss backward that updates its table at once. The gradient of h, and that of the
-// class rows as (ids, coefficients, h), before anything is summed by class. See fused_loss_op.h.
+// A loss backward that updates its table at once. loss_entries is the first half of it: the gradient of h, and that of
+// the class rows as (ids, coefficients, h), before anything is summed by class; row_update_ takes these. loss_update_
+// is both for one loss whose gradient of h is there already. See fused_loss_op.h.
 #include "loss/fused/fused_loss_op.h"
 
 namespace samplex::glue {
@@ -13,27 +14,11 @@ Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hi
                      std::optional<int64_t> num_classes) {
   constexpr const char* op = "loss_entries";
   begin_op();
-  dtype_tag(op, "hidden", hidden);
-  check_tensor(op, "hidden", hidden, {-1, -1}, "[B, d]", hidden.scalar_type(), hidden);
-  const ScalarType acc = acc_type(hidden.scalar_type());
-  const int64_t B = hidden.size(0), d = hidden.size(1);
-  const Reduction reduction = reduction_of(op, reduction_code);
-  check_given(op, "target", target);
-  check_given(op, "ids", ids);
-  check_value(target.dim() == 1 || target.dim() == 2, op, ": target must be [B] or [B, P], got ", describe(target));
-  const int64_t P = target.dim() == 1 ? 1 : target.size(1);
-  check_tensor(op, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, P}, "[B] or [B, P]", ScalarType::Long,
-               hidden);
-  check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
-  const bool shared = ids.dim() == 1, reduced = reduction != Reduction::kNone;
-  const int64_t m = ids.size(ids.dim() - 1);
-  check_tensor(op, "ids", ids, shared ? Shape{m} : Shape{B, m}, shared ? "[m]" : "[B, m]", ScalarType::Long, hidden);
-  check_tensor(op, "grad_loss", grad_loss, reduced ? Shape{} : Shape{B}, reduced ? "[]" : "[B]", acc, hidden);
-  if (grad_lse) check_tensor(op, "grad_lse", *grad_lse, {B}, "[B]", acc, hidden);
-  check_value(with_lse || !grad_lse, op, ": grad_lse must be None without with_lse, got ", describe(grad_lse));
-  const SavedLoss at({B, P, m, d, shared}, reduction, true, with_lse, with_ratio);
-  check_tensor(op, "saved", saved, {at.size}, "what the forward kept", acc, hidden);
   LossBackward x{grad_loss, grad_lse, hidden, target, ids, saved};
+  const SavedLoss at = check_backward(op, x, reduction_code, with_lse, with_ratio);
+  const ScalarType acc = acc_type(hidden.scalar_type());
+  const int64_t d = hidden.size(1), P = target.dim() == 1 ? 1 : target.size(1);
+  const bool shared = ids.dim() == 1;
   if (grad_scale) {
     check_tensor(op, "grad_scale", *grad_scale, {}, "[]", ScalarType::Float, hidden);
     x.grad_scale = in<float>(*grad_scale);
@@ -56,6 +41,37 @@ Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hi
       e.keys ? *e.keys : empty(hidden, {0}, num_classes.value_or(0) > INT32_MAX ? ScalarType::Long : ScalarType::Int)};
 }
 
+void loss_update_(Tensor weight, std::optional<Tensor> weight_state0, std::optional<Tensor> weight_state1,
+                  std::optional<Tensor> bias, std::optional<Tensor> bias_state0, std::optional<Tensor> bias_state1,
+                  Tensor grad_loss, Tensor hidden, Tensor target, Tensor ids, Tensor saved, int64_t reduction_code,
+                  bool with_ratio, std::optional<Tensor> key, std::vector<double> weight_rule,
+                  std::vector<double> bias_rule, std::optional<Tensor> weight_lr, std::optional<Tensor> weight_step,
+                  std::optional<Tensor> bias_lr, std::optional<Tensor> bias_step, int64_t first_row) {
+  constexpr const char* op = "loss_update_";
+  begin_op();
+  const std::optional<Tensor> none;
+  LossBackward x{grad_loss, none, hidden, target, ids, saved};
+  const SavedLoss at = check_backward(op, x, reduction_code, false, with_ratio);
+  check_given(op, "weight", weight);
+  check_value(weight.dim() == 2 && weight.size(1) == hidden.size(1), op, ": weight must be [C, ", hidden.size(1),
+              "] to fit hidden, got ", describe(weight));
+  x.need_hidden = false;
+  const LossEntries e = run_loss_entries(op, x, at, target.dim() == 1 ? 1 : target.size(1), true, bias.has_value());
+  const RowUpdate tables{weight,      weight_state0, weight_state1, bias,      bias_state0,
+                         bias_state1, key,           weight_rule,   bias_rule, weight_lr,
+                         weight_step, bias_lr,       bias_step,     none,      first_row};
+  const RowSource targets{target, e.coef_target, hidden};
+  if (e.draw_rows) {
+    call_row_update(op, tables, targets, {ids, e.draw_coef, *e.draw_rows}, e.draw_bias, none);
+  } else if (ids.dim() == 2) {
+    call_row_update(op, tables, targets, {ids, e.coef_draw, hidden}, none, none);
+  } else {  // shared draws of an empty batch, or m = 0
+    const Tensor no_ids = empty(hidden, {0}, ScalarType::Long),
+                 no_rows = empty(hidden, {0, hidden.size(1)}, acc_type(hidden.scalar_type()));
+    call_row_update(op, tables, targets, {no_ids, none, no_rows}, none, none);
+  }
+}
+
 }  // namespace
 }  // namespace samplex::glue
 
@@ -66,6 +82,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "Tensor(a!)? found_inf=None, int? num_classes=None) -> "
       "(Tensor d_hidden, Tensor coef_target, Tensor coef_draw, Tensor draw_rows, Tensor draw_bias, Tensor keys)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+  m.def(
+      "loss_update_(Tensor(a!) weight, Tensor(b!)? weight_state0, Tensor(c!)? weight_state1, Tensor(d!)? bias, "
+      "Tensor(e!)? bias_state0, Tensor(f!)? bias_state1, Tensor grad_loss, Tensor hidden, Tensor target, Tensor ids, "
+      "Tensor saved, int reduction, bool with_ratio, Tensor? key, float[] weight_rule, float[] bias_rule, "
+      "Tensor? weight_lr=None, Tensor(g!)? weight_step=None, Tensor? bias_lr=None, Tensor(h!)? bias_step=None, "
+      "int first_row=0) -> ()",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
 }
-STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) { m.impl("loss_entries", TORCH_BOX(&samplex::glue::loss_entries)); }
-STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) { m.impl("loss_entries", TORCH_BOX(&samplex::glue::loss_entries)); }
+STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {
+  m.impl("loss_entries", TORCH_BOX(&samplex::glue::loss_entries));
+  m.impl("loss_update_", TORCH_BOX(&samplex::glue::loss_update_));
+}
+STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) {
+  m.impl("loss_entries", TORCH_BOX(&samplex::glue::loss_entries));
+  m.impl("loss_update_", TORCH_BOX(&samplex::glue::loss_update_));
+}

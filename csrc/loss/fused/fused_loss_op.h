@@ -37,6 +37,8 @@ struct DrawHere {
   bool shared;
   const std::optional<Tensor>& table;
   const std::optional<Tensor>& prefix;
+  // Where to put the gradient of h by a reduced loss, if the caller wants it from the forward; a CPU makes it.
+  std::optional<Tensor>* d_hidden = nullptr;
 };
 
 struct LossShape;
@@ -316,7 +318,35 @@ struct LossBackward {
   float* found_inf = nullptr;
   // Classes of the table, where sort keys of the entries are wanted; a CPU makes none.
   std::optional<int64_t> keys_for = std::nullopt;
+  bool need_hidden = true;  // without, d_hidden means nothing
 };
+
+// Checks what the ops of a backward share.
+inline SavedLoss check_backward(const char* op, const LossBackward& x, int64_t reduction_code, bool with_lse,
+                                bool with_ratio) {
+  const Tensor &hidden = x.hidden, &target = x.target, &ids = x.ids;
+  dtype_tag(op, "hidden", hidden);
+  check_tensor(op, "hidden", hidden, {-1, -1}, "[B, d]", hidden.scalar_type(), hidden);
+  const ScalarType acc = acc_type(hidden.scalar_type());
+  const int64_t B = hidden.size(0), d = hidden.size(1);
+  const Reduction reduction = reduction_of(op, reduction_code);
+  check_given(op, "target", target);
+  check_given(op, "ids", ids);
+  check_value(target.dim() == 1 || target.dim() == 2, op, ": target must be [B] or [B, P], got ", describe(target));
+  const int64_t P = target.dim() == 1 ? 1 : target.size(1);
+  check_tensor(op, "target", target, target.dim() == 1 ? Shape{B} : Shape{B, P}, "[B] or [B, P]", ScalarType::Long,
+               hidden);
+  check_value(ids.dim() == 1 || ids.dim() == 2, op, ": ids must be [B, m] or [m], got ", describe(ids));
+  const bool shared = ids.dim() == 1, reduced = reduction != Reduction::kNone;
+  const int64_t m = ids.size(ids.dim() - 1);
+  check_tensor(op, "ids", ids, shared ? Shape{m} : Shape{B, m}, shared ? "[m]" : "[B, m]", ScalarType::Long, hidden);
+  check_tensor(op, "grad_loss", x.grad_loss, reduced ? Shape{} : Shape{B}, reduced ? "[]" : "[B]", acc, hidden);
+  if (x.grad_lse) check_tensor(op, "grad_lse", *x.grad_lse, {B}, "[B]", acc, hidden);
+  check_value(with_lse || !x.grad_lse, op, ": grad_lse must be None without with_lse, got ", describe(x.grad_lse));
+  const SavedLoss at({B, P, m, d, shared}, reduction, true, with_lse, with_ratio);
+  check_tensor(op, "saved", x.saved, {at.size}, "what the forward kept", acc, hidden);
+  return at;
+}
 
 using LossGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // d_hidden, row ids, rows, bias, count
 
@@ -335,7 +365,7 @@ struct LossEntries {
 // Everything is checked by the caller.
 inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const SavedLoss& at, int64_t P,
                                     bool need_rows, bool with_bias) {
-  const auto& [grad_loss, grad_lse, hidden, target, ids, saved, grad_scale, found_inf, keys_for] = x;
+  const auto& [grad_loss, grad_lse, hidden, target, ids, saved, grad_scale, found_inf, keys_for, need_hidden] = x;
   const DType dtype = dtype_tag(op, "hidden", hidden);
   const ScalarType acc = acc_type(hidden.scalar_type());
   const bool shared = ids.dim() == 1;
@@ -352,7 +382,8 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   if (one_factor && grad_scale != nullptr) factor *= 1.0 / double(*grad_scale);
   const bool unit = one_upstream && !on_cpu && !SharedRows::splits(op, hidden);
   const bool one_product = factor != 0.0 || unit;
-  Tensor d_hidden = empty_pooled(hidden, {B, d}, hidden.scalar_type());
+  const bool makes_hidden = need_hidden || !on_cpu;
+  const Tensor d_hidden = makes_hidden ? empty_pooled(hidden, {B, d}, hidden.scalar_type()) : hidden;
   const Tensor coef_target = empty(hidden, {B, P}, acc);
   const bool sum_draws = need_rows && shared && m > 0 && B > 0;
   const bool split = sum_draws && SharedRows::splits(op, hidden);
@@ -375,7 +406,7 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   params.coef_target = out_any(coef_target);
   params.coef_draw = one_product || split ? nullptr : out_any(coef_draw);
   params.draw_parts = {split ? out_any(parts) : nullptr, width};
-  params.d_hidden = out_any(d_hidden);
+  params.d_hidden = makes_hidden ? out_any(d_hidden) : nullptr;
   params.denom = part_of(saved, at.denom, B, false);
   params.hidden = in_any(hidden);
   const bool in_panels = on_cpu && sum_draws && cpu::takes_panels(dtype, B, m, d);
@@ -439,6 +470,28 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
     }
   }
   return entries_of;
+}
+
+// The gradient of h where that of the loss is 1: what the backward would make of `saved`, on a CPU.
+inline Tensor run_unit_hidden(const char* op, const Tensor& hidden, const Tensor& saved, const SavedLoss& at,
+                              const LossShape& shape) {
+  static constexpr float kOne = 1.0f;
+  static constexpr double kOneDouble = 1.0;
+  const Tensor d_hidden = empty_pooled(hidden, {shape.batch, shape.dim}, hidden.scalar_type());
+  LossBwdParams params{};
+  params.grad_loss = saved.scalar_type() == ScalarType::Double ? static_cast<const void*>(&kOneDouble) : &kOne;
+  params.factor = part_of(saved, at.factor, 1, false);
+  params.d_loss = part_of(saved, at.d_loss, shape.batch * shape.dim, false);
+  params.draws_loss = part_of(saved, at.draws_loss, shape.batch * shape.dim, false);
+  params.denom = part_of(saved, at.denom, shape.batch, false);
+  params.d_hidden = out_any(d_hidden);
+  params.batch = shape.batch;
+  params.num_targets = shape.targets;
+  params.num_samples = shape.draws;
+  params.dim = shape.dim;
+  params.dtype = dtype_tag(op, "hidden", hidden);
+  cpu::launch_loss_bwd(params);
+  return d_hidden;
 }
 
 inline LossGradients run_loss_backward(const char* op, const LossBackward& x, const SavedLoss& at, int64_t P,

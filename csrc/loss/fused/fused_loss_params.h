@@ -92,9 +92,9 @@ struct LossBwdParams {
   const void* draws_lse;
   const void* denom;     // A [B]: 0 for a row without a loss
   const void* hidden;    // [B, d] in `dtype`, with clean_hidden
-  void* coef_target;     // A [B, P]
+  void* coef_target;     // A [B, P]; nullptr, on a CPU: not wanted
   void* coef_draw;       // A [B, m]; nullptr: not wanted
-  void* d_hidden;        // [B, d] in `dtype`
+  void* d_hidden;        // [B, d] in `dtype`; nullptr, on a CPU: not wanted
   void* clean_hidden;    // A [B, d] or nullptr: hidden_factor * hidden, 0 in rows without any gradient
   DrawParts draw_parts;  // GPU only: coef_draw in two parts; then clean_hidden is bf16 [B, 2, d], each row twice
   double hidden_factor;

@@ -105,7 +105,10 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
     ids = drawn->ids;
     log_q = storage == ScalarType::Double ? torch::stable::to(drawn->log_q, storage) : drawn->log_q;
   }
+  const bool unit_hidden = here != nullptr && here->d_hidden != nullptr && reduction != Reduction::kNone && need_grad &&
+                           need_hidden && backend_of(kOp, weight) == Backend::kCpu;
   if (B == 0) {
+    if (unit_hidden) *here->d_hidden = empty(hidden, {B, d}, storage);
     if (reduction != Reduction::kNone) torch::stable::zero_(loss);
     torch::stable::zero_(saved);  // holds the factor of the mean
     return result;
@@ -182,6 +185,7 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
 
   run_shared_draws(saved, at, shape, class_rows, need_hidden, params.parts_loss, params.parts_lse);
   run_loss_mean(kOp, saved, params.mean);
+  if (unit_hidden) *here->d_hidden = run_unit_hidden(kOp, hidden, saved, at, shape);
   return result;
 }
 
@@ -198,24 +202,29 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
                  {draw_labels, row_labels, target_weight, normalize, margin});
 }
 
+using StaticForward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
 // Draw and loss in one op: what a training step with a static distribution takes. Per-row draws exclude the target.
-Forward sampled_softmax_static(const Tensor& hidden, const Tensor& weight, const Tensor& target, const Tensor& key,
-                               int64_t law, int64_t num_samples, bool shared, const std::optional<Tensor>& table,
-                               const std::optional<Tensor>& prefix, const std::optional<Tensor>& bias,
-                               const std::optional<Tensor>& class_weight, double scale, double label_smoothing,
-                               int64_t ignore_index, int64_t reduction_code, bool absolute, bool need_grad,
-                               bool need_hidden, bool normalize, std::vector<double> margin) {
+// With `unit_hidden` a CPU also gives d_hidden, the gradient of h where that of the reduced loss is 1; else [0].
+StaticForward sampled_softmax_static(const Tensor& hidden, const Tensor& weight, const Tensor& target,
+                                     const Tensor& key, int64_t law, int64_t num_samples, bool shared,
+                                     const std::optional<Tensor>& table, const std::optional<Tensor>& prefix,
+                                     const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,
+                                     double scale, double label_smoothing, int64_t ignore_index, int64_t reduction_code,
+                                     bool absolute, bool need_grad, bool need_hidden, bool normalize,
+                                     std::vector<double> margin, bool unit_hidden) {
   check_value(weight.dim() == 2, kOp, ": weight must be [C, d], got ", describe(weight));
   check_value(hidden.dim() == 2, kOp, ": hidden must be [B, d], got ", describe(hidden));
   check_tensor(kOp, "target", target, {hidden.size(0)}, "[B]", ScalarType::Long, weight);
   check_value(weight.size(0) >= 1, kOp, ": weight must have a class to draw, got ", describe(weight));
   check_value(ignore_index < 0, kOp, ": ignore_index must be negative where the op draws, got ", ignore_index);
-  const DrawHere here{key, law, num_samples, shared, table, prefix};
+  std::optional<Tensor> d_hidden;
+  const DrawHere here{key, law, num_samples, shared, table, prefix, unit_hidden ? &d_hidden : nullptr};
   Tensor ids, log_q;
   auto [loss, lse, saved] = forward(hidden, weight, target, ids, log_q, &here, bias, class_weight, std::nullopt,
                                     std::nullopt, scale, label_smoothing, ignore_index, reduction_code, absolute,
                                     need_grad, false, need_hidden, {.normalize = normalize, .margin = margin});
-  return {loss, ids, saved};
+  return {loss, ids, saved, d_hidden ? *d_hidden : empty(hidden, {0}, hidden.scalar_type())};
 }
 
 LossGradients sampled_softmax_bwd(const Tensor& grad_loss, const std::optional<Tensor>& grad_lse, const Tensor& hidden,
@@ -265,7 +274,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "sampled_softmax_static(Tensor hidden, Tensor weight, Tensor target, Tensor key, int law, int num_samples, "
       "bool shared, Tensor? table, Tensor? prefix, Tensor? bias, Tensor? class_weight, float scale, "
       "float label_smoothing, int ignore_index, int reduction, bool absolute, bool need_grad, bool need_hidden, "
-      "bool normalize=False, float[] margin=[]) -> (Tensor loss, Tensor ids, Tensor saved)",
+      "bool normalize=False, float[] margin=[], bool unit_hidden=False) -> "
+      "(Tensor loss, Tensor ids, Tensor saved, Tensor d_hidden)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "sampled_softmax_bwd(Tensor grad_loss, Tensor? grad_lse, Tensor hidden, Tensor target, Tensor ids, Tensor saved, "

@@ -168,8 +168,8 @@ void row_apply_(Tensor weight, std::optional<Tensor> state0, std::optional<Tenso
 
 // ------------------------------------------------------------------------------------------------ inside a backward
 RowReduceSource entries_from(const char* op, const char* arg_ids, const char* arg_coef, const char* arg_rows,
-                             const Tensor& ids, const std::optional<Tensor>& coef, const Tensor& rows,
-                             const Tensor& weight) {
+                             const RowSource& x, const Tensor& weight) {
+  const auto& [ids, coef, rows] = x;
   const int64_t d = weight.size(1);
   check_given(op, arg_ids, ids);
   check_given(op, arg_rows, rows);
@@ -192,7 +192,18 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
                  std::vector<double> weight_rule, std::vector<double> bias_rule, std::optional<Tensor> weight_lr,
                  std::optional<Tensor> weight_step, std::optional<Tensor> bias_lr, std::optional<Tensor> bias_step,
                  std::optional<Tensor> found_inf, std::optional<Tensor> keys, int64_t first_row, bool project) {
-  constexpr const char* op = "row_update_";
+  call_row_update("row_update_",
+                  {weight, weight_state0, weight_state1, bias, bias_state0, bias_state1, key, weight_rule, bias_rule,
+                   weight_lr, weight_step, bias_lr, bias_step, found_inf, first_row, project},
+                  {ids_a, coef_a, rows_a}, {ids_b, coef_b, rows_b}, bias_b, keys);
+}
+
+}  // namespace
+
+void call_row_update(const char* op, const RowUpdate& tables, const RowSource& a, const RowSource& b,
+                     const std::optional<Tensor>& bias_b, const std::optional<Tensor>& keys) {
+  const auto& [weight, weight_state0, weight_state1, bias, bias_state0, bias_state1, key, weight_rule, bias_rule,
+               weight_lr, weight_step, bias_lr, bias_step, found_inf, first_row, project] = tables;
   begin_op();
   check_given(op, "weight", weight);
   check_value(weight.dim() == 2, op, ": weight must be [C, d], got ", describe(weight));
@@ -216,8 +227,8 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
   }
   take_key(op, params, key, first_row, weight);
   RowReduceParams& e = params.entries;
-  e.source[0] = entries_from(op, "ids_a", "coef_a", "rows_a", ids_a, coef_a, rows_a, weight);
-  e.source[1] = entries_from(op, "ids_b", "coef_b", "rows_b", ids_b, coef_b, rows_b, weight);
+  e.source[0] = entries_from(op, "ids_a", "coef_a", "rows_a", a, weight);
+  e.source[1] = entries_from(op, "ids_b", "coef_b", "rows_b", b, weight);
   if (bias_b) {
     check_tensor(op, "bias_b", *bias_b, {e.source[1].entries}, "[S * k]", acc, weight);
     e.source[1].bias = in_any(*bias_b);
@@ -232,7 +243,6 @@ void row_update_(Tensor weight, std::optional<Tensor> weight_state0, std::option
   SX_RUN(op, weight, launch_row_rules_entries, params);
 }
 
-}  // namespace
 }  // namespace samplex::glue
 
 STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {

@@ -504,6 +504,7 @@ class SampledClassifier(ClassesOfHead):
                 self.num_samples,
                 self.shared,
                 sampler.law(),
+                self._fusion is not None and self._fusion.at_once,
             )
             try:
                 return run_static_loss(spec.loss, given, form, self._fusion or self._rows_of(weight, bias))

@@ -84,12 +84,12 @@ class SampledSoftmax(Loss):
     def forward_static(self, x: StaticInputs, form: Form, need_grad: bool, need_hidden: bool) -> tuple[Forward, Tensor]:
         """See `Loss.forward_static`."""
         law = x.law
-        loss, ids, saved = sampled_softmax_static(
+        loss, ids, saved, unit_hidden = sampled_softmax_static(
             x.hidden, x.weight, x.target, x.key, law.number, x.num_samples, x.shared, law.table, law.prefix, x.bias,
             x.class_weight, form.scale, self.label_smoothing, form.ignore_index, form.reduction, self.absolute,
-            need_grad, need_hidden, form.normalize, self._margin,
+            need_grad, need_hidden, form.normalize, self._margin, x.unit_hidden and not form.normalize,
         )  # fmt: skip
-        return Forward(loss, saved), ids
+        return Forward(loss, saved, None, unit_hidden if x.unit_hidden and unit_hidden.dim() == 2 else None), ids
 
 
 _PLAIN, _BY_COPY = Needs(), Needs(mergeable=False)

@@ -36,6 +36,7 @@ def _grad(
     grad_lse: Tensor | None,
     version: int = 0,
     weight: Tensor | None = None,
+    unit_hidden: list[Tensor] | None = None,
 ) -> LossGrad | None:
     if torch.is_grad_enabled() and not _is_compiling():
         raise RuntimeError(f"{plan.op}: double backward (create_graph=True) is not supported")
@@ -44,7 +45,7 @@ def _grad(
             return None
         grad_loss = grad_lse.new_zeros(() if plan.reduction else grad_lse.shape)
     upstream = None if grad_lse is None else grad_lse.contiguous()
-    return LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), upstream, version, weight)
+    return LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), upstream, version, weight, unit_hidden)
 
 
 def _plan(loss: Loss, weight: Tensor, bias: Tensor | None, form: Form, extra: bool) -> Plan:
@@ -90,6 +91,7 @@ class _FusedLoss(torch.autograd.Function):
         ctx.version = weight._version
         ctx.sink = RowSink(form.sparse, weight, bias) if sink is None else sink
         ctx.saved = made.saved
+        ctx.unit_hidden = None if made.unit_hidden is None else [made.unit_hidden]
         ctx.save_for_backward(hidden, x.target, ids, weight if form.normalize else None)
         if extra is None:
             return made.loss
@@ -102,9 +104,8 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, grad_extra: Tensor | None = None) -> Any:
         plan: Plan = ctx.plan
         hidden, target, ids, weight = ctx.saved_tensors
-        grad = _grad(
-            plan, hidden, target, ids, ctx.saved, grad_loss, grad_extra if plan.with_lse else None, ctx.version, weight
-        )
+        grad_lse = grad_extra if plan.with_lse else None
+        grad = _grad(plan, hidden, target, ids, ctx.saved, grad_loss, grad_lse, ctx.version, weight, ctx.unit_hidden)
         if grad is None:
             return None, None, None, None
         return (*ctx.sink.deliver(grad, ctx.needs_input_grad[:3]), None)

@@ -55,6 +55,7 @@ class StaticInputs(NamedTuple):
     num_samples: int
     shared: bool  # one draw for the batch; otherwise per row, excluding the target
     law: StaticLaw
+    unit_hidden: bool = False  # whether the sink wants `Forward.unit_hidden`
 
 
 class StaticLaw(NamedTuple):
@@ -82,6 +83,7 @@ class Forward(NamedTuple):
     loss: Tensor  # [] or [B]
     saved: Tensor  # unit gradients and what the reduction needs, laid out as in loss/fused
     extra: Tensor | None = None  # [B]: lse where asked for, or the ratio of augment_reduce
+    unit_hidden: Tensor | None = None  # [B, d]: the gradient of hidden where that of the reduced loss is 1; on a CPU
 
 
 class Plan(NamedTuple):
@@ -109,6 +111,7 @@ class LossGrad(NamedTuple):
     grad_lse: Tensor | None  # contiguous, [B]
     version: int = 0  # of the weight in the forward
     weight: Tensor | None = None  # with plan.normalize
+    unit_hidden: list[Tensor] | None = None  # `Forward.unit_hidden`, for the first who takes it out of the list
 
 
 class Entries(NamedTuple):

@@ -15,7 +15,16 @@ from samplex_cuda.ops.loss_types import Entries, LossGrad, acc_dtype
 from samplex_cuda.ops.saved_loss import fake_sizes
 from samplex_cuda.ops.sphere import project_rows_
 
-__all__ = ["RowGradients", "RowSink", "TableGradient", "entries", "restore_coalesced", "row_gradients", "rows_to_coo"]
+__all__ = [
+    "RowGradients",
+    "RowSink",
+    "TableGradient",
+    "entries",
+    "loss_update_",
+    "restore_coalesced",
+    "row_gradients",
+    "rows_to_coo",
+]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _rows_op = torch.ops.samplex.sampled_softmax_bwd.default
@@ -110,6 +119,14 @@ def _(
         hidden.new_empty((summed if with_bias else 0,), dtype=acc),
         hidden.new_empty((keys,), dtype=torch.int64 if wide else torch.int32),
     )
+
+
+@register_fake("samplex::loss_update_")
+def _(weight: Tensor, *rest: object) -> None:
+    return None
+
+
+loss_update_ = torch.ops.samplex.loss_update_.default._op  # eager only: past a call in Python
 
 
 def rows_to_coo(

@@ -66,15 +66,17 @@ def _(
     hidden: Tensor, weight: Tensor, target: Tensor, key: Tensor, law: int, num_samples: int, shared: bool,
     table: Tensor | None, prefix: Tensor | None, bias: Tensor | None, class_weight: Tensor | None, scale: float,
     label_smoothing: float, ignore_index: int, reduction: int, absolute: bool, need_grad: bool, need_hidden: bool,
-    normalize: bool = False, margin: tuple[float, ...] = (),
+    normalize: bool = False, margin: tuple[float, ...] = (), unit_hidden: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch, _ = fake_sizes("sampled_softmax", hidden)
     saved = saved_numbers(hidden, target, num_samples, shared, reduction, need_grad)
     acc = acc_dtype(hidden.dtype)
+    with_unit = unit_hidden and need_grad and need_hidden and reduction and hidden.device.type == "cpu"
     return (
         hidden.new_empty(() if reduction else (batch,), dtype=acc),
         hidden.new_empty((num_samples,) if shared else (batch, num_samples), dtype=torch.int64),
         hidden.new_empty((saved,), dtype=acc),
+        hidden.new_empty(hidden.shape if with_unit else (0,)),
     )
 
 

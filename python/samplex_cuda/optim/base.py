@@ -385,7 +385,7 @@ class RowOptimizer(Optimizer):
 
     def _begin(self, p: Tensor, group: dict[str, Any]) -> RowStep:
         state = self.state[p]
-        if p.is_cuda and is_capturing(p.device):
+        if is_capturing(p.device):
             self._check_capture(group, state)
         lr = count = None
         steps = state["step"]

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from samplex_cuda._checks import check_int
 from samplex_cuda.ops.loss_types import Entries, LossGrad
-from samplex_cuda.ops.row_gradients import entries
+from samplex_cuda.ops.row_gradients import entries, loss_update_
 from samplex_cuda.ops.row_rules import row_update_
 from samplex_cuda.optim.base import RowOptimizer, RowStep
 from samplex_cuda.optim.torch_clip import watch_torch_clip
@@ -53,9 +53,9 @@ def fusion_of(parameter: Tensor) -> Fusion | None:
     return None if found is None else found()
 
 
-# The entries of one loss, the CUDA stream that makes them (None on a CPU), and whether the part along the class rows is
-# left out of the sums.
-_Arrived = tuple[Entries, Any, bool]
+# The entries of one loss, or what `loss_update_` makes them from; the CUDA stream that makes them (None on a CPU); and
+# whether the part along the class rows is left out of the sums.
+_Arrived = tuple[Entries | LossGrad, Any, bool]
 
 
 def _stream_of(t: Tensor) -> Any:
@@ -63,13 +63,13 @@ def _stream_of(t: Tensor) -> Any:
     return torch.cuda.current_stream(t.device) if t.is_cuda else None
 
 
-def _ordered(arrived: list[_Arrived], now: Any) -> list[Entries]:
+def _ordered(arrived: list[_Arrived], now: Any) -> list[Any]:
     """The entries, ready for use on stream `now`. Autograd orders streams only for the gradients it returns."""
     if now is not None:
         for found, stream, _ in arrived:
             if stream != now:
                 now.wait_stream(stream)  # an event recorded there, waited for here
-                for t in found:
+                for t in found if isinstance(found, Entries) else ():
                     if t is not None:
                         t.record_stream(now)  # its memory is not reused before
     return [found for found, _, _ in arrived]
@@ -135,6 +135,9 @@ class Fusion:
         self._tables = list(wanted.values())
         self.optimizer, self.accumulate, self.grad_scaler = optimizer, accumulate, grad_scaler
         self.on_late_update = on_late_update
+        # Whether one op may make the update from what a forward kept. It looks at the upstream gradient on the host.
+        on_host = not any(group.get("capturable", False) for group in optimizer.param_groups)
+        self.at_once = accumulate == 1 and grad_scaler is None and on_host
         if grad_scaler is not None:
             optimizer.count_on_device()
         # Of each running backward, by its number: the version of the weight, and what its losses gave.
@@ -175,6 +178,10 @@ class Fusion:
         version = grad.version
         if version != self.weight._version:
             self._refuse_version()
+        unit = grad.unit_hidden
+        if unit and need_weight and self.at_once and grad.grad_loss.item() == 1.0:
+            self._take(grad, version)  # the forward has made the gradient of h, and one op makes the rest
+            return unit.pop(), None, None
         scale = found_inf = None
         if self.grad_scaler is not None and need_weight and self.grad_scaler.is_enabled():
             scale, found_inf = self._scaling()
@@ -192,7 +199,7 @@ class Fusion:
             found = found.unscaled(scale, found_inf)
         self._take(found, version)
 
-    def _take(self, found: Entries, version: int, project: bool = False) -> None:
+    def _take(self, found: Entries | LossGrad, version: int, project: bool = False) -> None:
         task = _task_id()
         mine = self._arrived.get(task)
         if mine is None:
@@ -277,18 +284,26 @@ class Fusion:
             raise RuntimeError(f"{_NAME}: losses of one update must all have normalize=True, or none; got both")
         self._apply(_ordered(arrived, now), found_inf, project)
 
-    def _apply(self, arrived: list[Entries], found_inf: Tensor | None, project: bool) -> None:
-        e = arrived[0] if len(arrived) == 1 else _joined(arrived)
+    def _apply(self, arrived: list[Any], found_inf: Tensor | None, project: bool) -> None:
         weight, bias, optimizer = self.weight, self.bias, self.optimizer
+        e = arrived[0]
+        if len(arrived) > 1:
+            e = _joined([entries(g, bias is not None)[1] if isinstance(g, LossGrad) else g for g in arrived])
         w = optimizer.begin(weight)
         b = _NO_BIAS if bias is None else optimizer.begin(bias)
+        tables = (weight, w.state0, w.state1, bias, b.state0, b.state1)
+        rule = (b.key if w.key is None else w.key, w.rule, b.rule, w.lr, w.step, b.lr, b.step)
+        first_row = w.first_row or b.first_row
         # Below autograd: backward has gradients off, except for create_graph, which the loss refuses.
         with _below_autograd():
-            row_update_(
-                weight, w.state0, w.state1, bias, b.state0, b.state1, *e[:-1], b.key if w.key is None else w.key,
-                w.rule, b.rule, w.lr, w.step, b.lr, b.step, found_inf, e.keys, w.first_row or b.first_row,
-                project,
-            )  # fmt: skip
+            if isinstance(e, LossGrad):
+                plan = e.plan
+                loss_update_(
+                    *tables, e.grad_loss, e.hidden, e.target, e.ids, e.saved, plan.reduction, plan.with_ratio, *rule,
+                    first_row,
+                )  # fmt: skip
+            else:
+                row_update_(*tables, *e[:-1], *rule, found_inf, e.keys, first_row, project)
         torch._C._increment_version(self._tables)
         # A step was made, though not by step(): schedulers ask.
         optimizer._opt_called = True  # type: ignore[attr-defined]

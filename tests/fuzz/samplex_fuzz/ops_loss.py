@@ -211,13 +211,13 @@ def _sampled_softmax_static(d: Dice) -> Call:
     args |= {
         "scale": d.pick((1.0, 2.0)), "label_smoothing": d.pick((0.0, 0.1)), "ignore_index": made["ignore_index"],
         "reduction": made["reduction"], "absolute": d.maybe(0.2), "need_grad": made["need_grad"],
-        "need_hidden": d.maybe(0.8),
+        "need_hidden": d.maybe(0.8), "normalize": False, "margin": [], "unit_hidden": d.maybe(0.5),
     }  # fmt: skip
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
         if is_meta(*a.values(), *out):
             return
-        loss, ids, _ = out
+        loss, ids, *_ = out
         batch, wide = a.hidden.shape[0], acc(a.weight.dtype)
         has_form("loss", loss, () if a.reduction else (batch,), wide)
         drawn(ids, None, (a.num_samples,) if a.shared else (batch, a.num_samples), a.weight.shape[0])
@@ -446,6 +446,38 @@ def _loss_entries(d: Dice) -> Call:
             expect(torch.equal(same.nan_to_num(), out[0].nan_to_num()), "d_hidden must be that of sampled_softmax_bwd")
 
     return op_call("loss_entries", args, check, mutable=("found_inf",), words=WORDS)
+
+
+@generator("loss_update_")
+def _loss_update(d: Dice) -> Call:
+    f = Args(_softmax_args(d), need_grad=True, need_hidden=True, with_lse=False)
+    out = torch.ops.samplex.sampled_softmax(*f.values())
+    rule = (0.0, 0.0, 0.1, *(0.0,) * 6)  # plain SGD
+    args = {
+        "weight": f.weight, "weight_state0": None, "weight_state1": None, "bias": f.bias, "bias_state0": None,
+        "bias_state1": None, "grad_loss": d.normal(*out[0].shape, dtype=out[0].dtype), "hidden": f.hidden,
+        "target": f.target, "ids": f.ids, "saved": out[2], "reduction": f.reduction, "with_ratio": False, "key": None,
+        "weight_rule": rule, "bias_rule": rule,
+    }  # fmt: skip
+
+    def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
+        if changed or is_meta(*a.values()):
+            return
+        _, coef_a, coef_b, rows_b, bias_b, _ = torch.ops.samplex.loss_entries(
+            a.grad_loss, None, a.hidden, a.target, a.ids, a.saved, a.reduction, False, a.bias is not None
+        )
+        tables = [None if t is None else t.clone() for t in (a.weight, a.bias)]
+        draws = (a.ids, coef_b, a.hidden, None)
+        if a.ids.dim() == 1:
+            draws = (a.ids[: rows_b.shape[0]], coef_b, rows_b, None if a.bias is None else bias_b)
+        torch.ops.samplex.row_update_(
+            tables[0], None, None, tables[1], None, None, a.target, coef_a, a.hidden, *draws, None, rule, rule
+        )
+        for name, same, got in zip(("weight", "bias"), tables, (after.weight, after.bias), strict=True):
+            if same is not None:
+                expect(torch.equal(same.nan_to_num(), got.nan_to_num()), f"{name} must be that of row_update_")
+
+    return op_call("loss_update_", args, check, mutable=("weight", "bias"), words=WORDS)
 
 
 # ------------------------------------------------------------------------------------------------ full softmax
