@@ -22,7 +22,7 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True, "show-inheritance": True, "exclude-members": "extra_repr"}
 python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 napoleon_google_docstring = True
@@ -72,7 +72,7 @@ def as_restructured_text(lines: list[str]) -> list[str]:
         if section.startswith("Example") or re.search(r"^=+ +=+", paragraph, re.MULTILINE):
             text = paragraph
         elif paragraph.startswith("    ") and not section and not in_list:
-            text = "::\n\n" + paragraph  # a formula or a small table
+            text = ".. code-block:: text\n\n" + paragraph  # a formula or a small table
         else:
             # A span of backquotes that a line break cuts in two is joined first.
             joined = re.sub(r"`[^`]+`", lambda span: re.sub(r"\n\s*", " ", span[0]), paragraph)

@@ -98,8 +98,8 @@ def test_errors_of_the_user_have_no_traceback(tmp_path):
     bad.write_text("[model]\nnmae = 'mlp'\n")
     cases = {
         "did you mean": ["train", bad, "--data", DATA],
-        "is not there": ["train", tmp_path / "no.toml", "--data", DATA],
-        "is no TOML": ["train", _write(tmp_path / "x.toml", "[model\n")],
+        "does not exist": ["train", tmp_path / "no.toml", "--data", DATA],
+        "is not valid TOML": ["train", _write(tmp_path / "x.toml", "[model\n")],
         "path must be": ["train", _write(tmp_path / "y.toml", "[model]\ndim = 3\n")],
         "no such file": ["train", "--data", tmp_path / "no.txt"],
         "must be one of": ["train", "--data", DATA, "--sampler", "magic"],
@@ -434,7 +434,7 @@ def test_a_language_model_goes_on_with_lines(tmp_path):
     assert (tmp_path / "again.jsonl").read_text() == (tmp_path / "next.jsonl").read_text()
     (tmp_path / "bad.txt").write_bytes(b"a b\nc \xff d\n")
     error = as_json("predict", run, tmp_path / "bad.txt", "--out", tmp_path / "bad.jsonl", code=1)["error"]
-    assert "bad.txt:2: byte 3 is no UTF-8" in error
+    assert "bad.txt:2: byte 3 is not UTF-8" in error
     assert as_json("diagnose", run, "--rows", 20, "--num-samples", 2, "--no-timed", code=0)["rows"] == 20
 
 

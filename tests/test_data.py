@@ -86,7 +86,7 @@ def test_dense_of_a_label_csr():
         (lambda: data.Dense(np.ones((2, 2)), [0, -3]), r"Dense: labels must be in 0 and above, got -3 in row 1"),
         (lambda: data.Dense(np.ones((2, 2)), [0, 1], 0), r"Dense: num_classes must be an int of at least 1, got 0"),
         (lambda: data.Dense(np.ones((2, 2)), [0, 1], label_rule="last"), r"label_rule must be one of all, first"),
-        (lambda: data.Dense(np.ones((1, 2)), [[-100]]), r"num_classes must be given where there is no label"),
+        (lambda: data.Dense(np.ones((1, 2)), [[-100]]), r"num_classes must be given if there is no label"),
         (lambda: sparse(num_classes=5), r"Sparse: labels must be in \[0, 5\), got 7 in row 0"),
         (
             lambda: data.Sparse([0, 2], [1], None, None, [0], 3),

@@ -70,23 +70,23 @@ def test_compressed(tmp_path, suffix, module):
     ("line", "reason"),
     [
         ("9 0:1", r"label 9 is outside \[0, 9\)"),
-        ("x 0:1", "label 'x' is no whole number"),
-        ("3,,4 0:1", "label '' is no whole number"),
-        ("-1 0:1", "label '-1' is no whole number"),
-        ("2.0 0:1", "label '2.0' is no whole number"),
-        ("0:1 1:2", "label '0:1' is no whole number; a row without labels starts with a space"),
+        ("x 0:1", "label 'x' is not a whole number"),
+        ("3,,4 0:1", "label '' is not a whole number"),
+        ("-1 0:1", "label '-1' is not a whole number"),
+        ("2.0 0:1", "label '2.0' is not a whole number"),
+        ("0:1 1:2", "label '0:1' is not a whole number; a row without labels starts with a space"),
         ("3 6:1", r"feature 6 is outside \[0, 6\)"),
-        ("3 -1:1", "feature '-1' is no whole number"),
+        ("3 -1:1", "feature '-1' is not a whole number"),
         ("3 1", "feature '1' must be index:value"),
-        ("3 1:", "value of feature 1 '' is no finite number"),
-        ("3 1:a", "value of feature 1 'a' is no finite number"),
-        ("3 1:2:3", "value of feature 1 '2:3' is no finite number"),
-        ("3 1:nan", "value of feature 1 'nan' is no finite number"),
-        ("3 1:1e999", "value of feature 1 '1e999' is no finite number"),
+        ("3 1:", "value of feature 1 '' is not a finite number"),
+        ("3 1:a", "value of feature 1 'a' is not a finite number"),
+        ("3 1:2:3", "value of feature 1 '2:3' is not a finite number"),
+        ("3 1:nan", "value of feature 1 'nan' is not a finite number"),
+        ("3 1:1e999", "value of feature 1 '1e999' is not a finite number"),
         ("3 1:1e300", "value of feature 1 '1e300' does not fit a float32"),
-        ("3 1:1.2.3", "value of feature 1 '1.2.3' is no finite number"),
-        ("3 1:1-2", "value of feature 1 '1-2' is no finite number"),
-        ("3 :2", "feature '' is no whole number"),
+        ("3 1:1.2.3", "value of feature 1 '1.2.3' is not a finite number"),
+        ("3 1:1-2", "value of feature 1 '1-2' is not a finite number"),
+        ("3 :2", "feature '' is not a whole number"),
         ("3 1:2 \x00", "feature '\\\\x00' must be index:value"),
         ("3 " + "y" * 60, "feature 'y{37}...' must be index:value"),
     ],
@@ -111,7 +111,8 @@ def test_xc_bad_lines(tmp_path, monkeypatch, line, reason, size):
 
 def test_more_bad_lines_than_allowed(tmp_path, caplog):
     path = write(tmp_path / "bad.txt", "5 6 9\nx\n1 0:1\ny\nz\n2 1:1\n")
-    with pytest.raises(ValueError, match=r"bad.txt:5: label 'z' is no whole number \(more than skip_bad=2 bad lines\)"):
+    words = r"bad.txt:5: label 'z' is not a whole number \(more than skip_bad=2 bad lines\)"
+    with pytest.raises(ValueError, match=words):
         data.xc_file(path, skip_bad=2)
     with caplog.at_level(logging.WARNING, "samplex_cuda.data"):
         assert len(data.xc_file(path, skip_bad=5)) == 2
@@ -212,11 +213,11 @@ def test_svmlight_numbers_as_labels(tmp_path, name):
     ("text", "reason"),
     [
         ("1 1:1\n-1 1:1\n", r":2: label -1 is outside \[0, 2147483647\]"),
-        ("1 1:1\n1.5 1:1\n", ":2: label '1.5' is no whole number"),
-        ("1 1:1\na 1:1\n", ":2: label 'a' is no finite number"),
-        ("1 1:1\n1 qid:x 1:1\n", ":2: qid 'x' is no whole number"),
-        ("1 1:1\n1 1:1 qid:3\n", ":2: feature 'qid' is no whole number"),
-        ("1 1:1\n1:2 2:1\n", ":2: label '1:2' is no whole number"),
+        ("1 1:1\n1.5 1:1\n", ":2: label '1.5' is not a whole number"),
+        ("1 1:1\na 1:1\n", ":2: label 'a' is not a finite number"),
+        ("1 1:1\n1 qid:x 1:1\n", ":2: qid 'x' is not a whole number"),
+        ("1 1:1\n1 1:1 qid:3\n", ":2: feature 'qid' is not a whole number"),
+        ("1 1:1\n1:2 2:1\n", ":2: label '1:2' is not a whole number"),
         ("# nothing\n\n", ": the file has no rows"),
     ],
 )
@@ -269,7 +270,7 @@ def test_npy_bad(tmp_path):
     with pytest.raises(ValueError, match=r"npy_file: .*y.npy: it holds Python objects, which are not read"):
         data.open(tmp_path / "x.npy")
     write(tmp_path / "y.npy", (tmp_path / "x.npy").read_bytes()[:-10])
-    with pytest.raises(ValueError, match=r"npy_file: .*y.npy: it is no npy file that can be mapped"):
+    with pytest.raises(ValueError, match=r"npy_file: .*y.npy: it is not an npy file that can be mapped"):
         data.open(tmp_path / "x.npy")
     np.save(tmp_path / "train.npy", np.ones((3, 2)))
     with pytest.raises(ValueError, match=r"y must be given where the name of x does not end with x, got train.npy"):
@@ -306,7 +307,7 @@ def test_npz_bad(tmp_path):
     np.savez(tmp_path / "c.npz", x=np.asfortranarray(np.ones((2, 2))), y=np.ones(2, int))
     with pytest.raises(ValueError, match=r"x must be stored row by row \(C order\)"):
         data.open(tmp_path / "c.npz")
-    with pytest.raises(ValueError, match="it is no npz file"):
+    with pytest.raises(ValueError, match="it is not an npz file"):
         data.npz_file(write(tmp_path / "d.npz", b"no zip"))
     raw = bytearray((tmp_path / "a.npz").read_bytes())
     np.savez(tmp_path / "e.npz", x=np.ones((200, 2)), y=np.ones(200, int))
@@ -399,7 +400,7 @@ def test_text_bad(tmp_path):
     with pytest.raises(ValueError, match=r"a.tokens: the file has no words"):
         data.text_file(write(tmp_path / "a.tokens", ""))
     path = write(tmp_path / "b.tokens", b"good line\nbad \xff line\n")
-    with pytest.raises(ValueError, match=r"b.tokens:2: byte 5 is no UTF-8 \(invalid start byte\)"):
+    with pytest.raises(ValueError, match=r"b.tokens:2: byte 5 is not UTF-8 \(invalid start byte\)"):
         data.text_file(path, columns=1)
     assert len(data.text_file(path, columns=1, skip_bad=1).tokens) == 3
     with pytest.raises(ValueError, match="vocabulary must have <unk>, got 2 words without it"):

@@ -65,21 +65,21 @@ def test_interaction_table_without_time_and_with_names(tmp_path):
     assert found.items.tolist() == [0, 1, 1]
     assert found.user_names == ["ann", "bob"]
     assert found.item_names == ["tea", "milk"]
-    with pytest.raises(ValueError, match=r"a.csv:2: user 'ann' is no whole number"):
+    with pytest.raises(ValueError, match=r"a.csv:2: user 'ann' is not a whole number"):
         data.open(path)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("a.csv", "0,1,20\n0,x,2\n", ":2: item 'x' is no whole number"),
-        ("a.csv", "0,1,20\n0,7.0,2\n", ":2: item '7.0' is no whole number"),
-        ("a.csv", "0,1,20\n0,,2\n", ":2: item '' is no whole number"),
+        ("a.csv", "0,1,20\n0,x,2\n", ":2: item 'x' is not a whole number"),
+        ("a.csv", "0,1,20\n0,7.0,2\n", ":2: item '7.0' is not a whole number"),
+        ("a.csv", "0,1,20\n0,,2\n", ":2: item '' is not a whole number"),
         ("a.csv", "0,1,20\n0,1\n", ":2: the line must have 3 fields, got 2"),
-        ("a.csv", "0,1,20\n0,1,monday\n", ":2: time 'monday' is no finite number"),
+        ("a.csv", "0,1,20\n0,1,monday\n", ":2: time 'monday' is not a finite number"),
         ("a.csv", "0,1,20\n0,9999999999,2\n", r":2: item 9999999999 is outside \[0, 2147483646\]"),
-        ("a.txt", "0 1 2\n1 -2\n", ":2: item '-2' is no whole number"),
-        ("a.txt", "0 1 2\nu 2\n", ":2: user 'u' is no whole number"),
+        ("a.txt", "0 1 2\n1 -2\n", ":2: item '-2' is not a whole number"),
+        ("a.txt", "0 1 2\nu 2\n", ":2: user 'u' is not a whole number"),
     ],
 )
 def test_interactions_bad_lines(tmp_path, name, text, reason):
@@ -197,7 +197,7 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
 
 def test_no_parquet_file(tmp_path):
     pytest.importorskip("pyarrow")
-    with pytest.raises(ValueError, match=r"a.parquet: it is no parquet file"):
+    with pytest.raises(ValueError, match=r"a.parquet: it is not a parquet file"):
         data.open(write(tmp_path / "a.parquet", b"nothing of the kind"))
 
 

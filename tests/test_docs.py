@@ -102,6 +102,15 @@ def test_pages_are_in_plain_english(page):
     assert found == [], page.name
 
 
+def test_every_public_module_is_in_the_reference():
+    import samplex_cuda as sx
+
+    pages = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    for name in sx.__all__:
+        if not name.startswith("_"):
+            assert re.search(rf"^\.\. auto\w+:: samplex_cuda\.{name}$", pages, re.MULTILINE), name
+
+
 def test_every_sampler_has_a_page():
     import samplex_cuda as sx
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,27 @@ def test_device_code_is_found_in_the_library():
     sections = script("wheel_info").elf_sections(library.read_bytes())
     assert {".text", ".dynsym"} <= set(sections)
     assert (".nv_fatbin" in sections) == _native.build_info()["cuda"]
+
+
+def test_a_wheel_must_have_what_its_tag_says(tmp_path, monkeypatch, capsys):
+    wheel_info, make_wheel = script("wheel_info"), script("make_wheel")
+    library = Path(_native.__file__).parent / "libsamplex.so"
+    cuda = _native.build_info()["cuda"]
+    right, wrong = ("1cuda", "0cpu") if cuda else ("0cpu", "1cuda")
+    for tag in (right, wrong):
+        wheel = tmp_path / f"samplex_cuda-{VERSION}-{tag}-cp311-cp311-linux_x86_64.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.write(library, "samplex_cuda/libsamplex.so")
+        monkeypatch.setattr(sys, "argv", ["wheel_info.py", str(wheel), "--expect", tag[1:]])
+        assert wheel_info.main() == (tag != right)
+    make_wheel.check_contents(wheel, cuda=cuda)
+    with pytest.raises(SystemExit, match="must match its tag"):
+        make_wheel.check_contents(wheel, cuda=not cuda)
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("samplex_cuda/libtorch_cpu.so", b"")
+    with pytest.raises(SystemExit, match=r"must have the package only, got .*libtorch_cpu"):
+        make_wheel.check_contents(wheel, cuda=cuda)
+    assert capsys.readouterr().out.count("\n") == 2
 
 
 def test_other_files_are_refused():

@@ -212,7 +212,7 @@ def test_a_file_that_the_system_does_not_let_grow(tmp_path):
 
 
 def test_a_missing_folder_and_an_unwritable_one(tmp_path, monkeypatch):
-    with pytest.raises(CheckpointError, match=r"the folder .*nowhere is not there"):
+    with pytest.raises(CheckpointError, match=r"the folder .*nowhere does not exist"):
         write(tmp_path / "nowhere", 1)
     before = write(tmp_path, 1)
 
@@ -240,8 +240,8 @@ def test_what_cannot_be_saved_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"", "is no safetensors file"),
-        (b"\xff" * 16, "is no safetensors file"),
+        (b"", "is not a safetensors file"),
+        (b"\xff" * 16, "is not a safetensors file"),
         (b"\x02\0\0\0\0\0\0\0[]", "damaged header"),
         (b'\x05\0\0\0\0\0\0\0{"a":', "damaged header"),
     ],

@@ -93,7 +93,7 @@ BAD = [
     ("[training]\nclip_head = true", r"\[training\] clip_norm must be above 0 with clip_head, got 0"),
     ("[data]\noptions = 3", r"\[data\] options must be a table, got 3"),
     ("optimizer = 3", r"\[optimizer\] must be a table, got 3"),
-    ("[data\npath = 1", r"is no TOML: .*line 1"),
+    ("[data\npath = 1", r"is not valid TOML: .*line 1"),
 ]
 
 
@@ -126,7 +126,7 @@ def test_errors_of_overrides(setting, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"config: .*none\.toml: is not there"):
+    with pytest.raises(ConfigError, match=r"config: .*none\.toml: does not exist"):
         config.load(tmp_path / "none.toml")
 
 

@@ -121,9 +121,9 @@ def test_ranks_with_other_settings_stop_before_anything_is_written(ranks, tmp_pa
 def test_one_rank_refuses_for_all(ranks, tmp_path):
     ranks.run(2, "run_trainer", str(tmp_path), "linear", "uniform", ["training.steps=2"])
     found = ranks.outcomes(2, "run_trainer", str(tmp_path), "linear", "uniform", [])
-    assert "holds a run already" in found[0][0]
+    assert "already contains a run" in found[0][0]
     assert found[1][0].startswith("RanksError: ")
-    assert "holds a run already" in found[1][0]
+    assert "already contains a run" in found[1][0]
     found = ranks.outcomes(4, "run_trainer", str(tmp_path / "b"), "linear", "uniform", ["training.batch_size=3"])
     assert all("batch_size must be at least 4" in error for error, _ in found)
     found = ranks.outcomes(2, "run_trainer", str(tmp_path / "c"), "lstm", "uniform", [])
@@ -171,7 +171,7 @@ def test_a_run_of_ranks_needs_no_torchrun_with_one_rank(tmp_path):
     try:
         assert trainer.ranks.world == 1
         assert trainer.fit().status == "finished"
-        with pytest.raises(RunError, match="holds a run already"):
+        with pytest.raises(RunError, match="already contains a run"):
             Trainer(run, data, valid, tmp_path)
     finally:
         trainer.ranks.close()

@@ -100,7 +100,7 @@ def test_files_that_hold_no_fitting_tree(tmp_path, write_tree):
 
     fails(tmp_path / "none", r"\[sampler\] path must be a file of samplex fit-tree, got .*none.: .*No such file")
     other.write_text("nothing")
-    fails(other, "is no safetensors file")
+    fails(other, "is not a safetensors file")
     checkpoint.write_tensors(other, {"x": torch.zeros(2)})
     fails(other, "path must be a file of samplex fit-tree")
     path, _ = write_tree(train)

@@ -434,7 +434,7 @@ def test_folders_that_cannot_be_used(tmp_path):
     with pytest.raises(RunError, match=r"file/run: cannot be written to \(Not a directory\)"):
         Trainer(run, train, valid, tmp_path / "file" / "run")
     Trainer(run, train, valid, tmp_path / "run")
-    with pytest.raises(RunError, match=r"holds a run already; go on with Trainer.resume"):
+    with pytest.raises(RunError, match=r"already contains a run; resume it with Trainer.resume"):
         Trainer(run, train, valid, tmp_path / "run")
     with pytest.raises(RunError, match=r"none: has no config.toml"):
         Trainer.resume(tmp_path / "none")
@@ -621,5 +621,5 @@ def test_what_is_asked_of_nothing(tmp_path):
     with pytest.raises(ValueError, match="train must have at least 1 example"):
         Trainer(run, data.Subset(dense(), torch.arange(0)), None, tmp_path / "run")
     trainer = Trainer(run, dense(), None, tmp_path / "run")
-    with pytest.raises(ValueError, match="dataset must be given where there are no validation data"):
+    with pytest.raises(ValueError, match="dataset must be given if there are no validation data"):
         trainer.evaluate()

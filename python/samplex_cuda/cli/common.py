@@ -285,7 +285,7 @@ def read_config(run_dir: Path) -> Config:
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: there is no such run folder")
     if not (run_dir / "config.toml").is_file():
-        raise UserError(f"{run_dir}: has no config.toml, so it is no run folder of samplex train")
+        raise UserError(f"{run_dir}: has no config.toml, so it is not a run folder of samplex train")
     return configs.load(run_dir / "config.toml", of_run=True)
 
 

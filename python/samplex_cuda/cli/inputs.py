@@ -267,7 +267,7 @@ def _lines(config: Config, file: Path) -> Inputs:
             try:
                 text = line.decode("utf-8")
             except UnicodeDecodeError as error:
-                reason = f"byte {error.start + 1} is no UTF-8 ({error.reason})"
+                reason = f"byte {error.start + 1} is not UTF-8 ({error.reason})"
                 raise UserError(f"{file}:{line_number}: {reason}") from None
             words = (text.lower() if lower else text).split()
             missing += sum(word not in number for word in words)

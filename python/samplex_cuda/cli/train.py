@@ -276,7 +276,7 @@ def train(
             folder = new_run_dir() if run_dir is None else run_dir
             if (folder / "config.toml").exists():
                 raise UserError(
-                    f"{folder}: holds a run already; go on with it by: {resume_command(folder)}, or give another --out"
+                    f"{folder}: already contains a run; resume it with: {resume_command(folder)}, or give another --out"
                 )
             with (
                 _hint(out, folder, trust_model),

@@ -62,7 +62,7 @@ def _load(where: str, path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (*DAMAGED, *UNREADABLE) as error:
-        raise ValueError(f"{where}: {path}: it is no npy file that can be mapped ({_first_line(error)})") from error
+        raise ValueError(f"{where}: {path}: it is not an npy file that can be mapped ({_first_line(error)})") from error
 
 
 def _partner(where: str, path: Path, y: Path | str | None) -> tuple[Path, Path]:
@@ -176,7 +176,7 @@ def _header(where: str, path: Path, name: str, file: IO[bytes]) -> tuple[tuple[i
     except DAMAGED as error:
         raise ValueError(f"{where}: {path}: {name} is damaged ({_first_line(error)})") from error
     except UNREADABLE as error:  # numpy evaluates the header as a literal and lets through what that raises
-        raise ValueError(f"{where}: {path}: {name} is no npy array ({_first_line(error)})") from error
+        raise ValueError(f"{where}: {path}: {name} is not an npy array ({_first_line(error)})") from error
     if dtype.hasobject:
         raise ValueError(f"{where}: {path}: {name} holds Python objects, which are not read")
     if any(n < 0 for n in shape) or math.prod(shape) * max(1, dtype.itemsize) >= 1 << 62:
@@ -190,7 +190,7 @@ def _zip(where: str, path: Path) -> zipfile.ZipFile:
     except FileNotFoundError:
         raise
     except (*DAMAGED, *UNREADABLE) as error:
-        raise ValueError(f"{where}: {path}: it is no npz file ({_first_line(error)})") from error
+        raise ValueError(f"{where}: {path}: it is not an npz file ({_first_line(error)})") from error
 
 
 def members(where: str, path: Path) -> list[str]:

@@ -504,5 +504,5 @@ def _classes(where: str, labels: _Labels, num_classes: int | None) -> int:
         check_int(where, "num_classes", num_classes, 1)
     most = labels.largest(num_classes)
     if num_classes is None and most < 0:
-        raise ValueError(f"{where}: num_classes must be given where there is no label, got None")
+        raise ValueError(f"{where}: num_classes must be given if there is no label, got None")
     return most + 1 if num_classes is None else int(num_classes)

@@ -41,7 +41,7 @@ class _Names:
         try:
             return self.found.setdefault(field.strip().decode("utf-8"), len(self.found))
         except UnicodeDecodeError:
-            raise BadLineError(f"{name} {_text(field)} is no UTF-8") from None
+            raise BadLineError(f"{name} {_text(field)} is not UTF-8") from None
 
 
 def _small_id(name: str, field: bytes) -> int:
@@ -252,7 +252,7 @@ def _time(field: bytes) -> float:
     except ValueError:
         value = np.nan
     if not np.isfinite(value):
-        raise BadLineError(f"time {_text(field.strip())} is no finite number")
+        raise BadLineError(f"time {_text(field.strip())} is not a finite number")
     return value
 
 

@@ -41,7 +41,7 @@ class _Table:
             try:
                 self.files.append((source, arrow.parquet.ParquetFile(source)))
             except (arrow.ArrowException, OSError) as error:
-                raise ValueError(f"{where}: {source}: it is no parquet file ({error})") from error
+                raise ValueError(f"{where}: {source}: it is not a parquet file ({error})") from error
         self.schema = self.files[0][1].schema_arrow
         for source, file in self.files[1:]:
             if not file.schema_arrow.equals(self.schema):

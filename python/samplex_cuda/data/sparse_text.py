@@ -121,7 +121,7 @@ def _text(field: bytes) -> str:
 
 def _id(name: str, field: bytes) -> int:
     if not field.isdigit():
-        raise BadLineError(f"{name} {_text(field)} is no whole number")
+        raise BadLineError(f"{name} {_text(field)} is not a whole number")
     return int(field)
 
 
@@ -133,7 +133,7 @@ def _number(name: str, field: bytes) -> float:
     if not abs(value) <= _FLOAT32_MAX:
         if math.isfinite(value):
             raise BadLineError(f"{name} {_text(field)} does not fit a float32")
-        raise BadLineError(f"{name} {_text(field)} is no finite number")
+        raise BadLineError(f"{name} {_text(field)} is not a finite number")
     return value
 
 
@@ -157,7 +157,7 @@ def xc_line(line: bytes, num_features: int, num_labels: int) -> tuple[list[int],
     labels = []
     if head:
         if b":" in head:
-            raise BadLineError(f"label {_text(head)} is no whole number; a row without labels starts with a space")
+            raise BadLineError(f"label {_text(head)} is not a whole number; a row without labels starts with a space")
         for field in head.split(b","):
             label = _id("label", field)
             if label >= num_labels:
@@ -178,10 +178,12 @@ def svmlight_line(
     if line[:1] not in (b" ", b"\t"):  # a line that starts with a space has no label
         for field in fields.pop(0).split(b","):
             if b":" in field:
-                raise BadLineError(f"label {_text(field)} is no whole number; a row without labels starts with a space")
+                raise BadLineError(
+                    f"label {_text(field)} is not a whole number; a row without labels starts with a space"
+                )
             number = _number("label", field)
             if number != int(number):
-                raise BadLineError(f"label {_text(field)} is no whole number")
+                raise BadLineError(f"label {_text(field)} is not a whole number")
             if not label_base <= number <= _ID_MAX:
                 raise BadLineError(f"label {int(number)} is outside [{label_base}, {_ID_MAX}]")
             labels.append(int(number) - label_base)

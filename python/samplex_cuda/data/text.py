@@ -32,7 +32,7 @@ def _decode(conversion: Conversion, block: bytes, first: int) -> str:
             try:
                 lines.append(line.decode("utf-8") + "\n")
             except UnicodeDecodeError as error:
-                conversion.bad.add(number, f"byte {error.start + 1} is no UTF-8 ({error.reason})")
+                conversion.bad.add(number, f"byte {error.start + 1} is not UTF-8 ({error.reason})")
         return "".join(lines)
 
 

@@ -237,7 +237,7 @@ def _old(folder: Path) -> Path:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, checked by its own checksum; the files that it names are not."""
     if not (folder / _MANIFEST).exists():
-        raise CheckpointError(f"{folder.name} has no {_MANIFEST}: it is no checkpoint, or incomplete")
+        raise CheckpointError(f"{folder.name} has no {_MANIFEST}: it is not a checkpoint, or is incomplete")
     manifest = json.loads((folder / _MANIFEST).read_text())
     if (
         not isinstance(manifest, dict)
@@ -348,7 +348,7 @@ def verify_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
         ...     verify_checkpoint("no/such/step_100")
         ... except CheckpointError as error:
         ...     print(error)
-        step_100 has no manifest.json: it is no checkpoint, or incomplete
+        step_100 has no manifest.json: it is not a checkpoint, or is incomplete
     """
     folder = Path(folder)
     try:

@@ -80,7 +80,7 @@ class CheckpointError(RuntimeError):
         ...     checkpoint.load("no/such/checkpoint-00000001")
         ... except checkpoint.CheckpointError as error:
         ...     print(error)
-        checkpoint: no/such/checkpoint-00000001: is not there
+        checkpoint: no/such/checkpoint-00000001: does not exist
     """
 
 
@@ -273,7 +273,7 @@ def _read_tensors(path: Path, file: IO[bytes], size: int) -> dict[str, Tensor]:
     start = file.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
     if length > min(_MAX_HEADER, size - 8):
-        raise CheckpointError(f"checkpoint: {path}: is no safetensors file")
+        raise CheckpointError(f"checkpoint: {path}: is not a safetensors file")
     try:
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
@@ -393,7 +393,7 @@ def _why_not(directory: Path, tensors: Mapping[str, Tensor], error: OSError) -> 
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         reason = f"the folder {directory.parent} cannot be written to ({os.strerror(error.errno)})"
     elif error.errno in (errno.ENOENT, errno.ENOTDIR):
-        reason = f"the folder {directory.parent} is not there"
+        reason = f"the folder {directory.parent} does not exist"
     else:
         reason = str(error)
     return f"checkpoint: {directory}: could not be saved: {reason}. Earlier checkpoints are untouched."
@@ -422,7 +422,7 @@ def verify(directory: str | Path) -> None:
     where = f"checkpoint: {directory}"
     check_inside(directory.parent, directory.name)
     if not directory.is_dir():
-        raise CheckpointError(f"{where}: is not there")
+        raise CheckpointError(f"{where}: does not exist")
     check_inside(directory, MANIFEST, TENSORS, META)
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())

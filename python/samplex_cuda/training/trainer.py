@@ -112,8 +112,8 @@ class Trainer:
         check_links(self.run_dir)
         if (self.run_dir / "config.toml").exists() or checkpoint.list_checkpoints(self.run_dir):
             raise RunError(
-                f"trainer: {self.run_dir}: holds a run already; go on with Trainer.resume({str(self.run_dir)!r}), or "
-                "take another folder"
+                f"trainer: {self.run_dir}: already contains a run; resume it with "
+                f"Trainer.resume({str(self.run_dir)!r}), or take another folder"
             )
         try:
             for name in ("checkpoints", "plots"):
@@ -478,7 +478,7 @@ class Trainer:
         t = self.config.training
         dataset = self.valid if dataset is None else dataset
         if dataset is None:
-            raise ValueError("Trainer.evaluate: dataset must be given where there are no validation data, got None")
+            raise ValueError("Trainer.evaluate: dataset must be given if there are no validation data, got None")
 
         def on_batch(done: int, count: int) -> None:
             self._event("eval_progress", done=done, count=count)

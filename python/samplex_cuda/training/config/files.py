@@ -139,7 +139,7 @@ def load(path: str | Path, settings: Iterable[str] = (), *, of_run: bool = False
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"config: {path}: is not there") from None
+        raise ConfigError(f"config: {path}: does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: {path}: cannot be read ({error})") from None
     make = stored if of_run else from_dict
@@ -161,9 +161,9 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
     try:
         return toml.loads(text)
     except toml.TOMLDecodeError as error:
-        raise ConfigError(f"config: {source}: is no TOML: {error}") from None
+        raise ConfigError(f"config: {source}: is not valid TOML: {error}") from None
     except RecursionError:
-        raise ConfigError(f"config: {source}: is no configuration: it is nested too deeply") from None
+        raise ConfigError(f"config: {source}: is not a configuration: it is nested too deeply") from None
 
 
 def to_toml(value: Any) -> str:
