@@ -180,7 +180,7 @@ def test_inverted_index():
     few, many = (head.index("ivf", candidates=40, nprobe=n).recall(h, 10) for n in (1, 40))
     assert few < many
     assert many > 0.99
-    with pytest.raises(ValueError, match="kind must be flat, ivf, hnsw or a string"):
+    with pytest.raises(ValueError, match="kind must be flat, ivf, hnsw, usearch or a string"):
         head.index("tree of life")
 
 

@@ -1,7 +1,7 @@
 """Sampled softmax over huge class sets: samplers, fused losses and heads for PyTorch.
 
 `import samplex_cuda` loads the core: heads, losses, samplers, optimizers. The toolkit around it (`data`, `training`,
-`metrics`, `diagnostics`, `integrations`) and `distributed` are loaded on first use.
+`metrics`, `diagnostics`, `index`, `integrations`) and `distributed` are loaded on first use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.rng import Key
 
 if TYPE_CHECKING:
-    from samplex_cuda import data, diagnostics, distributed, integrations, metrics, training
+    from samplex_cuda import data, diagnostics, distributed, index, integrations, metrics, training
 
 register_fakes()
 
@@ -33,6 +33,7 @@ __all__ = [
     "distributed",
     "functional",
     "graphs",
+    "index",
     "integrations",
     "losses",
     "metrics",
@@ -44,7 +45,7 @@ __all__ = [
     "training",
 ]
 
-_LAZY = ("data", "diagnostics", "distributed", "integrations", "metrics", "training")  # loaded by their first use
+_LAZY = ("data", "diagnostics", "distributed", "index", "integrations", "metrics", "training")  # loaded by their first use
 
 
 def __getattr__(name: str) -> Any:

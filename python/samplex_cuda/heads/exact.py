@@ -314,12 +314,12 @@ class ExactAnswers(nn.Module):
         )
 
     def index(self, kind: str = "flat", **options: Any) -> ClassIndex:
-        """An approximate nearest-neighbour index over the class rows (FAISS), for `index.topk(h, k)`.
+        """An approximate nearest-neighbour index over the class rows (FAISS or USearch), for `index.topk(h, k)`.
 
-        The index holds a copy of the rows as they are now. Needs the extra `faiss`.
+        The index holds a copy of the rows as they are now. Needs the extra `faiss` or `usearch`.
 
         Args:
-            kind: "flat" (exhaustive), "ivf" or "hnsw"; or any string that `faiss.index_factory` takes.
+            kind: "flat" (exhaustive), "ivf", "hnsw" or any string that `faiss.index_factory` takes; or "usearch".
             options: passed on to `samplex_cuda.index.ClassIndex`.
 
         Example:
