@@ -6,7 +6,8 @@
 
 sanitize   AddressSanitizer and UndefinedBehaviorSanitizer over the op suite (CPU kernels and SIMT harness)
 emulated   nvcc's own code, linked with the shared CUDA runtime, on CPU tensors under an emulated runtime (ptxrun); with
-           --cuda-torch on CUDA tensors, by the interpreter of an environment that has a CUDA build of torch and pytest
+           --cuda-torch on CUDA tensors, by the interpreter of an environment that has a CUDA build of torch
+           and the packages of the extra `test`
 
 The side environment (build/side/NAME) sees the packages of the current one (torch, pytest) through a .pth file, but not
 its editable install of this project.
