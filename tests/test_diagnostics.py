@@ -18,9 +18,6 @@ SAMPLERS = {
     "unigram": lambda head: sx.samplers.Unigram([5, 1, 9, 2, 3, 4]),
     "holes": lambda head: sx.samplers.Unigram([5, 0, 9, 2, 0, 4]),  # two classes are never drawn
     "quadratic": lambda head: sx.samplers.Quadratic(head.weight.detach(), 2.0, head.bias.detach()),
-    "midx": lambda head: sx.samplers.MIDX(
-        head.weight.detach(), 3, scale=head.scale, bias=None if head.bias is None else head.bias.detach(), key=sx.Key(0)
-    ),
     "softmax": lambda head: sx.samplers.Softmax(
         head.weight, head.bias, scale=head.scale, absolute=head.loss.absolute, copy=False
     ),

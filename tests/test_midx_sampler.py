@@ -272,6 +272,25 @@ def test_how_often_a_head_follows():
     assert isinstance(head.sampler_update, int | str)
 
 
+def test_diagnose_tells_how_many_classes_would_get_other_codes():
+    sampler = MIDX(torch.zeros(C, D), 9, bias=torch.zeros(C), key=sx.Key(0))
+    head = sx.SampledClassifier(D, C, sampler, num_samples=4, sampler_update=None)
+    sampler.rebuild(head.weight, head.bias)
+    h = torch.randn(20, D)
+
+    def law():
+        found = sx.diagnostics.diagnose(head, h, num_samples=(4,), timed=False)
+        return next(one for one in found.laws if one.own), found.warnings
+
+    assert (law()[0].stale_rows, law()[0].drift) == (0.0, 0.0)
+    with torch.no_grad():
+        head.weight[:30] += 1.0
+    own, warnings = law()
+    assert 0.1 < own.stale_rows <= 0.25
+    assert own.drift > 0.05
+    assert any("MIDX: stale" in text for text in warnings)
+
+
 # ------------------------------------------------------------------------------------------------ module
 def test_state_dict_round_trip():
     sampler, h = make(), torch.randn(4, D)
