@@ -10,10 +10,11 @@ import torch
 from head_cases import batch
 
 import samplex_cuda as sx
-from samplex_cuda.samplers import Bigram, Mixture, Quadratic, RandomFourier, Tree, Uniform, Unigram
+from samplex_cuda.samplers import MIDX, Bigram, Mixture, Quadratic, RandomFourier, Tree, Uniform, Unigram
 
 C, D, ROWS = 13, 4, 6
-NAMES = ["unigram", "bigram", "tree", "quadratic", "positive", "mixture"]
+NAMES = ["unigram", "bigram", "tree", "quadratic", "positive", "midx", "mixture"]
+INDEX32 = [-1, -2, C, C + 3, (1 << 31) - 1, -(1 << 31)]
 INDEX = [-1, -2, C, C + 3, 1 << 40, -(1 << 40), (1 << 63) - 1, -(1 << 63)]
 NUMBERS = [float("nan"), float("inf"), -1.0, 1e30, -3e38]
 
@@ -29,6 +30,7 @@ def make(name: str, classes: int = C) -> tuple[sx.samplers.Sampler, torch.Tensor
         "tree": lambda: Tree.fit(x, y, num_classes=classes, dim=3, progress=False),
         "quadratic": lambda: Quadratic(weight),
         "positive": lambda: RandomFourier(weight, 8, 0.5, kind="positive", key=sx.Key(1)),
+        "midx": lambda: MIDX(weight, 4, counts=torch.arange(classes) + 0.0, bias=weight[:, 0], key=sx.Key(1)),
         "mixture": lambda: Mixture([(made["tree"](), 1), (Uniform(classes), 1)]),
     }
     return made[name](), torch.arange(ROWS) - 1 if name == "bigram" else None
@@ -61,6 +63,11 @@ DAMAGE = [
     ("quadratic", "sums", (1, 2), float("nan"), "sums must be finite"),
     ("quadratic", "rows", (1, 2), float("inf"), "rows must be finite"),
     ("positive", "omega", (1, 2), float("nan"), "omega must be finite"),
+    ("midx", "codes", (1, 2, 0), float("nan"), "codes must be finite"),
+    ("midx", "cell", (2,), 16, r"cell must be in \[0, 16\), got . … 16"),
+    ("midx", "cell", (2,), -1, r"cell must be in \[0, 16\), got -1"),
+    ("midx", "bias", (2,), float("inf"), "bias must be finite"),
+    ("midx", "counts", (2,), -1.0, "counts must not be negative"),
     ("mixture", "weights", (1,), -0.5, "weights must be positive with sum 1"),
     ("mixture", "samplers.0.class_leaf", (2,), 1 << 40, "class_leaf must be"),
 ]
@@ -167,7 +174,9 @@ def test_ops_stay_inside_their_tables(backend, name):
         kept = {k: t.clone() for k, t in sampler.named_buffers()}
         for _ in range(g.choice([1, 1, 4])):
             t = g.choice([t for k, t in sampler.named_buffers() if t.numel() and k != "fit_options"])
-            t.view(-1)[g.randrange(t.numel())] = g.choice(INDEX if t.dtype == torch.int64 else NUMBERS)
+            t.view(-1)[g.randrange(t.numel())] = g.choice(
+                {torch.int64: INDEX, torch.int32: INDEX32}.get(t.dtype, NUMBERS)
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for call in calls(sampler, h, context, g):

@@ -311,9 +311,10 @@ def test_negative_sampling_scores_get_the_noise_back():
 def test_default_candidates():
     head, h, _ = make(sx.samplers.LogUniform(50), classes=50)
     found = diagnose(head, h, class_counts=torch.arange(50), num_samples=(8,), timed=False)
-    names = ["Uniform", "LogUniform", "Unigram", "Quadratic", "RandomFourier", "LogUniform, shared", "Unigram, shared"]
+    names = ["Uniform", "LogUniform", "Unigram", "Quadratic", "RandomFourier", "MIDX"]
+    names += ["LogUniform, shared", "Unigram, shared"]
     assert [law.name for law in found.laws] == names
-    assert [law.own for law in found.laws] == [False, True, False, False, False, False, False]
+    assert [law.own for law in found.laws] == [False, True, False, False, False, False, False, False]
     assert all(law.missing == 0 for law in found.laws)
     assert [point.num_samples for point in found.laws[1].points] == [4, 8]  # the head's own m, too
     assert [point.num_samples for point in found.laws[0].points] == [8]
@@ -374,7 +375,7 @@ def test_one_class_and_sure_rows():
         head.weight.mul_(1e4)  # the target has all of the probability
     found = diagnose(head, h, num_samples=(2,), timed=False)
     assert all(math.isfinite(point.bias) for law in found.laws for point in law.points)
-    assert [law.name for law in found.laws] == ["Uniform", "Quadratic"]
+    assert [law.name for law in found.laws] == ["Uniform", "Quadratic", "MIDX"]
     assert "RandomFourier" not in sx.diagnostics.default_candidates(head)  # its features leave float32
     json.dumps(found.as_dict(), allow_nan=False)
 

@@ -6,7 +6,18 @@ import pytest
 import torch
 
 import samplex_cuda as sx
-from samplex_cuda.samplers import Bigram, LogUniform, Mixture, Quadratic, RandomFourier, Softmax, Tree, Uniform, Unigram
+from samplex_cuda.samplers import (
+    MIDX,
+    Bigram,
+    LogUniform,
+    Mixture,
+    Quadratic,
+    RandomFourier,
+    Softmax,
+    Tree,
+    Uniform,
+    Unigram,
+)
 
 C, D = 10, 4
 WEIGHT = torch.randn(C, D, generator=torch.Generator().manual_seed(1))
@@ -27,6 +38,7 @@ SAMPLERS = {
     "tree": tree,
     "quadratic": lambda: Quadratic(WEIGHT),
     "fourier": lambda: RandomFourier(WEIGHT, 8, 0.5, key=sx.Key(1)),
+    "midx": lambda: MIDX(WEIGHT, 4, key=sx.Key(1)),
     "softmax": lambda: Softmax(WEIGHT),
     "static mixture": lambda: Mixture([(Uniform(C), 1), (Unigram([1.0] * C), 1)]),
     "mixture": lambda: Mixture([(Uniform(C), 1), (Quadratic(WEIGHT), 1), (tree(), 1)]),

@@ -10,7 +10,18 @@ from scipy.stats import chisquare
 
 import samplex_cuda as sx
 from samplex_cuda.draw import Draw
-from samplex_cuda.samplers import Bigram, Mixture, Quadratic, Quartic, RandomFourier, Softmax, Tree, Uniform, Unigram
+from samplex_cuda.samplers import (
+    MIDX,
+    Bigram,
+    Mixture,
+    Quadratic,
+    Quartic,
+    RandomFourier,
+    Softmax,
+    Tree,
+    Uniform,
+    Unigram,
+)
 from samplex_cuda.tree_fit import fit_tree
 
 C, D = 23, 6
@@ -38,13 +49,14 @@ def make(name: str) -> tuple[sx.samplers.Sampler, torch.Tensor | None]:
         "tree": make_tree,
         "quadratic": lambda: Quadratic(weight),
         "rff": lambda: RandomFourier(weight, 64, 0.5, kind="positive", key=sx.Key(1)),
+        "midx": lambda: MIDX(weight, 5, bias=torch.randn(C, generator=g), key=sx.Key(1)),
         "softmax": lambda: Softmax(weight),
         "quartic": lambda: Quartic(weight),
     }
     return made[name](), None
 
 
-NAMES = ["tree", "bigram", "quadratic", "rff", "softmax", "quartic", "mixture"]
+NAMES = ["tree", "bigram", "quadratic", "rff", "midx", "softmax", "quartic", "mixture"]
 
 
 def rows(seed: int = 5, count: int = 7) -> torch.Tensor:
@@ -182,7 +194,7 @@ def test_draws_in_strata_merge_in_their_order():
 def test_strata_are_for_shared_draws_of_a_tree():
     with pytest.raises(ValueError, match="stratified must be False without shared=True, got True"):
         make_tree().sample(rows(), 5, stratified=True)
-    message = "stratified requires shared=True, a Tree and a loss over weighted draws"
+    message = "stratified requires shared=True, a Tree or a MIDX and a loss over weighted draws"
     for sampler, loss in ((Uniform(C), "sampled_softmax"), (make_tree(), "nce")):
         with pytest.raises(ValueError, match=message):
             head_of(sampler, loss, stratified=True)

@@ -92,6 +92,18 @@ def test_kernel_samplers_are_built_from_the_head():
         assert head.sampler_update == "step"
 
 
+def test_an_index_is_built_from_the_head_and_follows_it():
+    run, train, _ = case("linear", "midx_default", "head.scale=2", "sampler.codes=product", "sampler.epsilon=0.05")
+    _, head = build(run, train)
+    sampler = head.sampler
+    assert (sampler.scale, sampler.kind, sampler.epsilon, sampler.has_bias) == (2.0, "product", 0.05, True)
+    assert torch.equal(sampler.cell, sampler._cells_of(head.weight.detach()))
+    assert head.sampler_update == "step"
+    assert head.follower.auto
+    run, train, _ = case("linear", "midx")
+    assert build(run, train)[1].sampler_update == 3
+
+
 def test_principal_components_are_those_of_fit_pca():
     run, train, _ = case("linear", "uniform", "model.pca=3", "model.whiten=true")
     encoder, head = build(run, train)
@@ -241,7 +253,7 @@ def test_what_does_not_fit_is_named(settings, kind, text):
         build(run, MAKE[kind](), trust_model=run.model.name)
 
 
-@pytest.mark.parametrize("other", ["quadratic", "rff", "softmax"])
+@pytest.mark.parametrize("other", ["quadratic", "rff", "midx", "softmax"])
 def test_a_tree_beside_a_sampler_that_looks_at_h_does_so_too(other):
     parts = [f'sampler.components=["tree", "{other}"]', "sampler.num_features=32", "sampler.dim=4", "model.dim=10"]
     # As wide as the input, so that a look at the wrong one would not be noticed by its shape.

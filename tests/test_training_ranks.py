@@ -139,7 +139,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("sampler.name=quadratic", "[sampler] name must be none of quadratic, rff, softmax"),
+        ("sampler.name=quadratic", "[sampler] name must be none of quadratic, rff, midx, softmax"),
         ("head.loss=full_softmax", "[head] loss must be one that samples classes"),
         ('training.metrics=["mrr"]', "[training] metrics must be without mrr"),
         ("training.clip_head=true", "[training] clip_head must be false"),

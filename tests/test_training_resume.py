@@ -138,6 +138,8 @@ class Own(nn.Module):
 SPECIAL = {
     "import_path": ("linear", "quadratic", ["model.name=test_training_resume:Own", "training.average=swa"]),
     "update_every_3": ("linear", "quadratic", ["sampler.update=3"]),
+    "midx": ("linear", "midx", []),
+    "midx_default": ("mlp", "midx_default", ["training.epochs=4"]),
     "update_epoch": ("linear", "rff", ["sampler.update=epoch", "training.eval_every=3"]),
     "accumulate": ("lstm", "quadratic", ["training.accumulate=3", "training.epochs=4"]),
     "accumulate_unfused": ("linear", "rff", ["training.accumulate=3", "training.epochs=4", "optimizer.fused=false"]),

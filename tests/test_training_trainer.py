@@ -37,7 +37,7 @@ from samplex_cuda.training import (
 
 @pytest.mark.parametrize(
     ("model", "sampler"),
-    [("linear", "tree"), ("linear_pca", "unigram"), ("mlp", "quadratic"), ("embedding_bag", "uniform"),
+    [("linear", "tree"), ("linear_pca", "unigram"), ("mlp", "quadratic"), ("mlp", "midx"), ("embedding_bag", "uniform"),
      ("lstm", "bigram"), ("gru", "rff"), ("two_tower", "uniform"), ("sequence_attention", "unigram")],
 )  # fmt: skip
 def test_a_run_learns_and_leaves_its_folder(tmp_path, model, sampler):

@@ -71,6 +71,8 @@ SAMPLERS = {
     "rff": ["sampler.name=rff", "sampler.num_features=64", "sampler.nu=1", "sampler.normalize=true",
             "sampler.kind=rff", "sampler.base=none"],
     "rff_default": ["sampler.name=rff", "sampler.num_features=64"],
+    "midx": ["sampler.name=midx", "sampler.num_codes=8", "sampler.update=3"],
+    "midx_default": ["sampler.name=midx"],
     "auto": [],
     "softmax": ["sampler.name=softmax"],
     "mixture": ["sampler.name=mixture", 'sampler.components=["quadratic", "uniform"]', "sampler.weights=[0.8, 0.2]"],

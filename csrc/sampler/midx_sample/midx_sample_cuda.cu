@@ -11,8 +11,7 @@ unsigned midx_grid(int64_t blocks) { return unsigned(blocks < (1 << 20) ? blocks
 
 void launch_midx_sample(const MidxSampleParams& p, void* stream) {
   const StaticSampleParams& u = p.uniform;
-  if (u.exclude != nullptr)
-    SX_LAUNCH("midx_sample", midx_gone_kernel, midx_grid(u.batch), kMidxThreads, 0, stream, p);
+  if (u.exclude != nullptr) SX_LAUNCH("midx_sample", midx_gone_kernel, midx_grid(u.batch), kMidxThreads, 0, stream, p);
   const int64_t parts = (u.num_samples + kMidxPart - 1) / kMidxPart;
   SX_LAUNCH("midx_sample", midx_sample_kernel, midx_grid(u.batch * parts), kMidxThreads,
             size_t(p.codes) * sizeof(double), stream, p);

@@ -1,5 +1,5 @@
-// midx_sample on the device: a block has some draws (or given ids) of a row. It makes the sums over k1 once; then a warp
-// has a draw, a lane of the sums over k2 to each lane. The bits are those of midx_sample_math.h.
+// midx_sample on the device: a block has some draws (or given ids) of a row. It makes the sums over k1 once; then a
+// warp has a draw, a lane of the sums over k2 to each lane. The bits are those of midx_sample_math.h.
 #pragma once
 
 #include "common/warp.cuh"
@@ -12,14 +12,19 @@ constexpr int kMidxThreads = kMidxWarps * kWarpSize;
 constexpr int64_t kMidxPart = 64;  // draws of a row that a block makes
 static_assert(kMidxLanes == kWarpSize, "a lane of the sums to each lane of a warp");
 
-// The running sum over the lanes up to this one, added in the order of the lanes. All lanes come here.
+// The running sum over the lanes up to this one. All lanes come here.
 SX_DEVICE inline double midx_running(double sum) {
-  double running = 0.0, own = 0.0;
-  for (int l = 0; l < kWarpSize; ++l) {
-    running = running + shuffle_from(sum, l);
-    if (l == lane_id()) own = running;
+  const int place = lane_id() % kMidxGroup, first = lane_id() - place;
+  double group = 0.0, own = 0.0, before = 0.0;
+  for (int l = 0; l < kMidxGroup; ++l) {
+    group = group + shuffle_from(sum, first + l);
+    if (l == place) own = group;
   }
-  return own;
+  for (int l = 0; l < kWarpSize; l += kMidxGroup) {
+    const double other = shuffle_from(group, l);
+    if (l < first) before = before + other;
+  }
+  return before + own;
 }
 
 // Which lane holds the point, and the sum in front of it. All lanes come here.

@@ -1,7 +1,7 @@
 // The distribution of midx_sample, shared by host and device: IEEE double, integer units and the log of
 // common/numeric.h. Sums over codes run in kMidxLanes lanes: lane l adds codes l, l + 32, … in this order, and the sums
-// of the lanes are added in double, in the order of the lanes. So ids and log_q have the same bits everywhere, given
-// the same weights and masses.
+// of the lanes are added in double, by groups of 8: in the order of the lanes in each group, then the sums of the
+// groups in their order. So ids and log_q have the same bits everywhere, given the same weights and masses.
 //
 // Excluded ids: the units of a cell are integers, so that a cell without its excluded classes is exact, 0 if nothing is
 // left of it. Its k1 is summed anew. Nothing is subtracted from a sum of floating-point numbers.
@@ -79,7 +79,7 @@ SX_HOST_DEVICE inline int64_t midx_gone_units(const MidxSampleParams& p, const S
                                               int32_t cell) {
   int64_t units = 0;
   for (int64_t i = 0; i < list.count; ++i) {
-    if (list.entries[i].cell == cell) units += midx_class_units(p, p.uniform.exclude[row.begin + i]);
+    if (list.entries[i].cell == cell) units = wrapped_sum(units, midx_class_units(p, p.uniform.exclude[row.begin + i]));
   }
   return units;
 }
@@ -95,7 +95,8 @@ SX_HOST_DEVICE inline MidxGone midx_gone(const MidxSampleParams& p, const Static
     if (other == made.cell) return {made.cell, 0, 0.0f, 0.0f};
     if (other >= 0 && other / int32_t(p.codes) == made.cell / int32_t(p.codes)) made.first = 1;
   }
-  const int64_t units = midx_cell_units(p, made.cell), left = units - midx_gone_units(p, row, list, made.cell);
+  const int64_t units = midx_cell_units(p, made.cell),
+                left = wrapped_difference(units, midx_gone_units(p, row, list, made.cell));
   if (left > 0 && units > 0) made.omega = float(double(p.omega[made.cell]) * (double(left) / double(units)));
   return made;
 }
@@ -159,9 +160,10 @@ SX_HOST_DEVICE inline int64_t midx_member(const MidxSampleParams& p, const Stati
                                           int64_t cell, double rest) {
   int64_t begin = midx_start(p, cell);
   const int64_t end = midx_start(p, cell + 1);
-  int64_t units = midx_units(p, begin, end);
-  int64_t left = units - (list.count == 0 ? 0 : midx_gone_units(p, row, list, int32_t(cell)));
-  if (left <= 0) return kNoClass;
+  const int64_t units = midx_units(p, begin, end);
+  const int64_t gone = list.count == 0 ? 0 : midx_gone_units(p, row, list, int32_t(cell));
+  const int64_t left = wrapped_difference(units, gone);
+  if (left <= 0 || left > kMidxMostUnits) return kNoClass;
   int64_t at = int64_t(rest * double(left));
   if (at >= left) at = left - 1;
   while (left < units) {  // past the excluded members, in their order
@@ -173,10 +175,10 @@ SX_HOST_DEVICE inline int64_t midx_member(const MidxSampleParams& p, const Stati
     }
     const int64_t before = midx_units(p, begin, next);
     if (at < before || next >= end) break;
-    at -= before;
+    at = wrapped_difference(at, before);
     begin = next + 1;
   }
-  int64_t place = begin + at;
+  int64_t place = wrapped_sum(begin, at);
   if (p.prefix != nullptr) {
     const int64_t beyond = wrapped_sum(wrapped_sum(p.prefix[begin], at), 1);
     place = lower_bound(p.prefix, begin + 1, end, beyond) - 1;
@@ -194,25 +196,31 @@ SX_HOST_DEVICE inline double midx_uniform(const MidxSampleParams& p, PhiloxKey k
 
 // The class at `u` < row.share of the uniform part.
 SX_HOST_DEVICE inline int64_t midx_from_uniform(const MidxSampleParams& p, const MidxRow& row, double u) {
+  if (row.uniform.left <= 0) return kNoClass;
   int64_t at = int64_t(midx_unit_range(u / row.share) * double(row.uniform.left));
   if (at >= row.uniform.left) at = row.uniform.left - 1;
   return p.uniform.exclude == nullptr ? at : uniform_skip(p.uniform, row.uniform, at);
 }
 
 // ------------------------------------------------------------------------------------------------ log q
-// Of an id that is not excluded; nan outside [0, C).
-SX_HOST_DEVICE inline float midx_log_q(const MidxSampleParams& p, const MidxRow& row, const float* weights,
-                                       int64_t id) {
-  if (!in_range(id, p.uniform.num_classes)) return quiet_nan<float>();
-  const int32_t cell = midx_cell(p, id);
+// Of a class in its cell; nan where the cell is -1.
+SX_HOST_DEVICE inline float midx_log_q_in(const MidxSampleParams& p, const MidxRow& row, const float* weights,
+                                          int64_t id, int32_t cell) {
   if (cell < 0) return quiet_nan<float>();
-  const int64_t k1 = cell / p.codes, k2 = cell - k1 * p.codes;
-  const double product = double(weights[k1]) * double(weights[p.codes + k2]) * double(p.omega[cell]);
+  const int32_t codes = int32_t(p.codes), k1 = cell / codes, k2 = cell - k1 * codes;
+  const double product = double(weights[k1]) * double(weights[codes + k2]) * double(p.omega[cell]);
   const int64_t units = midx_cell_units(p, cell);
   const double w = units > 0 ? product * (double(midx_class_units(p, id)) / double(units)) : 0.0;
   const double q = row.unit * w + row.floor;
   if (!(q > 0.0)) return q == 0.0 ? negative_infinity<float>() : quiet_nan<float>();
   return float(exact_log(q) - row.log_left);
+}
+
+// Of an id that is not excluded; nan outside [0, C).
+SX_HOST_DEVICE inline float midx_log_q(const MidxSampleParams& p, const MidxRow& row, const float* weights,
+                                       int64_t id) {
+  if (!in_range(id, p.uniform.num_classes)) return quiet_nan<float>();
+  return midx_log_q_in(p, row, weights, id, midx_cell(p, id));
 }
 
 SX_HOST_DEVICE inline float midx_log_q_of(const MidxSampleParams& p, const MidxRow& row, const float* weights,

@@ -27,8 +27,8 @@ MidxSampleParams checked(const char* op, const Tensor& ref, int64_t num_samples,
   const int64_t batch = t.weights.size(0), codes = t.weights.size(2), classes = t.cell.size(0);
   glue::check_value(codes >= 1 && codes <= kMidxMostCodes, op, ": weights must have K in [1, ", kMidxMostCodes,
                     "] codes, got ", glue::describe(t.weights));
-  glue::check_value(classes >= 1 && classes < (int64_t(1) << 31), op,
-                    ": cell must have C in [1, 2^31) classes, got ", glue::describe(t.cell));
+  glue::check_value(classes >= 1 && classes < (int64_t(1) << 31), op, ": cell must have C in [1, 2^31) classes, got ",
+                    glue::describe(t.cell));
   glue::check_value(batch <= kPhiloxMaxRows, op, ": weights must have at most 2^32 rows, got ", batch);
   glue::check_value(epsilon >= 0.0 && epsilon <= 1.0, op, ": epsilon must be in [0, 1], got ", epsilon);
   glue::check_tensor(op, "mass", t.mass, {batch, codes}, "[B, K]", ScalarType::Float, ref);
@@ -111,7 +111,7 @@ Tensor midx_log_prob(Tensor ids, Tensor weights, Tensor mass, Tensor omega, Tens
   return log_q;
 }
 
-#define SX_MIDX_TABLES                                                                                             \
+#define SX_MIDX_TABLES                                                                                            \
   "Tensor weights, Tensor mass, Tensor omega, Tensor cell, Tensor place, Tensor members, Tensor starts, Tensor? " \
   "prefix, float epsilon, "
 

@@ -1,7 +1,7 @@
 // midx_sample: draws from an inverted multi-index (Babenko & Lempitsky 2012; Chen et al. 2021).
 //
-// Every class is in one of K x K cells, (k1, k2). With weights a, b [K] of a query, weights omega [K, K] of the cells and
-// integer units of the classes, a class y of cell (k1, k2) has
+// Every class is in one of K x K cells, (k1, k2). With weights a, b [K] of a query, weights omega [K, K] of the cells
+// and integer units of the classes, a class y of cell (k1, k2) has
 //
 //   w(y) = a[k1] b[k2] omega[k1, k2] units(y) / units(cell)        Z = sum of w = sum over k1 of a[k1] mass[k1]
 //   q(y) = (1 - epsilon) w(y) / Z + epsilon / C                    mass[k1] = sum over k2 of omega[k1, k2] b[k2]
@@ -19,7 +19,9 @@
 namespace samplex {
 
 constexpr int64_t kMidxMostCodes = 2048;
-constexpr int kMidxLanes = 32;  // sums over codes run in so many lanes, on every backend
+constexpr int64_t kMidxMostUnits = int64_t(1) << 62;  // of all classes
+constexpr int kMidxLanes = 32;                        // sums over codes run in so many lanes, on every backend
+constexpr int kMidxGroup = 8;                         // lanes whose sums are added one after another
 
 // One excluded id of a row.
 struct MidxGone {

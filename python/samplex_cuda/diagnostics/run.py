@@ -61,11 +61,12 @@ Candidates = Mapping[str, samplers.Sampler | Candidate] | Sequence[samplers.Samp
 def default_candidates(
     head: Any, class_counts: Tensor | None = None, *, seed: int = 0, num_features: int | None = None
 ) -> dict[str, samplers.Sampler]:
-    """Samplers that can be built from a head alone: Uniform, its own, Unigram of the counts, two kernels.
+    """Samplers that can be built from a head alone: Uniform, its own, Unigram of the counts, two kernels, MIDX.
 
     `Quadratic` and `RandomFourier` (positive features, nu = scale) copy the class table; above 200,000 classes they are
     left out, and where the batch shares its draws: theirs then cost as much as draws per row. For an absolute softmax
-    the latter makes no sense and is left out too, and so is a kernel whose features of this table leave float32.
+    the latter makes no sense and is left out too, and so is a kernel whose features of this table leave float32. `MIDX`
+    has up to 256 codes.
 
     Args:
         head: a `SampledClassifier`.
@@ -77,7 +78,7 @@ def default_candidates(
         >>> import torch, samplex_cuda as sx
         >>> head = sx.SampledClassifier(8, 100, sx.samplers.LogUniform(100), num_samples=5)
         >>> list(sx.diagnostics.default_candidates(head, torch.arange(100)))
-        ['Uniform', 'LogUniform', 'Unigram', 'Quadratic', 'RandomFourier']
+        ['Uniform', 'LogUniform', 'Unigram', 'Quadratic', 'RandomFourier', 'MIDX']
     """
     classes = head.num_classes
     own = head.sampler
@@ -102,6 +103,8 @@ def default_candidates(
             out["RandomFourier"] = samplers.RandomFourier(
                 weight, num_features=count, nu=head.scale, kind="positive", bias=bias, key=Key(seed)
             )
+    if "MIDX" not in out and not head.loss.absolute:
+        out["MIDX"] = samplers.MIDX(weight, scale=head.scale, bias=bias, key=Key(seed))
     return out
 
 
@@ -179,7 +182,7 @@ def diagnose(
         >>> head = sx.SampledClassifier(8, 500, sx.samplers.Uniform(500), num_samples=16)
         >>> found = sx.diagnostics.diagnose(head, torch.randn(64, 8), num_samples=(16, 64), timed=False)
         >>> [law.name for law in found.laws]
-        ['Uniform', 'Quadratic', 'RandomFourier']
+        ['Uniform', 'Quadratic', 'RandomFourier', 'MIDX']
         >>> uniform = found.laws[0]
         >>> uniform.points[0].bias > uniform.points[1].bias
         True
@@ -496,6 +499,15 @@ def _lag(head: Any, sampler: Any) -> tuple[float | None, float | None]:
             now = torch.cat([now, head.bias.detach()[part].float()[:, None]], 1)
         if isinstance(sampler, samplers.KernelSampler):
             kept = sampler.rows[part, :width]
+        elif isinstance(sampler, samplers.MIDX):
+            # Rows by their codes: what counts is whether a class would get other codes now.
+            kept, fresh = (
+                sampler.approximate(sampler.cell[part]),
+                sampler.approximate(sampler._cells_of(now[:, : head.in_features])),
+            )
+            if sampler.bias is not None:
+                kept, fresh = torch.cat([kept, sampler.bias[part, None]], 1), torch.cat([fresh, now[:, -1:]], 1)
+            now = fresh
         elif isinstance(sampler, samplers.ExactSampler):
             weight, bias = sampler._table()
             kept = weight[part].float()
@@ -577,10 +589,13 @@ def _jobs(
             rows, bias = head.weight.detach()[ids], None if head.bias is None else head.bias.detach()[ids]
             extra = (bias,) if spare.has_bias else ()
 
+            every = spare.follow_interval(some, m, shared)  # steps that share an update
+            share = 1.0 if every == 1 else min(1.0, head.num_classes / (every * max(1, ids.shape[0])))
+
             def update(ids: Tensor = ids, rows: Tensor = rows, extra: tuple[Any, ...] = extra) -> None:
                 spare.update(ids, rows, *extra)
 
-            jobs.append(timing.Job(update, updated_in))
+            jobs.append(timing.Job(update, updated_in, share))
     return jobs
 
 

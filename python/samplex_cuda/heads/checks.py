@@ -80,8 +80,8 @@ def check_sampler(
         )
     if stratified and not (shared and getattr(sampler, "stratifies", False) and needs.weighted_draws):
         raise ValueError(
-            f"{_NAME}: stratified requires shared=True, a Tree and a loss over weighted draws, got shared={shared!r}, "
-            f"{type(sampler).__name__} and {loss!r}"
+            f"{_NAME}: stratified requires shared=True, a Tree or a MIDX and a loss over weighted draws, got "
+            f"shared={shared!r}, {type(sampler).__name__} and {loss!r}"
         )
     if follows and getattr(sampler, "has_bias", False) and not bias:
         raise ValueError(f"{_NAME}: bias must be True with a sampler that has a bias, got False")

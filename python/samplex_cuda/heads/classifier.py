@@ -109,7 +109,8 @@ class SampledClassifier(ClassesOfHead):
             whose distribution differs per row draws from the mean of these distributions. On the CPU, classes that were
             drawn more than once are computed once (`Draw.merged`): many draws from a skewed distribution are cheap.
         stratified: stratified shared draws instead of independent ones (`Tree.sample`): the same expectation with less
-            variance, so that fewer draws are enough. Requires a `Tree`, and a loss that is a sum over weighted draws.
+            variance, so that fewer draws are enough. Requires a `Tree` or a `MIDX`, and a loss that is a sum
+            over weighted draws.
         unique: distinct classes, weighted by their inclusion probability (True), or as TensorFlow's candidate samplers
             draw them by default ("tf", biased): `StaticSampler.unique`. Requires a static sampler (`Uniform`,
             `LogUniform`, `Unigram`) and a loss over weighted draws. On a GPU each draw waits for the device.
@@ -125,13 +126,13 @@ class SampledClassifier(ClassesOfHead):
         sparse: give `weight` and `bias` sparse COO gradients (`torch.optim.SGD`, `Adagrad` and `SparseAdam` take
             them); otherwise dense ones, which cost O(C) per step.
         reduction: "mean", "sum" or "none".
-        sampler_update: how a sampler that depends on the class table (`Quadratic`, `RandomFourier`) follows it.
+        sampler_update: how a sampler that depends on the class table (`Quadratic`, `RandomFourier`, `MIDX`) follows it.
             "step": before each training forward it receives the rows that the last one touched; an int k: every k
             forwards; "epoch": it is rebuilt whenever the head goes from eval to training mode; None: never, the caller
-            does it; "auto": "step" if the sampler depends on the table, else None. On a GPU "auto" becomes an int k
-            at the first batch if following every step would cost more than the draws. With a policy, the first forward
-            rebuilds. Only rows that a forward touched count as changed, so dense weight decay or momentum needs
-            "epoch", or `mark_changed()` now and then. See `staleness` and `update_sampler`.
+            does it; "auto": "step" if the sampler depends on the table, else None. On a GPU, and with `MIDX`, "auto"
+            becomes an int k at the first batch if following every step would cost more than the draws. With a
+            policy, the first forward rebuilds. Only rows that a forward touched count as changed, so dense weight decay
+            or momentum needs "epoch", or `mark_changed()` now and then. See `staleness` and `update_sampler`.
         device: where the parameters live.
         dtype: of the parameters.
 

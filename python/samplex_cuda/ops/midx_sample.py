@@ -26,8 +26,8 @@ def midx_tables(cell: Tensor, num_codes: int) -> tuple[Tensor, Tensor, Tensor]:
         num_codes: K.
 
     Returns:
-        place [C], members [C] and starts [K * K + 1], all int32: `members` has the classes ordered by cell, `place` says
-        where a class is in it, `starts` where a cell begins.
+        place [C], members [C] and starts [K * K + 1], all int32: `members` has the classes ordered by cell, `place`
+        says where a class is in it, `starts` where a cell begins.
 
     Example:
         >>> import torch

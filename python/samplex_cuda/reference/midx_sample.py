@@ -48,7 +48,9 @@ def law(
     cell_units = np.bincount(cell, weights=units.astype(np.float64), minlength=codes * codes)
     share = np.divide(units, cell_units[cell], out=np.zeros(len(cell)), where=cell_units[cell] > 0)
     w = a.astype(np.float64)[cell // codes] * b.astype(np.float64)[cell % codes] * omega.reshape(-1)[cell] * share
-    q = epsilon / len(cell) + (0.0 if w.sum() == 0 else (1.0 - epsilon) * w / w.sum())
+    q = np.full(len(cell), epsilon / len(cell))
+    if w.sum() > 0:
+        q += (1.0 - epsilon) * w / w.sum()
     return conditional(q, excluded) if len(excluded) else q
 
 

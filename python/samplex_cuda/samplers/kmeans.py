@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from samplex_cuda.rng import fold_in, uniform_at
 __all__ = ["ROWS_PER_CODE", "assign", "kmeans"]
 
 ROWS_PER_CODE = 256  # that are looked at: more change the codes little
-_SEED_ROWS = 32  # rows for each code among which the first codes are chosen
+_SEED_ROWS = 64  # rows for each code among which the first codes are chosen
 _STILL = 1e-4  # relative fall of the inertia from which on the CPU stops
 
 
@@ -50,20 +52,26 @@ def assign(rows: Tensor, codes: Tensor) -> Tensor:
 
 
 def _first_codes(rows: Tensor, count: int, pair: Tensor) -> Tensor:
-    """k-means++ (Arthur & Vassilvitskii 2007): each code is a row, drawn by its squared distance to those before."""
-    u = uniform_at(pair, torch.arange(count, device=rows.device))
-    chosen = torch.zeros(count, dtype=torch.int64, device=rows.device)
-    chosen[:1] = (u[:1] * rows.shape[0]).long()
+    """k-means++ (Arthur & Vassilvitskii 2007): each code is a row, drawn by its squared distance to those before.
+
+    Of several such rows the one that lowers the inertia most is taken.
+    """
+    trials = 2 + int(math.log(count))
+    u = uniform_at(pair, torch.arange(count * trials, device=rows.device)).view(count, trials)
     sizes = rows.square().sum(1)
-    nearest = torch.full_like(sizes, torch.inf)
-    for k in range(1, count):
-        last = rows[chosen[k - 1]]
-        far = torch.addmv(sizes, rows, last, alpha=-2.0).add_(last.dot(last)).clamp_min_(0.0)
-        nearest = torch.minimum(nearest, far)
-        running = nearest.double().cumsum(0)
-        place = torch.searchsorted(running, (u[k : k + 1] * running[-1:]), right=True)
-        chosen[k : k + 1] = place.clamp_max_(rows.shape[0] - 1)
-    return rows[chosen]
+    nearest, codes = torch.full_like(sizes, torch.inf), rows.new_empty(count, rows.shape[1])
+    for k in range(count):
+        if k == 0:
+            place = (u[0, :1] * rows.shape[0]).long()
+        else:
+            running = nearest.double().cumsum(0)
+            place = torch.searchsorted(running, u[k] * running[-1:], right=True).clamp_max_(rows.shape[0] - 1)
+        tried = rows[place]
+        made = product(tried, rows.t(), torch.empty(place.shape[0], rows.shape[0], device=rows.device))
+        far = made.mul_(-2.0).add_(sizes).add_(sizes[place, None]).clamp_min_(0.0).clamp_max_(nearest)
+        best = far.sum(1).argmin(0, keepdim=True)
+        nearest, codes[k] = far[best][0], tried[best][0]
+    return codes
 
 
 def _step(rows: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,7 @@ class MIDX(Sampler):
         self.register_buffer("counts", counts)
         place = key.device if isinstance(key, Tensor) else torch.device("cpu")
         self.register_buffer("pair", key_tensor(self._op, key, place).clone().to(device))
-        self.register_buffer("age", torch.zeros((), dtype=torch.int64, device=device))
+        self.register_buffer("age", torch.zeros(1, dtype=torch.int64, device=device))
         # Made from the others.
         self.register_buffer("omega", torch.zeros(size, size, device=device), persistent=False)
         for name, count in (("place", classes), ("members", classes), ("starts", size * size + 1)):
@@ -269,7 +269,6 @@ class MIDX(Sampler):
                 raise ValueError(f"midx: {name} must be on {self.cell.device}, where the index is, got {t.device}")
         if ids.shape[0] == 0:
             return
-        self._grow_older(ids.shape[0])
         if _device.host_waits(self.cell):
             fine = rows.isfinite().all(1)
             some = ids.clamp(0, self.num_classes - 1)
@@ -288,6 +287,7 @@ class MIDX(Sampler):
             self.cell[ids[last]] = self._cells_of(rows[last])
             if bias is not None and self.bias is not None:
                 self.bias[ids[last]] = bias.detach()[last].float()
+        self._grow_older(ids.shape[0])
         self._order()
 
     @torch.no_grad()
@@ -299,10 +299,9 @@ class MIDX(Sampler):
         if self._age + ids.numel() >= _REFRESH_AFTER * self.num_classes and not _device.captured(self.cell.device):
             self.refresh(weight, bias)
             return
-        self._grow_older(ids.numel())
+        age = self._age + ids.numel()
         some = ids.reshape(-1) if _device.host_waits(self.cell) else distinct_ids(ids, self.num_classes)
         safe = some.clamp(0, self.num_classes - 1)
-        age = self._age
         self.update(some, weight[safe], None if bias is None or self.bias is None else bias[safe])
         self._grow_older(age - self._age)  # the ids with their repeats count once
 
@@ -386,9 +385,31 @@ class MIDX(Sampler):
         for part in (slice(at, at + some) for at in range(0, rows.shape[0], some)):
             own = rows[part].detach().float()
             first = assign(own, self.codes[0]) if self.kind == "residual" else self._half(own, 0)
-            second = assign(own - self.codes[0][first], self.codes[1]) if self.kind == "residual" else self._half(own, 1)
+            second = (
+                assign(own - self.codes[0][first], self.codes[1]) if self.kind == "residual" else self._half(own, 1)
+            )
             out[part] = (first * self.num_codes + second).to(torch.int32)
         return out
+
+    @torch.no_grad()
+    def approximate(self, cell: Tensor) -> Tensor:
+        """What stands for the class rows in these cells: the sum of their two codes.
+
+        Args:
+            cell: [n] of any integer dtype, as in `cell`.
+
+        Returns:
+            [n, d] float32.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> weight = torch.randn(100, 8)
+            >>> sampler = sx.samplers.MIDX(weight, num_codes=100)
+            >>> torch.allclose(sampler.approximate(sampler.cell), weight, atol=1e-5)
+            True
+        """
+        place = cell.long()
+        return self.codes[0][place // self.num_codes] + self.codes[1][place % self.num_codes]
 
     def _half(self, rows: Tensor, number: int) -> Tensor:
         part = slice(0, self.dim // 2) if number == 0 else slice(self.dim // 2, None)

@@ -243,10 +243,12 @@ def build(
 
 def _policy(config: Config, loss: losses.Loss) -> str | int | None:
     """How the sampler follows the class table; a scored table that moves (softmax) needs no telling."""
-    follows = {"quadratic", "rff"} & set(config.sampler.components or [config.sampler.name])
-    if loss.needs.prior or not follows:
+    names = set(config.sampler.components or [config.sampler.name])
+    if loss.needs.prior or not names & {"quadratic", "rff", "midx"}:
         return None
-    return "step" if config.sampler.update == "auto" else config.sampler.update
+    if config.sampler.update == "auto":  # an index chooses by the sizes of the first batch
+        return "auto" if names & {"midx"} else "step"
+    return config.sampler.update
 
 
 def _tie(config: Config, dataset: Dataset, encoder: Any, head: SampledClassifier) -> None:

@@ -124,7 +124,7 @@ def _empty_tree(num_classes: int, num_features: int, dim: int) -> samplers.Tree:
 
 def _beside(config: Config) -> str:
     """The first sampler of a mixture that must look at h, since all of them are given the same; empty: none."""
-    return next((name for name in config.sampler.components if name in ("quadratic", "rff", "softmax")), "")
+    return next((name for name in config.sampler.components if name in ("quadratic", "rff", "midx", "softmax")), "")
 
 
 def _looks_at(config: Config, dataset: Dataset, encoder: Encoder) -> str:
@@ -408,6 +408,16 @@ def _sampler(
             epsilon=s.epsilon,
             bias=bias,
             normalize=s.normalize,
+            key=Key(config.training.seed),
+        )
+    if name == "midx":
+        return samplers.MIDX(
+            weight,
+            s.num_codes,
+            kind=s.codes,
+            scale=head.scale,
+            bias=bias,
+            epsilon=s.epsilon,
             key=Key(config.training.seed),
         )
     if name == "softmax":

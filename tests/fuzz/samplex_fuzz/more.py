@@ -22,7 +22,7 @@ def _small(*sizes: Any) -> bool:
     return math.prod(s for s in sizes if isinstance(s, int)) <= _MOST
 
 
-_FOLLOW = ("Quadratic", "RandomFourier", "Softmax", "Quartic")
+_FOLLOW = ("Quadratic", "RandomFourier", "MIDX", "Softmax", "Quartic")
 
 
 def _still_draws(sampler: Any, h: Tensor, refused: Exception) -> None:

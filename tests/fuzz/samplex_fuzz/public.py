@@ -215,13 +215,14 @@ _SAMPLERS: dict[str, Callable[[Dice, int], Any]] = {
     "RandomFourier": lambda d, c: sx.samplers.RandomFourier(
         d.normal(c, _DIM), num_features=8, kind=d.pick(("rff", "positive", "orf"))
     ),
+    "MIDX": lambda d, c: sx.samplers.MIDX(d.normal(c, _DIM), 4, kind=d.pick(("residual", "product"))),
     "Softmax": lambda d, c: sx.samplers.Softmax(d.normal(c, _DIM)),
     "Quartic": lambda d, c: sx.samplers.Quartic(d.normal(c, _DIM)),
     "Mixture": lambda d, c: sx.samplers.Mixture(
         [(sx.samplers.LogUniform(c), 0.5), (sx.samplers.Softmax(d.normal(c, _DIM)), 0.5)]
     ),
 }
-_OF_ROWS = ("Quadratic", "RandomFourier", "Softmax", "Quartic", "Mixture", "Tree")
+_OF_ROWS = ("Quadratic", "RandomFourier", "MIDX", "Softmax", "Quartic", "Mixture", "Tree")
 
 
 def _context(name: str, d: Dice, batch: int) -> Tensor | None:

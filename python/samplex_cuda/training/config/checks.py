@@ -34,6 +34,7 @@ SAMPLERS = (
     "tree",
     "quadratic",
     "rff",
+    "midx",
     "softmax",
     "in_batch",
     "mixture",
@@ -41,7 +42,7 @@ SAMPLERS = (
 # Samplers whose distribution may lose classes that the model needs: a fixed one is mixed in (`sampler.base`).
 MIXED = ("tree", "rff")
 # Samplers that follow the class table, which no rank of `training.shard` has as a whole.
-FOLLOWING = ("quadratic", "rff", "softmax")
+FOLLOWING = ("quadratic", "rff", "midx", "softmax")
 # Keys of [head] that are options of the loss, by their name there.
 LOSS_OPTIONS = {"label_smoothing": "label_smoothing", "absolute": "absolute", "reg": "reg", "eta_rate": "rate"}
 
@@ -221,13 +222,18 @@ def check_together(source: str, c: Config) -> None:
             fail("sampler", key, '0 with a tree from a file, unless features = "hidden"', value)
     if c.sampler.path and "tree" not in names:
         fail("sampler", "path", "empty unless the sampler is a tree", c.sampler.path)
-    per_row = [n for n in names if n in ("bigram", "tree", "quadratic", "rff", "softmax")]
+    per_row = [n for n in names if n in ("bigram", "tree", "quadratic", "rff", "midx", "softmax")]
     if c.head.shared and per_row and needs.prior:
         wanted = f"false with {named} and the sampler {per_row[0]}, whose distribution differs per row"
         fail("head", "shared", wanted, True)
-    if c.head.stratified and not (c.head.shared and c.sampler.name == "tree" and needs.weighted_draws):
+    if c.head.stratified and not (c.head.shared and c.sampler.name in ("tree", "midx") and needs.weighted_draws):
         wanted = f"false with {named}, shared = {shown(c.head.shared)} and the sampler {c.sampler.name}"
-        fail("head", "stratified", f"{wanted}: it requires shared draws of a tree and a loss over weighted draws", True)
+        fail(
+            "head",
+            "stratified",
+            f"{wanted}: it requires shared draws of a tree or of midx and a loss over weighted draws",
+            True,
+        )
     if c.head.unique:
         if c.sampler.name not in ("auto", "uniform", "log_uniform", "unigram"):
             wanted = f"false with the sampler {c.sampler.name}: uniform, log_uniform and unigram have distinct draws"

@@ -103,8 +103,8 @@ class Sampler:
         "auto", "the distribution; auto: unigram, whose draws are shared by the batch", choices=("auto", *SAMPLERS)
     )
     update: int | str = _key(
-        "auto", 'quadratic, rff: how often it follows the class table: "auto", "step", "epoch", or a number of steps',
-        least=1, also=("auto", "step", "epoch"),
+        "auto", 'quadratic, rff, midx: how often it follows the class table: "auto", "step", "epoch", or a number of '
+        "steps", least=1, also=("auto", "step", "epoch"),
     )  # fmt: skip
     power: float = _key(1.0, "unigram, bigram: exponent on the counts", least=0.0)
     smoothing: float = _key(
@@ -135,7 +135,12 @@ class Sampler:
         "auto", "rff: sharpness of the kernel; auto: `head.scale`, that of the softmax", above=0.0, also=("auto",)
     )
     kind: str = _key("positive", "rff: of the features", choices=("rff", "orf", "positive"))
-    epsilon: float = _key(0.01, "rff: share of the uniform distribution", least=0.0, below=1.0)
+    num_codes: int = _key(256, "midx: codes of each of its two codebooks", least=1, most=2048)
+    codes: str = _key(
+        "residual", "midx: the second codebook is fitted to what the first leaves, or each to half of the columns",
+        choices=("residual", "product"),
+    )  # fmt: skip
+    epsilon: float = _key(0.01, "rff, midx: share of the uniform distribution", least=0.0, below=1.0)
     normalize: bool = _key(False, "rff: scale rows and queries to length 1")
     components: list[str] = _key([], 'mixture: names of other samplers, e.g. ["tree", "uniform"]')
     weights: list[float] = _key([], "mixture: their shares")
@@ -159,7 +164,9 @@ class Head:
         "auto", 'draw once for the whole batch; distributions that differ per row are averaged; auto: with the '
         'samplers "auto" and in_batch', also=("auto",),
     )  # fmt: skip
-    stratified: bool = _key(False, "tree with `shared`: stratified draws, which are less noisy than independent ones")
+    stratified: bool = _key(
+        False, "tree, midx with `shared`: stratified draws, which are less noisy than independent ones"
+    )
     unique: bool | str = _key(
         False, "uniform, log_uniform, unigram: distinct draws, weighted by their inclusion probability; tf: as "
         "TensorFlow draws them", also=("tf",),
