@@ -226,14 +226,14 @@ def _shift_right(x: Tensor, count: int) -> Tensor:
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
-def philox_bits(pair: Tensor, rows: int, draws: int, block: int, first: int = 0) -> tuple[Tensor, Tensor]:
+def philox_bits(pair: Tensor, rows: int, draws: int, block: int | Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
     """The two 64-bit numbers that draw j of row b takes from Philox block `block`, as the kernels do: int64 [B, m].
 
     Args:
         pair: int64 [2], a reserved key.
         rows: B.
         draws: m.
-        block: level or attempt, below 256.
+        block: level or attempt, below 256; or several, int64 [L, 1, 1], for numbers [L, B, m].
         first: number of the first row.
 
     Example:
@@ -247,7 +247,8 @@ def philox_bits(pair: Tensor, rows: int, draws: int, block: int, first: int = 0)
     k0, k1 = pair[0] & word, _shift_right(pair[0], 32)
     c0, c1 = (pair[1] & word).expand(rows, draws), _shift_right(pair[1], 32).expand(rows, draws)
     c2 = ((torch.arange(rows, device=device) + first) & word).unsqueeze(1).expand(rows, draws)
-    c3 = ((torch.arange(draws, device=device) << 8 | block) & word).expand(rows, draws)
+    c3 = (torch.arange(draws, device=device) << 8 | block) & word
+    c3 = c3.expand(*c3.shape[:-2], rows, draws)
     for _ in range(10):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # they wrap around: the low 64 bits are right
         c0, c1, c2, c3 = _shift_right(p1, 32) ^ c1 ^ k0, p1 & word, _shift_right(p0, 32) ^ c3 ^ k1, p0 & word

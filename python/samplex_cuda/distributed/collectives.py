@@ -108,6 +108,10 @@ class Exchange:
             refused: whether this rank cannot take part in the step; all ranks then stop.
         """
         capacity = self._settle(rows, key.device)
+        if self._alone(key):
+            if not refused:
+                self.check_rows(_NAME, rows)
+            return Everyone(rows, None, key.new_zeros(()), key)
         mine = torch.tensor([int(refused), rows, *form], device="cpu").to(key.device, non_blocking=True)
         headers = self.stack(torch.cat([key, mine]))
         counts = headers[:, 3]
@@ -148,11 +152,17 @@ class Exchange:
 
     def _settle(self, rows: int, device: torch.device) -> int:
         """The capacity; without one, the largest batch of the ranks in the first step becomes it."""
-        if self.capacity is None:
+        if self.capacity is None and self.world == 1:
+            self.capacity = max(1, rows)
+        elif self.capacity is None:
             most = torch.tensor([rows], device=device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
             self.capacity = max(1, int(most))
         return self.capacity
+
+    def _alone(self, t: Tensor) -> bool:
+        """Whether nothing is to be exchanged: one rank, whose host may look at numbers, so that nothing is padded."""
+        return self.world == 1 and not _device.host_waits(t)
 
     def gather(self, everyone: Everyone, fields: Sequence[Tensor], pads: Sequence[float]) -> list[Tensor]:
         """The rows of all ranks: [R, ...] each, R being all rows, or world * capacity where the host may not look.
@@ -163,6 +173,8 @@ class Exchange:
             pads: what stands in rows that a rank does not use.
         """
         assert self.capacity is not None
+        if self._alone(fields[0]):
+            return list(fields)
         rows, capacity, device = everyone.rows, self.capacity, fields[0].device
         sizes = [_row_bytes(t) * capacity for t in fields]
         starts, total = [], 0
@@ -183,12 +195,16 @@ class Exchange:
 
     def sum_(self, t: Tensor) -> Tensor:
         """The sum of `t` over the ranks, in place."""
+        if self.world == 1:
+            return t
         dist.all_reduce(t, group=self.group)
         self.sent += 2 * (self.world - 1) * t.numel() * t.element_size() // self.world
         return t
 
     def stack(self, t: Tensor) -> Tensor:
         """[world, ...]: the tensors of all ranks."""
+        if self.world == 1:
+            return t.unsqueeze(0).clone()
         made = t.new_empty(self.world * t.numel())
         dist.all_gather_single(made, t.reshape(-1), group=self.group)
         self.sent += (self.world - 1) * t.numel() * t.element_size()
@@ -228,6 +244,8 @@ class Exchange:
     def to_home(self, rows: Tensor, place: Tensor | None, count: int) -> Tensor:
         """Parts [R, ...] for the rows of everyone -> the parts [world, count, ...] for the rows of this rank."""
         assert self.capacity is not None
+        if self._alone(rows):
+            return rows.unsqueeze(0)
         if place is not None:
             padded = rows.new_zeros(self.world * self.capacity, *rows.shape[1:])
             rows = padded.index_copy_(0, place, rows)
@@ -239,7 +257,7 @@ class Exchange:
     def send_home(self, rows: Tensor, place: Tensor | None, count: int) -> Tensor:
         """Partial sums [R, d] for the rows of everyone -> sums [count, d] for the rows of this rank, in rank order."""
         parts = self.to_home(rows, place, count)
-        total = parts[0].clone()
+        total = parts[0].clone() if self.world > 1 else parts[0]
         for part in parts[1:]:
             total += part
         return total
@@ -247,6 +265,8 @@ class Exchange:
     def own(self, rows: Tensor, place: Tensor | None, count: int) -> Tensor:
         """This rank's rows among those of everyone."""
         assert self.capacity is not None
+        if self._alone(rows):
+            return rows
         if place is not None:
             padded = rows.new_empty(self.world * self.capacity, *rows.shape[1:])
             rows = padded.index_copy_(0, place, rows)

@@ -21,7 +21,7 @@ from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.distributed.online import online_softmax
 from samplex_cuda.distributed.own_rows import OWN_ROWS, own_rows_step
 from samplex_cuda.distributed.routes import refuse_unfit, resolve_route
-from samplex_cuda.distributed.samplers import as_dtensor
+from samplex_cuda.distributed.samplers import ShardedSampler, as_dtensor
 from samplex_cuda.distributed.step import (
     StepResult,
     logits_of,
@@ -392,6 +392,9 @@ class ShardedClassifier(ShardedAnswers):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        for module in self.modules():  # a checkpoint knows the rows of class tables by this mesh
+            if isinstance(module, ShardedSampler):
+                module._mesh = self.mesh
         for name in ("weight", "bias"):
             if f"{prefix}{name}" in destination:
                 destination[f"{prefix}{name}"] = self.as_dtensor(destination[f"{prefix}{name}"].detach())

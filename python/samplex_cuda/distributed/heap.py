@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from samplex_cuda import _device
 from samplex_cuda.distributed.layout import Layout
 
 __all__ = ["Heap"]
@@ -150,8 +151,14 @@ class Heap:
             torch.add(pairs[:, 0], pairs[:, 1], out=table[at : at + pairs.shape[0]])
 
     def sum_above(self, table: Tensor, leaves: Tensor) -> None:
-        """Rows of the own nodes above some own leaves, bottom up, in place; a leaf may be named twice."""
+        """Rows of the own nodes above some own leaves, bottom up, in place; a leaf may be named twice.
+
+        On a CPU the leaves must ascend: a node with several of them is then summed once.
+        """
+        nodes = leaves
         for level in range(self.depth - 1, -1, -1):
-            nodes = leaves >> (self.depth - level)
+            nodes = nodes >> 1
+            if not _device.host_waits(nodes):
+                nodes = nodes.unique_consecutive()
             left = self.own_rows(level + 1, 2 * nodes)
             table.index_copy_(0, self.own_rows(level, nodes), table[left] + table[left + 1])

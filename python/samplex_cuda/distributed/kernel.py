@@ -157,7 +157,11 @@ class ShardedKernel(ShardedSampler, KernelRows):
         node, there = torch.zeros_like(given), torch.ones_like(given, dtype=torch.bool)
         log_p = torch.zeros(batch, count, dtype=torch.float64, device=given.device)
         lefts, rights, commons = [], [], []
-        bits: tuple[Tensor, Tensor] | None = None
+        uniform: list[Tensor] = []  # of each level, and of the leaf
+        if pair is not None:
+            blocks = torch.arange(heap.depth // 2 + 1, device=given.device).view(-1, 1, 1)
+            both = torch.stack(philox_bits(pair, batch, count, blocks, first), 1)  # two levels of each block
+            uniform = list(uniform53(both).flatten(0, 1).unbind(0))
         for level in range(heap.depth):
             rows, common = heap.children(level, node)
             there = there & (rows >= 0)
@@ -165,29 +169,22 @@ class ShardedKernel(ShardedSampler, KernelRows):
             below_it = heap.classes_below(level + 1, torch.stack([2 * node, 2 * node + 1], -1))
             weight = torch.where(value < floor * below_it, floor * below_it, value)
             weight = torch.where(below_it == 0, 0.0, weight)
-            total = weight.sum(-1, keepdim=True)
+            total = weight[..., :1] + weight[..., 1:]  # torch's sum over two numbers takes ten times as long
             weight = torch.where(total == 0, below_it, weight)
-            p = weight / weight.sum(-1, keepdim=True)
+            p = weight / (weight[..., :1] + weight[..., 1:])
             span = heap.span(level + 1)
             right = (given // span) % 2 == 1
             if pair is not None:
-                if level % 2 == 0:
-                    bits = philox_bits(pair, batch, count, level // 2, first)
-                assert bits is not None
                 mass = p if excluded is None else p * self._kept_below(excluded, level, node)
-                drawn = uniform53(bits[level % 2]) * mass.sum(-1) < mass[..., 1]
+                drawn = uniform[level] * (mass[..., 0] + mass[..., 1]) < mass[..., 1]
                 right = torch.where(given >= 0, right, drawn)
             log_p += torch.where(right, p[..., 1], p[..., 0]).log()
             lefts.append(p[..., 0])
             rights.append(p[..., 1])
             commons.append(common)
             node = 2 * node + right.long()
-        draw_bits = None
-        if pair is not None:
-            block = philox_bits(pair, batch, count, heap.depth // 2, first) if heap.depth % 2 == 0 else bits
-            assert block is not None
-            draw_bits = uniform53(block[heap.depth % 2])
-        slots, log_leaf, kept, common = self._in_leaf(query, node, given, draw_bits, excluded)
+        in_leaf = None if pair is None else uniform[heap.depth]
+        slots, log_leaf, kept, common = self._in_leaf(query, node, given, in_leaf, excluded)
         commons.append(common)
         nothing = log_p.new_zeros(0, batch, count)
         return Walk(

@@ -8,13 +8,15 @@ which every loss masks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from samplex_cuda import _device
 from samplex_cuda.distributed.collectives import Exchange
 from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.losses import Loss
@@ -35,6 +37,9 @@ __all__ = [
     "scaled",
     "times",
 ]
+
+
+_TILE, _TILES = 32, 16  # draws of a product at least, and products that all shared draws take at most, about
 
 
 def logits_of(
@@ -59,11 +64,64 @@ def logits_of(
     local = layout.local(ids)
     if weight.shape[0] == 0:
         return torch.cat([own, own.new_zeros(h.shape[0], ids.shape[0])], 1), rows, local
+    wide = h.to(own.dtype)
+    if _in_tiles(wide, ids):
+        found = own.new_zeros(h.shape[0], target.shape[1] + ids.shape[0])
+        found[:, : target.shape[1]] = own
+        for at, some in own_tiles(local):
+            dots = torch.mm(wide, weight[some].to(own.dtype).t())
+            if bias is not None:
+                dots += bias[some].to(own.dtype)
+            found.index_copy_(1, at + target.shape[1], dots[:, : at.shape[0]])
+        return found, rows, local
     safe = local.clamp_min(0)
-    dots = torch.mm(h.to(own.dtype), weight[safe].to(own.dtype).t())
+    dots = torch.mm(wide, weight[safe].to(own.dtype).t())
     if bias is not None:
         dots = dots + bias[safe].to(own.dtype)
     return torch.cat([own, torch.where(local >= 0, dots, 0.0)], 1), rows, local
+
+
+def _tile(ids: Tensor) -> int:
+    return max(_TILE, 1 << max(0, ids.shape[0] // _TILES - 1).bit_length())
+
+
+def _in_tiles(wide: Tensor, ids: Tensor) -> bool:
+    """Whether the products of queries [R, d] with shared draws [m] leave out the rows of other ranks."""
+    if _device.host_waits(ids):
+        return False  # how many rows are here is not known to the host
+    return _keep_bits(*wide.shape, _tile(ids), wide.dtype, torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=1024)
+def _keep_bits(rows: int, dim: int, tile: int, dtype: torch.dtype, threads: int) -> bool:
+    """Whether a row of a product has the same bits wherever it is in its tile: a matter of the BLAS library.
+
+    A draw has another place among those of its rank on another number of ranks. Where this changes bits, whole products
+    are made. Found out once for each shape.
+    """
+    g = torch.Generator().manual_seed(0)
+    h, some, coefs = (torch.randn(n, k, generator=g, dtype=dtype) for n, k in ((rows, dim), (tile, dim), (rows, tile)))
+    order = torch.randperm(tile, generator=g)
+    logits, grads = torch.mm(h, some.t()), torch.mm(coefs.t(), h)
+    moved = torch.mm(h, some[order].t()), torch.mm(coefs[:, order].contiguous().t(), h)
+    return torch.equal(logits[:, order], moved[0]) and torch.equal(grads[order], moved[1])
+
+
+def own_tiles(local: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The shared draws whose rows are here, in tiles of one size, which depends on the number of all draws alone.
+
+    A product of a tile has then the same shape on any number of ranks, and so its columns have the same bits.
+
+    Args:
+        local: int64 [m], rows or -1.
+
+    Returns:
+        For each tile the places [k] of its draws, and rows [tile], of which those behind the first k fill up.
+    """
+    tile = _tile(local)
+    for at in (local >= 0).nonzero().squeeze(1).split(tile):
+        some = local[at]
+        yield at, torch.nn.functional.pad(some, (0, tile - some.shape[0]))
 
 
 class Coefficients(NamedTuple):
@@ -168,6 +226,9 @@ def partial_hidden(weight: Tensor, coefs: Coefficients, target: Tensor, ids: Ten
     total = shard_hidden(weight, coefs.target, coefs.draws[:, :0], target, target[:, :0])
     if weight.shape[0] == 0:
         return total
+    if not _device.host_waits(ids):
+        mine = (ids >= 0).nonzero().squeeze(1)
+        return total.addmm_(coefs.draws[:, mine], weight[ids[mine]].to(total.dtype))
     local = torch.where(ids >= 0, coefs.draws, 0.0)
     return total.addmm_(local, weight[ids.clamp_min(0)].to(total.dtype))
 
@@ -184,8 +245,19 @@ def entries_of(coefs: Coefficients, hidden: Tensor, target: Tensor, ids: Tensor,
     """
     if ids.dim() == 2:
         return Entries(target, coefs.target, hidden, ids, coefs.draws, hidden, None)
-    rows = torch.mm(coefs.draws.t(), hidden.to(coefs.draws.dtype))
-    bias = coefs.draws.sum(0) if with_bias else None
+    bias, wide = coefs.draws.sum(0) if with_bias else None, hidden.to(coefs.draws.dtype)
+    if _in_tiles(wide, ids):
+        rows = wide.new_empty(int((ids >= 0).sum()), wide.shape[1])
+        begin = 0
+        for at, some in own_tiles(ids):
+            of_draws = coefs.draws.new_zeros(coefs.draws.shape[0], some.shape[0])
+            of_draws[:, : at.shape[0]] = coefs.draws[:, at]
+            rows[begin : begin + at.shape[0]] = torch.mm(of_draws.t(), wide)[: at.shape[0]]
+            begin += at.shape[0]
+        mine = ids >= 0
+        ids, bias = ids[mine], None if bias is None else bias[mine]
+    else:
+        rows = torch.mm(coefs.draws.t(), wide)
     return Entries(target, coefs.target, hidden, ids, torch.ones_like(rows[:, :1]), rows, bias)
 
 

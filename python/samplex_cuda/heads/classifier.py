@@ -711,7 +711,7 @@ class SampledClassifier(ClassesOfHead):
             key: what the rows of a head on the meta device are made from; by default torch's generator on rank 0.
             device: of the rows of a head on the meta device; the CPU by default.
             sampler: "replicate" a `Unigram` or `Tree` on every rank, or "shard" it; "auto": shard it above 10^7
-                classes. `Quadratic` and `RandomFourier` are always sharded, other samplers replicated.
+                classes. Samplers that depend on the class table are always sharded, others replicated.
 
         Example:
             >>> import torch, samplex_cuda as sx

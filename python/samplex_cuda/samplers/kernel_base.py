@@ -414,6 +414,33 @@ class KernelSampler(DeviceFollowing):
                 return wrong
         return None
 
+    def complete(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Adds the node sums to the state of a sharded sampler, which keeps the class rows alone; see `head.shard`.
+
+        The tables of this sampler become those of the state.
+
+        Args:
+            state_dict: with the entries `rows`, `shift` and `omega` under `prefix`; changed in place.
+            prefix: of the names.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sampler = sx.samplers.Quadratic(torch.randn(10, 4))
+            >>> state = {"rows": sampler.rows.clone(), "shift": sampler.shift}
+            >>> sampler.complete(state, "")
+            >>> torch.equal(state["sums"], sampler.sums)
+            True
+        """
+        rows, omega = state_dict.get(f"{prefix}rows"), state_dict.get(f"{prefix}omega")
+        if not isinstance(rows, Tensor) or f"{prefix}sums" in state_dict or rows.shape != self.rows.shape:
+            return
+        with self._lock:
+            self.rows.copy_(rows)
+            if self.omega is not None and isinstance(omega, Tensor) and omega.shape == self.omega.shape:
+                self.omega.copy_(omega)
+            self._sum_up(False)
+            state_dict[f"{prefix}sums"] = self.sums.clone()
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         with self._lock:
             super()._load_from_state_dict(state_dict, prefix, *args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +36,39 @@ def update_average(
         else:
             ema = 1.0 - settings.average_decay**settings.average_every
             weight = 1.0 / (averaged + 1) if settings.average == "swa" else ema
-            average[name].lerp_(parameter.to(average[name].dtype), weight)
+            mean, now = _local(average[name]), _local(parameter)
+            mean.lerp_(now.to(mean.dtype), weight)
 
 
 @contextlib.contextmanager
 def swapped(average: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """The averaged weights in place of the current ones; nothing is copied where both have the same dtype."""
-    current = {name: parameters[name].data for name in average}
+    """The averaged weights in place of the current ones; nothing is copied where both have the same dtype.
+
+    FSDP2 keeps the memory of a parameter's part, so the numbers of such a part are exchanged, not the tensors.
+    """
+    spread = {name for name in average if _is_spread(parameters[name])}
+    current = {name: parameters[name].data for name in average if name not in spread}
+    kept = {name: _local(parameters[name]).detach().clone() for name in spread}
     try:
         for name, mean in average.items():
-            parameters[name].data = mean.to(parameters[name].dtype)
+            if name in spread:
+                _local(parameters[name]).detach().copy_(_local(mean))
+            else:
+                parameters[name].data = mean.to(parameters[name].dtype)
         yield
     finally:
         for name, data in current.items():
             parameters[name].data = data
+        for name, part in kept.items():
+            _local(parameters[name]).detach().copy_(part)
+
+
+def _is_spread(t: Tensor) -> bool:
+    """Whether a tensor is a DTensor: then torch.distributed is loaded already, which takes half a second."""
+    return hasattr(t, "to_local")
+
+
+def _local(t: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in its memory."""
+    spread: Any = t
+    return spread.to_local() if _is_spread(t) else t

@@ -56,7 +56,7 @@ def evaluate(
         >>> sorted(evaluate(*build(Config(), train), train, metrics=["nll", "recall@3"]))
         ['nll', 'recall@3']
     """
-    from samplex_cuda.metrics import Evaluator, _first_ranks
+    from samplex_cuda.metrics import Evaluator
 
     ranks = Alone() if ranks is None else ranks
     names = list(metrics)
@@ -103,7 +103,7 @@ def evaluate(
                 places = None
                 if "mrr" in names:
                     known = source.seen(chosen) if exclude_history else None
-                    places = _first_ranks(head, h, y, features, known)
+                    places = ranks.first_ranks(head, h, y, features, known)
                 evaluator.update(ids, y, loss, ranks=places)
             if on_batch is not None:
                 on_batch(number + 1, count)

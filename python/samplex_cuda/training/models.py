@@ -49,6 +49,7 @@ __all__ = [
     "context_of",
     "index_of",
     "optimizers",
+    "parts_of",
     "read_tree",
     "refit_tree",
     "row_tables",
@@ -235,10 +236,23 @@ def build(
             head.unique = c.unique
             head.stratified = c.stratified  # `config.check` knows that this sampler can
     if head_device is not None:
-        if head.sampler is not None:
-            head.sampler.to(device)
+        for part in parts_of(head.sampler):
+            part.to(device)
         return encoder.to(device), head
     return encoder.to(device), head.to(device)
+
+
+def parts_of(sampler: Any) -> list[nn.Module]:
+    """The samplers of a mixture, or the one that is none, without those whose numbers come from the class table.
+
+    Example:
+        >>> import samplex_cuda as sx
+        >>> from samplex_cuda.training.models import parts_of
+        >>> parts_of(sx.samplers.Mixture([(sx.samplers.Uniform(9), 1), (sx.samplers.Quadratic.deferred(9, 4), 1)]))
+        [Uniform(9)]
+    """
+    parts = list(sampler.samplers) if isinstance(sampler, samplers.Mixture) else [sampler]
+    return [part for part in parts if part is not None and not getattr(part, "collective", part.follows_rows)]
 
 
 def _policy(config: Config, loss: losses.Loss) -> str | int | None:

@@ -128,6 +128,30 @@ class Alone:
 
         return _topk_without(head, h, features, k, offsets, known)
 
+    def log_q(self, head: SampledClassifier, seen: Tensor, ids: Tensor, context: Tensor | None) -> Tensor:
+        """Log-probability of ids [n, k] under the head's sampler, which looks at `seen` [n, f]."""
+        sampler: Any = head.sampler
+        return sampler.log_prob(seen, ids, context=context)
+
+    def first_ranks(
+        self,
+        head: SampledClassifier,
+        h: Tensor,
+        y: Tensor,
+        features: Tensor | None,
+        known: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """The place of the first target of each row among all classes, without its known ones, CSR; [n], 0 for none."""
+        from samplex_cuda.metrics import _first_ranks
+
+        return _first_ranks(head, h, y, features, known)
+
+    def part_weights(self, encoder: models.Encoder) -> None:
+        """Leaves each rank its part of the weights of an encoder that FSDP2 has put together for a forward."""
+
+    def join_rows(self, tables: list[nn.Parameter]) -> None:
+        """Makes the row gradients of embedding tables those of all ranks."""
+
     def clip(self, parameters: list[nn.Parameter], norm: float) -> float:
         """Clips gradients; their norm before that."""
         return float(optim.clip_grad_norm_(parameters, norm))

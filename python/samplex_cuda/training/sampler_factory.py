@@ -397,19 +397,15 @@ def _sampler(
         return _bigram(config, dataset, fit)
     if name == "tree":
         return _tree(config, dataset, encoder, fit)
-    if name == "quadratic":
-        return samplers.Quadratic(weight, alpha=s.alpha, bias=bias)
-    if name == "rff":
-        return samplers.RandomFourier(
-            weight,
-            s.num_features,
-            float(s.nu),
-            s.kind,
-            epsilon=s.epsilon,
-            bias=bias,
-            normalize=s.normalize,
-            key=Key(config.training.seed),
-        )
+    kernel: Any = {"quadratic": samplers.Quadratic, "rff": samplers.RandomFourier}.get(name)
+    if kernel is not None:
+        options: dict[str, Any] = {"alpha": s.alpha}
+        if name == "rff":
+            options = {"num_features": s.num_features, "nu": float(s.nu), "kind": s.kind, "epsilon": s.epsilon}
+            options |= {"normalize": s.normalize, "key": Key(config.training.seed)}
+        if weight.is_meta:  # its numbers come when the head is sharded
+            return kernel.deferred(classes, weight.shape[1], bias=bias is not None, **options)
+        return kernel(weight, bias=bias, **options)
     if name == "midx":
         return samplers.MIDX(
             weight,

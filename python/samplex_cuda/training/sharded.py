@@ -180,13 +180,8 @@ class Ranks(Alone):
                 f"of them, got {batch_size}"
             )
         encoder, whole = models.build(config, train, fit=fit, trust_model=trust_model, head_device="meta")
-        if encoder.tables():
-            raise RanksError(
-                "config: [model] sparse must be false with training.shard: DistributedDataParallel and FSDP2 take no "
-                "row gradients, got true"
-            )
         if fit:
-            self._share(encoder, whole.sampler)
+            self._share(encoder, *models.parts_of(whole.sampler))
         width = int(getattr(train, "window", 1)) if train.kind == "text" else 1
         head = whole.shard(
             self.group,
@@ -197,15 +192,23 @@ class Ranks(Alone):
             device=device,
         )
         self._wrapped = None
-        if any(p.requires_grad for p in encoder.parameters()):
+        # Row gradients are no business of DistributedDataParallel and FSDP2: `join_rows` has them.
+        tables = encoder.tables()
+        apart = {id(p) for p in tables}
+        if any(p.requires_grad and id(p) not in apart for p in encoder.parameters()):
             if self.kind == "ddp":
-                self._wrapped = nn.parallel.DistributedDataParallel(_Encode(encoder), process_group=self.group)
+                module = _Encode(encoder)
+                names = [name for name, p in module.named_parameters() if id(p) in apart]
+                ddp = nn.parallel.DistributedDataParallel
+                ddp._set_params_and_buffers_to_ignore_for_model(module, names)
+                self._wrapped = ddp(module, process_group=self.group)
             else:
                 from torch.distributed.device_mesh import DeviceMesh
                 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
                 plain = type(encoder).encode is models.Encoder.encode
-                fully_shard(encoder, mesh=DeviceMesh.from_group(self.group, device.type))
+                mesh = DeviceMesh.from_group(self.group, device.type)
+                fully_shard(encoder, mesh=mesh, ignored_params=set(tables))
                 if not plain:  # it may run layers without calling the encoder itself
                     register_fsdp_forward_method(encoder, "encode")
         return encoder, head
@@ -221,7 +224,7 @@ class Ranks(Alone):
     def refit(self, config: Config, train: Dataset, encoder: models.Encoder, head: SampledClassifier) -> None:
         """See `Alone.refit`."""
         models.refit_tree(config, train, encoder, head)
-        self._share(head.sampler, encoder.tree_map)
+        self._share(*models.parts_of(head.sampler), encoder.tree_map)
 
     def encode(self, encoder: models.Encoder, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """See `Alone.encode`."""
@@ -242,23 +245,87 @@ class Ranks(Alone):
         self, head: SampledClassifier, h: Tensor, features: Tensor | None, k: int, offsets: Tensor, known: Tensor
     ) -> Tensor:
         """See `Alone.best_without`: the best of all classes, some more of them, without the known ones."""
-        lengths = offsets.diff()
-        most = self.most(int(lengths.max()) if len(lengths) else 0)
+        table, most = self._padded(len(h), offsets, known)
         ids = head.topk(h, min(k + most, head.num_classes), features=features)[1]
-        table = torch.full((len(h), most), -1)
-        place = torch.arange(len(known)) - offsets[:-1].repeat_interleave(lengths)
-        table[torch.arange(len(h)).repeat_interleave(lengths), place] = known
         ids = ids.masked_fill((ids.unsqueeze(2) == table.to(ids.device).unsqueeze(1)).any(2), -1)
         order = (ids < 0).to(torch.int8).argsort(dim=1, stable=True)
         found = ids.gather(1, order)[:, :k]
         return nn.functional.pad(found, (0, k - found.shape[1]), value=-1)
 
+    def log_q(self, head: SampledClassifier, seen: Tensor, ids: Tensor, context: Tensor | None) -> Tensor:
+        """See `Alone.log_q`: a sampler that is spread over the ranks must be asked by all of them for the same rows."""
+        if not getattr(head.sampler, "collective", False):
+            return super().log_q(head, seen, ids, context)
+        parts: list[Any] = self.gather((seen.cpu(), ids.cpu(), None if context is None else context.cpu()))
+        rows, wanted = (torch.cat([part[i] for part in parts]).to(seen.device) for i in (0, 1))
+        given = None if context is None else torch.cat([part[2] for part in parts]).to(seen.device)
+        first = sum(len(part[0]) for part in parts[: self.rank])
+        return super().log_q(head, rows, wanted, given)[first : first + len(seen)]
+
+    def _padded(self, rows: int, offsets: Tensor, known: Tensor) -> tuple[Tensor, int]:
+        """CSR lists as a table [n, most] with -1 behind each list, and `most`, the longest of all ranks."""
+        lengths = offsets.diff()
+        most = self.most(int(lengths.max()) if len(lengths) else 0)
+        table = torch.full((rows, most), -1)
+        place = torch.arange(len(known)) - offsets[:-1].repeat_interleave(lengths)
+        table[torch.arange(rows).repeat_interleave(lengths), place] = known
+        return table, most
+
+    def first_ranks(
+        self,
+        head: SampledClassifier,
+        h: Tensor,
+        y: Tensor,
+        features: Tensor | None,
+        known: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """See `Alone.first_ranks`."""
+        sharded: Any = head
+        targets = y.unsqueeze(1) if y.dim() == 1 else y
+        without = None if known is None else self._padded(len(h), *known)[0].to(h.device)
+        return sharded.first_ranks(h, targets, features=features, known=without)
+
+    def part_weights(self, encoder: models.Encoder) -> None:
+        """See `Alone.part_weights`: after a forward without a backward FSDP2 keeps all of them."""
+        whole: Any = encoder
+        if hasattr(whole, "reshard"):
+            whole.reshard()
+
+    def join_rows(self, tables: list[nn.Parameter]) -> None:
+        """See `Alone.join_rows`: the mean over the ranks, as DistributedDataParallel would make it."""
+        for table in tables:
+            grad, width = table.grad, table.shape[1:]
+            ids = torch.empty(0, dtype=torch.int64, device=table.device)
+            rows = torch.empty(0, *width, dtype=table.dtype, device=table.device)
+            if grad is not None:
+                grad = grad.coalesce()
+                ids, rows = grad.indices()[0], grad.values()
+            counts = self.gather(len(ids))
+            if not max(counts):
+                continue
+            more = max(counts) - len(ids)
+            ids, rows = nn.functional.pad(ids, (0, more)), torch.cat([rows, rows.new_zeros(more, *width)])
+            all_ids, all_rows = ids.new_empty(self.world * len(ids)), rows.new_empty(self.world * len(rows), *width)
+            dist.all_gather_single(all_ids, ids.contiguous(), group=self.group)
+            dist.all_gather_single(all_rows, rows.contiguous(), group=self.group)
+            used = torch.cat([torch.arange(n) + rank * max(counts) for rank, n in enumerate(counts)]).to(ids.device)
+            mean = all_rows[used] / self.world
+            table.grad = torch.sparse_coo_tensor(all_ids[used].unsqueeze(0), mean, table.shape).coalesce()
+
     def clip(self, parameters: list[nn.Parameter], norm: float) -> float:
         """See `Alone.clip`."""
-        if not any(isinstance(p, DTensor) for p in parameters):
+        spread = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
+        if not spread:
             return super().clip(parameters, norm)
-        found = nn.utils.clip_grad_norm_(parameters, norm)
-        return float(found.full_tensor() if isinstance(found, DTensor) else found)
+        rest = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
+        found: Any = nn.utils.get_total_norm(spread)
+        numbers = [found.full_tensor() if isinstance(found, DTensor) else found]
+        numbers += [(g.coalesce().values() if g.is_sparse else g).norm().to(numbers[0]) for g in rest]
+        total = torch.stack(numbers).norm()
+        factor = float((norm / (total + 1e-6)).clamp(max=1.0))
+        for g in [*spread, *rest]:
+            g.mul_(factor)
+        return float(total)
 
 
 class Shards(Whole):

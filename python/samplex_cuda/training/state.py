@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from samplex_cuda._checks import check_int
 from samplex_cuda.data import Dataset
 from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.samplers.kernel_base import KernelSampler
 from samplex_cuda.training import checkpoint, models
 from samplex_cuda.training import config as configs
 from samplex_cuda.training.checkpoint import CheckpointError
@@ -167,7 +168,11 @@ def take_model(tensors: dict[str, Tensor], encoder: nn.Module, head: SampledClas
     def part(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
-    head.load_state_dict(part("head."))
+    of_head = part("head.")
+    for path, module in head.named_modules():
+        if isinstance(module, KernelSampler):
+            module.complete(of_head, f"{path}.")
+    head.load_state_dict(of_head)
     tied = {name: head.weight for name, p in encoder.named_parameters() if p is head.weight}
     encoder.load_state_dict({**part("encoder."), **tied})
 
@@ -241,6 +246,11 @@ def load_state(path: Path, prefixes: tuple[str, ...] = ("",)) -> tuple[dict[str,
     for name, t in stored.items():
         kind, _, rest = name.partition(".")
         tensors[f"optimizer.{rest}" if kind == "optimizers" else rest] = t
+    unseen = tensors.pop("head.sampler_unseen", None)
+    if (
+        unseen is not None
+    ):  # of ranks, a mark for each class row that the sampler has not seen; of one process their ids
+        tensors["head.sampler_lag"] = torch.cat([tensors["head.sampler_lag"][:2], unseen.nonzero().squeeze(1)])
     numbers: dict[str, Any] = {}
     for which, told in manifest["optimizers"].items():
         state: dict[str, Any] = {}

@@ -173,6 +173,7 @@ class Stepper:
     ) -> str:
         """Clips and updates; what is wrong with the gradient, if anything."""
         t = self.config.training
+        self.ranks.join_rows(encoder.tables())
         if t.clip_norm:
             chosen = [p for p in encoder.parameters() if p is not head.weight]
             if not self.config.fused and t.clip_head:
@@ -185,7 +186,7 @@ class Stepper:
         follows = head.sampler_update is not None and (t.accumulate > 1 or self.config.model.tied)
         if follows and not self.config.fused and head.weight.grad is not None:
             if head.weight.grad.is_sparse:
-                head.mark_changed(head.weight.grad.coalesce().indices()[0])
+                head._mark_rows([head.weight.grad.coalesce().indices()[0]])
             else:
                 head.mark_changed()
         for name, optimizer in optimizers.items():

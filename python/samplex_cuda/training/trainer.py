@@ -8,11 +8,12 @@ one that was not. docs/training.md says what is needed for that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +341,7 @@ class Trainer:
             raise error
 
     def _save_best(self) -> None:
-        with swapped(self.average, self.averages()):
+        with self._averaged():
             folder = self.run_dir / "best"
             try:
                 folder.mkdir(exist_ok=True)
@@ -358,7 +359,17 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ a step
     def averages(self) -> dict[str, nn.Parameter]:
         """The parameters that are averaged, where there is an average."""
+        self.ranks.part_weights(self.encoder)
         return averaged_parameters(self.encoder, self.head, self.config.training)
+
+    @contextlib.contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """The averaged weights in place of the current ones."""
+        with swapped(self.average, self.averages()):
+            try:
+                yield
+            finally:
+                self.ranks.part_weights(self.encoder)
 
     def _update_average(self) -> None:
         t, p = self.config.training, self.progress
@@ -485,7 +496,7 @@ class Trainer:
             if self._stopped():
                 raise _InterruptedError
 
-        with swapped(self.average, self.averages()), torch.random.fork_rng(devices=[]):
+        with self._averaged(), torch.random.fork_rng(devices=[]):
             return evaluate(
                 self.encoder,
                 self.head,
@@ -513,7 +524,7 @@ class Trainer:
         p = self.progress
         sampled = p.loss_sum / p.loss_count if p.loss_count else self._last_loss
         comparable = self.config.head.loss == "sampled_softmax" and not self.config.head.label_smoothing
-        with swapped(self.average, self.averages()), torch.random.fork_rng(devices=[]):
+        with self._averaged(), torch.random.fork_rng(devices=[]):
             self.warnings = check_model(
                 self.encoder,
                 self.head,

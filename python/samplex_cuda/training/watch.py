@@ -73,7 +73,7 @@ def check_model(
         )
     if head.sampler is not None:
         best = head.topk(h, 1, features=features)[1]
-        drawn = head.sampler.log_prob(h if features is None else features, best, context=context)[:, 0]
+        drawn = ranks.log_q(head, h if features is None else features, best, context)[:, 0]
         drawn = torch.cat(ranks.gather(drawn.float().cpu()))
         middle = float(drawn.nan_to_num(-math.inf, math.inf, -math.inf).median())
         if middle < -limit - NEVER:

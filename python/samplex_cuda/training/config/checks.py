@@ -41,8 +41,6 @@ SAMPLERS = (
 )
 # Samplers whose distribution may lose classes that the model needs: a fixed one is mixed in (`sampler.base`).
 MIXED = ("tree", "rff")
-# Samplers that follow the class table, which no rank of `training.shard` has as a whole.
-FOLLOWING = ("quadratic", "rff", "midx", "softmax")
 # Keys of [head] that are options of the loss, by their name there.
 LOSS_OPTIONS = {"label_smoothing": "label_smoothing", "absolute": "absolute", "reg": "reg", "eta_rate": "rate"}
 
@@ -265,17 +263,12 @@ def check_together(source: str, c: Config) -> None:
         fail("optimizer", "rowwise", f"false with {c.optimizer.name}", True)
     if c.training.shard != "none":
         with_shard = f"with training.shard = {shown(c.training.shard)}"
-        if not needs.draws:
-            fail("head", "loss", f"one that samples classes {with_shard}", c.head.loss)
-        if any(name in FOLLOWING for name in names):
-            fail("sampler", "name", f"none of {', '.join(FOLLOWING)} {with_shard}", names)
         if c.model.tied:
-            fail("model", "tied", f"false {with_shard}", True)
+            why = "the encoder would need rows of the class table that other ranks hold; untie it, or train one process"
+            fail("model", "tied", f"false {with_shard}: {why}", True)
+        if "midx" in names:
+            fail("sampler", "name", f"none with midx {with_shard}: its codes need the whole table", c.sampler.name)
         if c.training.clip_head:
-            fail("training", "clip_head", f"false {with_shard}", True)
-        if c.training.average != "none" and c.training.shard_encoder == "fsdp":
-            fail("training", "average", f'"none" {with_shard} and shard_encoder = "fsdp"', c.training.average)
-        if "mrr" in c.training.metrics:
-            fail("training", "metrics", f"without mrr {with_shard}; samplex evaluate has it", c.training.metrics)
+            fail("training", "clip_head", f"false {with_shard}; clip_norm alone clips the encoder", True)
     if c.training.average_head and c.training.average == "none":
         fail("training", "average_head", 'false with average = "none"', True)
