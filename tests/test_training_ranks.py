@@ -176,7 +176,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank(ranks, tmp_path):
     ("setting", "words"),
     [
         ("model.tied=true", "[model] tied must be false"),
-        ("sampler.name=midx", "[sampler] name must be none with midx"),
+        ("sampler.name=midx", "[sampler] name must be another than midx"),
         ("training.clip_head=true", "[training] clip_head must be false"),
     ],
 )

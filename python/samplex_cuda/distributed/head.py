@@ -31,6 +31,7 @@ from samplex_cuda.distributed.step import (
     run_step,
     scaled,
 )
+from samplex_cuda.draw import Draw, Negatives
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.heads.checks import inside_ddp, like_weight
 from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
@@ -184,6 +185,7 @@ class ShardedClassifier(ShardedAnswers):
         h: Tensor,
         y: Tensor,
         *,
+        negatives: Draw | Negatives | None = None,
         features: Tensor | None = None,
         index: Tensor | None = None,
         context: Any = None,
@@ -197,6 +199,7 @@ class ShardedClassifier(ShardedAnswers):
         Args:
             h: [*, d], this rank's rows; there may be none.
             y: int64 [*] or [*, P].
+            negatives: must be None.
             features: as in `SampledClassifier.forward`.
             index: as there.
             context: int64 [*], or None.
@@ -215,8 +218,9 @@ class ShardedClassifier(ShardedAnswers):
                 f"{_NAME}: a sharded head must not be inside DistributedDataParallel, which gives every rank the rows "
                 "of rank 0: wrap the encoder alone, and make the head anew"
             )
-        if target_weight is not None:
-            raise ValueError(f"{_NAME}: target_weight must be None in a sharded head, got a tensor")
+        for name, given_here in (("negatives", negatives), ("target_weight", target_weight)):
+            if given_here is not None:
+                raise ValueError(f"{_NAME}: {name} must be None in a sharded head, got {type(given_here).__name__}")
         grad = torch.is_grad_enabled()
         given = [t is not None for t in (features, index, context, sample_weight)]
         targets = y.shape[-1] if isinstance(y, Tensor) and isinstance(h, Tensor) and y.dim() == h.dim() else 0

@@ -267,7 +267,7 @@ def check_together(source: str, c: Config) -> None:
             why = "the encoder would need rows of the class table that other ranks hold; untie it, or train one process"
             fail("model", "tied", f"false {with_shard}: {why}", True)
         if "midx" in names:
-            fail("sampler", "name", f"none with midx {with_shard}: its codes need the whole table", c.sampler.name)
+            fail("sampler", "name", f"another than midx {with_shard}: its codes need the whole table", c.sampler.name)
         if c.training.clip_head:
             fail("training", "clip_head", f"false {with_shard}; clip_norm alone clips the encoder", True)
     if c.training.average_head and c.training.average == "none":
