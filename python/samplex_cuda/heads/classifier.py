@@ -19,6 +19,7 @@ from samplex_cuda.functional._negatives import flat_negatives
 from samplex_cuda.functional.full import full_softmax
 from samplex_cuda.heads.checks import check_sampler, check_unique, like_weight, refuse_moved, refuse_replicas
 from samplex_cuda.heads.follow import TableFollower
+from samplex_cuda.heads.hard import join_losses
 from samplex_cuda.heads.module import HeadModule
 from samplex_cuda.losses import Loss, Needs
 from samplex_cuda.ops.fused_loss import run_loss, run_static_loss
@@ -284,6 +285,7 @@ class SampledClassifier(HeadModule):
         y: Tensor,
         *,
         negatives: Draw | Negatives | None = None,
+        hard: Tensor | None = None,
         features: Tensor | None = None,
         index: Tensor | None = None,
         context: Any = None,
@@ -299,6 +301,9 @@ class SampledClassifier(HeadModule):
             negatives: the caller's own instead of the sampler's draws: a `Draw`, or `Negatives`, which may be ragged
                 and without log_q. One that is a target of its row takes no part. Losses that read log q of the targets
                 (negative_sampling, nce) refuse them; eval mode ignores them. See docs/negatives.md.
+            hard: int64 [*, k], further negatives of each row with their plain scores, in one normalizer with the
+                others; see `HardNegatives`. Requires "sampled_softmax" without smoothing, one target per row and no
+                class weights.
             features: [*, f], what the sampler looks at where that is not `h`.
             index: int64 [*], example numbers in [0, num_examples), for losses that keep a number per example.
             context: what context-dependent samplers need; others ignore it.
@@ -317,10 +322,8 @@ class SampledClassifier(HeadModule):
             torch.Size([2, 3])
         """
         if self._replica is not None and self.training:
-            if negatives is not None:
-                raise ValueError(
-                    f"{_NAME}: negatives must be None on a replicated head, got {type(negatives).__name__}"
-                )
+            if negatives is not None or hard is not None:
+                raise ValueError(f"{_NAME}: negatives and hard must be None on a replicated head, got one of them")
             exchange: Any = self._replica.loss
             if _is_compiling():
                 from samplex_cuda._eager import eager_replica_loss as exchange
@@ -332,7 +335,8 @@ class SampledClassifier(HeadModule):
             return self._reduced(loss, target, sample_weight, lead)
         own = None if negatives is None else self._own_negatives(spec, negatives, target, lead)
         index = self._check_index(index, lead) if spec.needs.example_index else None
-        form = spec.form if sample_weight is None else spec.rows
+        mined = None if hard is None else self._hard_negatives(spec, hard, target, lead)
+        form = spec.form if sample_weight is None and mined is None else spec.rows
         if not spec.needs.draws:
             loss = self._full_loss(rows, target, sample_weight is not None)
         else:
@@ -342,6 +346,9 @@ class SampledClassifier(HeadModule):
                 # compiled caller leaves its graph here.
                 from samplex_cuda._eager import eager_loss as run
             loss = run(self, spec, form, rows, target, features, index, context, positives, key, own)
+            if mined is not None:
+                more = run(self, spec, form, rows, target, features, index, context, positives, key, mined)
+                return self._reduced(join_losses(loss, more), target, sample_weight, lead)
         if sample_weight is not None:
             return self._reduced(loss, target, sample_weight, lead)
         return loss if form.reduction or len(lead) == 1 else loss.reshape(lead)
@@ -506,6 +513,18 @@ class SampledClassifier(HeadModule):
             )
         acc = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
         return flat_negatives(_NAME, given, target, lead, self.ignore_index, acc)
+
+    def _hard_negatives(self, spec: LossSpec, hard: Any, target: Tensor, lead: torch.Size) -> Draw:
+        """Hard negatives in the form the ops take."""
+        plain = isinstance(spec.loss, losses.SampledSoftmax) and not spec.loss.label_smoothing
+        if not plain or target.dim() != 1 or self.class_weight is not None:
+            raise ValueError(
+                f"{_NAME}: hard must be None unless the loss is sampled_softmax without smoothing, with one target per "
+                f"row and no class weights, got {spec.loss!r} and y {list(target.shape)}"
+            )
+        if not isinstance(hard, Tensor) or hard.dim() != len(lead) + 1:
+            raise ValueError(f"{_NAME}: hard must be {shape_text(lead, 'k')} int64, got {describe(hard)}")
+        return self._own_negatives(spec, Negatives(hard), target, lead)
 
     def _follow(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
         """Brings a sampler that depends on the class table up to date, where that is due."""

@@ -164,6 +164,12 @@ class Head:
         False, "uniform, log_uniform, unigram: distinct draws, weighted by their inclusion probability; tf: as "
         "TensorFlow draws them", also=("tf",),
     )  # fmt: skip
+    hard: int = _key(0, "hard negatives of each row besides the draws: classes that the model scores high", least=0)
+    hard_source: str = _key(
+        "pool", "what they are chosen from: `hard_pool` random classes, the beam of a tree sampler, or all classes",
+        choices=("pool", "tree", "exact"),
+    )  # fmt: skip
+    hard_pool: int = _key(4096, "random classes that a batch chooses from", least=1)
     bias: bool = _key(True, "a bias per class")
     scale: float = _key(1.0, "inverse temperature: factor of the logits")
     absolute: bool = _key(False, "logits are absolute values")
