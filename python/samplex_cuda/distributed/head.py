@@ -180,6 +180,8 @@ class ShardedClassifier(SampledClassifier):
         h: Tensor,
         y: Tensor,
         *,
+        negatives: Any = None,
+        hard: Any = None,
         features: Tensor | None = None,
         index: Tensor | None = None,
         context: Any = None,
@@ -192,6 +194,8 @@ class ShardedClassifier(SampledClassifier):
         Args:
             h: [*, d], this rank's rows; there may be none.
             y: int64 [*] or [*, P].
+            negatives: must be None.
+            hard: must be None.
             features: as in `SampledClassifier.forward`.
             index: as there.
             context: int64 [*], or None.
@@ -213,6 +217,8 @@ class ShardedClassifier(SampledClassifier):
         due = due_state(self.follower, self.sampler, self.weight, self.bias) if self.training else 0
         form = [int(self.training), int(grad), targets, *map(int, given), due]
         try:
+            if negatives is not None or hard is not None:
+                raise ValueError(f"{_NAME}: negatives and hard must be None on a sharded head, got one of them")
             rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
             rows = like_weight(rows, self.weight) if rows.dtype is not self.weight.dtype else rows
             if not _device.host_waits(target):
