@@ -173,3 +173,10 @@ def test_half_written_files_are_never_seen(tmp_path):
         demo._replace(path, fail)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_negatives_example():
+    text = run_script(ROOT / "examples/negatives.py", "--steps", 150)
+    found = dict(re.findall(r"(\S+) +recall@20 ([\d.]+)%", text))
+    assert len(found) == 6
+    assert float(found["in-batch"]) > float(found["uncorrected"])  # the correction pays

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from samplex_cuda import functional, graphs, losses, optim, rff, samplers, tables
 from samplex_cuda._library import _native, register_fakes
 from samplex_cuda.draw import Draw, Negatives
-from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.heads import HardNegatives, SampledClassifier
 from samplex_cuda.rng import Key
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ __version__: str = _native.build_info()["version"]
 
 __all__ = [
     "Draw",
+    "HardNegatives",
     "Key",
     "Negatives",
     "SampledClassifier",

@@ -186,6 +186,7 @@ class ShardedClassifier(ShardedAnswers):
         y: Tensor,
         *,
         negatives: Draw | Negatives | None = None,
+        hard: Tensor | None = None,
         features: Tensor | None = None,
         index: Tensor | None = None,
         context: Any = None,
@@ -200,6 +201,7 @@ class ShardedClassifier(ShardedAnswers):
             h: [*, d], this rank's rows; there may be none.
             y: int64 [*] or [*, P].
             negatives: must be None.
+            hard: must be None.
             features: as in `SampledClassifier.forward`.
             index: as there.
             context: int64 [*], or None.
@@ -218,15 +220,15 @@ class ShardedClassifier(ShardedAnswers):
                 f"{_NAME}: a sharded head must not be inside DistributedDataParallel, which gives every rank the rows "
                 "of rank 0: wrap the encoder alone, and make the head anew"
             )
-        for name, given_here in (("negatives", negatives), ("target_weight", target_weight)):
-            if given_here is not None:
-                raise ValueError(f"{_NAME}: {name} must be None in a sharded head, got {type(given_here).__name__}")
         grad = torch.is_grad_enabled()
         given = [t is not None for t in (features, index, context, sample_weight)]
         targets = y.shape[-1] if isinstance(y, Tensor) and isinstance(h, Tensor) and y.dim() == h.dim() else 0
         due = due_state(self.follower, self.sampler, self.weight, self.bias) if self.training else 0
         form = [int(self.training), int(grad), targets, *map(int, given), due]
         try:
+            for name, found in (("negatives", negatives), ("hard", hard), ("target_weight", target_weight)):
+                if found is not None:
+                    raise ValueError(f"{_NAME}: {name} must be None on a sharded head, got {type(found).__name__}")
             rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
             rows = like_weight(rows, self.weight) if rows.dtype is not self.weight.dtype else rows
             if not _device.host_waits(target):

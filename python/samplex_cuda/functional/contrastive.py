@@ -20,6 +20,7 @@ from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.optim.fusion import fusion_of
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import MAX_SAMPLES
+from samplex_cuda.samplers.queue import KeyQueue
 
 __all__ = ["contrastive"]
 
@@ -46,6 +47,7 @@ def contrastive(
     scale: float = 1.0,
     symmetric: bool = False,
     group: Any = None,
+    queue: KeyQueue | None = None,
     reduction: str = "mean",
     sparse: bool | None = None,
 ) -> Tensor:
@@ -102,6 +104,8 @@ def contrastive(
             same number of queries. The loss is the mean over this rank's queries, and gradients of the keys are summed
             over the ranks: right where the gradients of the encoders are then averaged, as DistributedDataParallel
             does. Every rank must call it.
+        queue: in-batch with `key_ids`: a `sx.samplers.KeyQueue`, whose keys are further negatives; where there is a
+            `log_q`, with theirs. It is not changed: push this batch afterwards.
         reduction: "mean" over the queries (0 for none), "sum" or "none".
         sparse: whether the gradient of `keys` is a coalesced sparse COO tensor (touched rows only) or dense. None:
             sparse for a bank that is a leaf, dense for what an encoder made and in-batch.
@@ -132,6 +136,7 @@ def contrastive(
             f"contrastive: sampler must be a sampler of samplex_cuda.samplers or None, got {describe(sampler)}"
         )
     how = _ways(in_batch, negatives, log_q, num_negatives, sampler, key, key_ids, exact, symmetric, query_log_q, group)
+    _check_queue(queue, how, keys, key_ids, symmetric)
     batch, first = queries.shape[0], 0
     if in_batch and how == "given" and keys.shape[0] != batch:
         raise ValueError(f"{_OP}: positives must be [{batch}] int64 with given negatives of a bank, got None")
@@ -142,6 +147,11 @@ def contrastive(
             log_q = _check_log_q(log_q, keys[:, 0], "[n]")
         if group is not None:
             keys, key_ids, log_q, first = _gather(keys, key_ids, log_q, batch, group)
+        if queue is not None and len(queue):
+            held = queue.held()
+            assert key_ids is not None
+            keys, key_ids = torch.cat([keys, held.keys]), torch.cat([key_ids, held.ids])
+            log_q = None if log_q is None else torch.cat([log_q.to(held.log_q.dtype), held.log_q])
     n = keys.shape[0]
     if in_batch:
         positives = _range(first, first + batch, keys.device)
@@ -284,6 +294,16 @@ def _ways(
     if symmetric and group is not None:
         raise ValueError(f"{_OP}: symmetric must be False with group, got True: call it once for each direction")
     return how
+
+
+def _check_queue(queue: Any, how: str, keys: Tensor, key_ids: Tensor | None, symmetric: bool) -> None:
+    if queue is None:
+        return
+    if not isinstance(queue, KeyQueue):
+        raise TypeError(f"{_OP}: queue must be a sx.samplers.KeyQueue, got {describe(queue)}")
+    if how != "batch" or key_ids is None or symmetric:
+        raise ValueError(f"{_OP}: queue must be None unless in-batch, with key_ids and not symmetric, got a KeyQueue")
+    queue.check(keys, _OP)
 
 
 _WAYS = {

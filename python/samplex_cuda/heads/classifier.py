@@ -28,6 +28,7 @@ from samplex_cuda.heads.checks import (
 )
 from samplex_cuda.heads.classes import ClassesOfHead
 from samplex_cuda.heads.follow import TableFollower
+from samplex_cuda.heads.hard import join_losses
 from samplex_cuda.losses import Loss, Needs
 from samplex_cuda.ops.fused_loss import run_loss, run_static_loss
 from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, StaticInputs
@@ -320,6 +321,7 @@ class SampledClassifier(ClassesOfHead):
         y: Tensor,
         *,
         negatives: Draw | Negatives | None = None,
+        hard: Tensor | None = None,
         features: Tensor | None = None,
         index: Tensor | None = None,
         context: Any = None,
@@ -336,6 +338,9 @@ class SampledClassifier(ClassesOfHead):
             negatives: the caller's own instead of the sampler's draws: a `Draw`, or `Negatives`, which may be ragged
                 and without log_q. One that is a target of its row takes no part. Losses that read log q of the targets
                 (negative_sampling, nce) refuse them; eval mode ignores them. See docs/negatives.md.
+            hard: int64 [*, k], further negatives of each row with their plain scores, in one normalizer with the
+                others; see `HardNegatives`. Requires "sampled_softmax" without smoothing, one target per row and no
+                class weights.
             features: [*, f], what the sampler looks at where that is not `h`.
             index: int64 [*], example numbers in [0, num_examples), for losses that keep a number per example.
             context: what context-dependent samplers need; others ignore it.
@@ -357,10 +362,8 @@ class SampledClassifier(ClassesOfHead):
             torch.Size([2, 3])
         """
         if self._replica is not None and self.training:
-            if negatives is not None:
-                raise ValueError(
-                    f"{_NAME}: negatives must be None on a replicated head, got {type(negatives).__name__}"
-                )
+            if negatives is not None or hard is not None:
+                raise ValueError(f"{_NAME}: negatives and hard must be None on a replicated head, got one of them")
             exchange: Any = self._replica.loss
             if _is_compiling():
                 from samplex_cuda._eager import eager_replica_loss as exchange
@@ -381,7 +384,8 @@ class SampledClassifier(ClassesOfHead):
             return self._reduced(loss, target, sample_weight, lead, shares is not None)
         own = None if negatives is None else self._own_negatives(spec, negatives, target, lead)
         index = self._check_index(index, lead) if spec.needs.example_index else None
-        form = spec.form if sample_weight is None else spec.rows
+        mined = None if hard is None else self._hard_negatives(spec, hard, target, lead)
+        form = spec.form if sample_weight is None and mined is None else spec.rows
         if not spec.needs.draws:
             loss = self._full_loss(rows, target, sample_weight is not None, shares)
         else:
@@ -391,6 +395,9 @@ class SampledClassifier(ClassesOfHead):
                 # compiled caller leaves its graph here.
                 from samplex_cuda._eager import eager_loss as run
             loss = run(self, spec, form, rows, target, features, index, context, positives, key, own, shares)
+            if mined is not None:
+                more = run(self, spec, form, rows, target, features, index, context, positives, key, mined, shares)
+                return self._reduced(join_losses(loss, more), target, sample_weight, lead, shares is not None)
         if sample_weight is not None:
             return self._reduced(loss, target, sample_weight, lead, shares is not None)
         return loss if form.reduction or len(lead) == 1 else loss.reshape(lead)
@@ -565,6 +572,18 @@ class SampledClassifier(ClassesOfHead):
             )
         acc = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
         return flat_negatives(_NAME, given, target, lead, self.ignore_index, acc)
+
+    def _hard_negatives(self, spec: LossSpec, hard: Any, target: Tensor, lead: torch.Size) -> Draw:
+        """Hard negatives in the form the ops take."""
+        plain = isinstance(spec.loss, losses.SampledSoftmax) and not spec.loss.label_smoothing
+        if not plain or target.dim() != 1 or self.class_weight is not None:
+            raise ValueError(
+                f"{_NAME}: hard must be None unless the loss is sampled_softmax without smoothing, with one target per "
+                f"row and no class weights, got {spec.loss!r} and y {list(target.shape)}"
+            )
+        if not isinstance(hard, Tensor) or hard.dim() != len(lead) + 1:
+            raise ValueError(f"{_NAME}: hard must be {shape_text(lead, 'k')} int64, got {describe(hard)}")
+        return self._own_negatives(spec, Negatives(hard), target, lead)
 
     def _follow(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
         """Brings a sampler that depends on the class table up to date, where that is due."""

@@ -324,14 +324,17 @@ def _joined(several: list[Entries]) -> Entries:
         return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
 
     bias_b = [e.bias_b for e in several if e.bias_b is not None]
-    if len({e.ids_b.dim() for e in several}) > 1:
-        raise RuntimeError(f"{_NAME}: losses of one update must all have shared draws, or none; got both")
+    first = [(e.ids_a, e.coef_a, e.rows_a) for e in several]
+    second = several
+    if len({e.ids_b.dim() for e in several}) > 1:  # draws per row join the targets: shared ones come with a bias
+        first += [(e.ids_b, e.coef_b, e.rows_b) for e in several if e.ids_b.dim() == 2]
+        second = [e for e in several if e.ids_b.dim() == 1]
     return Entries(
-        ids_of([e.ids_a for e in several]),
-        coef_of([e.coef_a for e in several]),
-        torch.cat([e.rows_a for e in several]),
-        ids_of([e.ids_b for e in several]),
-        coef_of([e.coef_b for e in several]),
-        torch.cat([e.rows_b for e in several]),
+        ids_of([ids for ids, _, _ in first]),
+        coef_of([coef for _, coef, _ in first]),
+        torch.cat([rows.to(first[0][2].dtype) for _, _, rows in first]),
+        ids_of([e.ids_b for e in second]),
+        coef_of([e.coef_b for e in second]),
+        torch.cat([e.rows_b for e in second]),
         torch.cat(bias_b) if bias_b else None,
     )

@@ -8,6 +8,7 @@
     Softmax, Quartic                exact laws of the model's own logits, O(C): oracles
     Mixture                         several of them, with the probability of the mixture
     InBatch                         targets of the other rows of a batch, with draws of another sampler
+    KeyQueue                        no sampler: keys of past batches, as negatives of the next ones
     StreamingFrequency              no sampler: estimates how often ids come, for InBatch
 
 Every sampler gives a `Draw` whose log_q is the log-probability under the law it really drew from.
@@ -21,6 +22,7 @@ from samplex_cuda.samplers.in_batch import InBatch
 from samplex_cuda.samplers.kernel import KernelSampler, Quadratic, RandomFourier
 from samplex_cuda.samplers.midx import MIDX
 from samplex_cuda.samplers.mixture import Mixture
+from samplex_cuda.samplers.queue import KeyQueue
 from samplex_cuda.samplers.static import LogUniform, StaticSampler, Uniform, Unigram
 from samplex_cuda.samplers.tree import Tree
 
@@ -31,6 +33,7 @@ __all__ = [
     "Exclude",
     "InBatch",
     "KernelSampler",
+    "KeyQueue",
     "LogUniform",
     "Mixture",
     "Quadratic",

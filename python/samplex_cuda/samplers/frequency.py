@@ -51,6 +51,11 @@ class StreamingFrequency(nn.Module):
     """
 
     clock: Tensor
+    last: Tensor
+    gap: Tensor
+    counts: Tensor
+    total: Tensor
+    growth: Tensor
 
     def __init__(self, num_buckets: int, *, kind: str = "gap", rate: float = 0.02, depth: int = 4) -> None:
         super().__init__()

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplex_cuda import samplers
 from samplex_cuda.data import Batches, Dataset
 from samplex_cuda.draw import Negatives
-from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.heads import HardNegatives, SampledClassifier
 from samplex_cuda.rng import fold_in
 from samplex_cuda.training import models
 from samplex_cuda.training.config import Config
@@ -21,6 +22,8 @@ from samplex_cuda.training.run_folder import keep_batch
 from samplex_cuda.training.state import Progress
 
 __all__ = ["Outcome", "Stepper"]
+
+_MINED = 1 << 20  # number of the key of mined negatives; batches of a step have smaller ones
 
 
 @dataclasses.dataclass
@@ -132,6 +135,8 @@ class Stepper:
         if self.ranks.most(int(not h.detach().isfinite().all())):
             return h, None
         named: dict[str, Any] = {"negatives": self._named(batch)} if self.config.data.negatives else {}
+        if self.config.head.hard:
+            named["hard"] = self._hard(head, h, batch["y"], features, key)
         loss = head(
             h,
             batch["y"],
@@ -159,6 +164,20 @@ class Stepper:
         found = self.train.negatives(batch["index"].cpu())
         assert found is not None
         return Negatives((found[0].to(self.device), found[1].to(self.device)))
+
+    def _hard(self, head: SampledClassifier, h: Tensor, y: Tensor, features: Tensor | None, key: Tensor) -> Tensor:
+        """Hard negatives of each row; other randomness than the draws."""
+        c = self.config.head
+        options: dict[str, Any] = {}
+        if c.hard_source == "tree":
+            tree: Any = head.sampler
+            if not isinstance(tree, samplers.Tree):  # mixed with a base
+                tree = next(part for part in tree.modules() if isinstance(part, samplers.Tree))
+            options = {"tree": tree, "features": features, "beam": min(512, max(64, 4 * c.hard))}
+        miner = HardNegatives(head, min(c.hard, head.num_classes), c.hard_source, pool=c.hard_pool, **options)
+        flat = h.reshape(-1, h.shape[-1])
+        found = miner.mine(flat, y.reshape(flat.shape[0], -1), key=fold_in(key, _MINED))
+        return found.reshape(*h.shape[:-1], -1)
 
     def _known(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
         """Positives of each row besides its target, CSR, where the configuration asks for them."""

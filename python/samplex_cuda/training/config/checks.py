@@ -240,6 +240,14 @@ def check_together(source: str, c: Config) -> None:
             fail("head", "unique", f"false with {named}", c.head.unique)
         if c.training.shard != "none":
             fail("head", "unique", f"false with training.shard = {shown(c.training.shard)}", c.head.unique)
+    if c.head.hard:
+        if c.head.loss != "sampled_softmax" or c.head.label_smoothing:
+            fail("head", "hard", f"0 with {named} (sampled_softmax without smoothing takes them)", c.head.hard)
+        if c.head.hard_source == "tree" and c.sampler.name != "tree":
+            wanted = f"pool or exact with the sampler {c.sampler.name}, which is not a tree"
+            fail("head", "hard_source", wanted, c.head.hard_source)
+        if c.training.shard != "none":
+            fail("head", "hard", f"0 with training.shard = {shown(c.training.shard)}", c.head.hard)
     if c.head.mask_known and not (needs.draws and needs.excludes_target):
         fail("head", "mask_known", f"false with {named}", True)
     if c.data.negatives:

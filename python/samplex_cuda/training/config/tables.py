@@ -171,6 +171,12 @@ class Head:
         False, "uniform, log_uniform, unigram: distinct draws, weighted by their inclusion probability; tf: as "
         "TensorFlow draws them", also=("tf",),
     )  # fmt: skip
+    hard: int = _key(0, "hard negatives of each row besides the draws: classes that the model scores high", least=0)
+    hard_source: str = _key(
+        "pool", "what they are chosen from: `hard_pool` random classes, the beam of a tree sampler, or all classes",
+        choices=("pool", "tree", "exact"),
+    )  # fmt: skip
+    hard_pool: int = _key(4096, "random classes that a batch chooses from", least=1)
     bias: bool = _key(True, "a bias per class; none with `normalize`")
     scale: float = _key(1.0, "inverse temperature: factor of the logits")
     normalize: bool = _key(False, "h and class rows on the unit sphere, see docs/faces.md (use with `scale`)")
