@@ -226,9 +226,9 @@ class ShardedClassifier(ShardedAnswers):
         due = due_state(self.follower, self.sampler, self.weight, self.bias) if self.training else 0
         form = [int(self.training), int(grad), targets, *map(int, given), due]
         try:
-            for name, found in (("negatives", negatives), ("hard", hard), ("target_weight", target_weight)):
-                if found is not None:
-                    raise ValueError(f"{_NAME}: {name} must be None on a sharded head, got {type(found).__name__}")
+            for name, one in (("negatives", negatives), ("hard", hard), ("target_weight", target_weight)):
+                if one is not None:
+                    raise ValueError(f"{_NAME}: {name} must be None on a sharded head, got {type(one).__name__}")
             rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
             rows = like_weight(rows, self.weight) if rows.dtype is not self.weight.dtype else rows
             if not _device.host_waits(target):
