@@ -44,7 +44,15 @@ __all__ = [
     "training",
 ]
 
-_LAZY = ("data", "diagnostics", "distributed", "index", "integrations", "metrics", "training")  # loaded by their first use
+_LAZY = (
+    "data",
+    "diagnostics",
+    "distributed",
+    "index",
+    "integrations",
+    "metrics",
+    "training",
+)  # loaded by their first use
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from samplex_cuda._checks import check_choice, check_dense, check_int, check_num
 from samplex_cuda.draw import COPIES, Draw
 from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.functional.full import full_softmax
-from samplex_cuda.heads.checks import check_sampler, like_weight, refuse_moved, refuse_replicas
+from samplex_cuda.heads.checks import check_sampler, like_weight, refuse_moved, refuse_parametrized, refuse_replicas
 from samplex_cuda.heads.follow import TableFollower
 from samplex_cuda.heads.module import HeadModule
 from samplex_cuda.losses import Loss, Needs
@@ -412,6 +412,8 @@ class SampledClassifier(HeadModule):
         compiling = _is_compiling()
         if (form.sparse or self._fusion is not None) and not compiling:
             refuse_replicas(self)
+            if "parametrizations" in self._modules:
+                refuse_parametrized(self)
         if h.dtype is not weight.dtype or h.device != weight.device:
             h = like_weight(h, weight)
         follower = self.follower
