@@ -30,6 +30,7 @@ __all__ = ["Prior", "exact_log_prob", "exact_lse", "exact_nll", "exact_scores", 
 
 # The op of the CPU inserts entries one by one: where logits rise from class to class, each of them costs k steps.
 _MOST_K_CPU = 256
+_EXPORTED_CLASSES = 1 << 15  # per chunk of an exported program, for any number of rows
 
 
 def _check(op: str, h: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None) -> None:
@@ -393,6 +394,8 @@ def exact_topk(
     """
     _check("exact_topk", h, weight, bias, chunk_size)
     check_int("exact_topk", "k", k, 1, weight.shape[0])
+    if torch.compiler.is_exporting():
+        return _exported_topk(h, weight, k, bias, scale, absolute, prior, chunk_size)
     wide = wide_dtype(h, weight)
     out_logits = torch.empty(h.shape[0], k, dtype=wide, device=h.device)
     out_ids = torch.empty(h.shape[0], k, dtype=torch.int64, device=h.device)
@@ -414,6 +417,38 @@ def exact_topk(
                 best = values[:, :k]
             out_logits[rows], out_ids[rows] = best, ids
     return out_logits, out_ids
+
+
+def _exported_topk(
+    h: Tensor,
+    weight: Tensor,
+    k: int,
+    bias: Tensor | None,
+    scale: float,
+    absolute: bool,
+    prior: Prior | None,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor]:
+    """`exact_topk` for `torch.export`: blocks and chunks must not depend on the number of rows, which stays open."""
+    if prior is not None:
+        raise NotImplementedError(
+            "exact_topk: torch.export must have a loss without a prior, got one with it; export candidates='tree'"
+        )
+    if k > MOST_K:
+        raise NotImplementedError(f"exact_topk: k must be at most {MOST_K} for torch.export, got {k}")
+    wide = wide_dtype(h, weight)
+    batch, classes = h.shape[0], weight.shape[0]
+    values = h.new_empty((batch, k), dtype=wide)
+    ids = h.new_empty((batch, k), dtype=torch.int64)
+    size = max(_EXPORTED_CLASSES, k) if chunk_size is None else chunk_size
+    rows = h.to(wide)
+    for first in range(0, classes, size):
+        part = slice(first, min(first + size, classes))
+        dots = rows @ weight[part].to(wide).t()
+        predict_topk(
+            dots, None if bias is None else bias[part].to(wide).contiguous(), first, scale, absolute, values, ids
+        )
+    return values, ids
 
 
 @torch.no_grad()
@@ -458,7 +493,8 @@ def rerank(
     if ids.dtype != torch.int64 or ids.shape != (batch, count):
         raise ValueError(f"rerank: ids must be [{batch}, n] int64, got {describe(ids)}")
     check_int("rerank", "k", k, 1, count)
-    if bool(((ids < -1) | (ids >= weight.shape[0])).any()):
+    exporting = torch.compiler.is_exporting()  # a program has no numbers to look at
+    if not exporting and bool(((ids < -1) | (ids >= weight.shape[0])).any()):
         got = int(ids[(ids < -1) | (ids >= weight.shape[0])][0])
         raise IndexError(f"rerank: ids must be -1 or in [0, {weight.shape[0]}), got {got}")
     wide = wide_dtype(h, weight)
@@ -482,7 +518,7 @@ def rerank(
             logits += added.gather(1, order)
     logits, order = torch.where(some < 0, -torch.inf, logits).sort(dim=1, descending=True, stable=True)
     found = some.gather(1, order)
-    if bool((some < 0).any()):  # behind every candidate, also one whose logit is -inf
+    if exporting or bool((some < 0).any()):  # behind every candidate, also one whose logit is -inf
         last = (found < 0).to(torch.int8).sort(dim=1, stable=True).indices
         logits, found = logits.gather(1, last), found.gather(1, last)
     return logits[:, :k].contiguous(), found[:, :k].contiguous()

@@ -18,6 +18,7 @@ LIBRARIES = {
     "hf": ["transformers", "accelerate", "datasets"],
     "lightning": ["lightning"],
     "sentence_transformers": ["sentence_transformers", "datasets"],
+    "serving": ["usearch"],
     "torchmetrics": ["torchmetrics"],
 }
 

@@ -24,6 +24,7 @@ __all__ = [
     "inside_ddp",
     "like_weight",
     "refuse_moved",
+    "refuse_parametrized",
     "refuse_replicas",
     "refuse_sphere",
 ]
@@ -163,6 +164,16 @@ def like_weight(h: Tensor, weight: Tensor) -> Tensor:
     if not (h.dtype in FLOATS and torch.is_autocast_enabled(h.device.type)):
         raise TypeError(f"{_NAME}: h must be {weight.dtype} like weight (or run under autocast), got {describe(h)}")
     return h.to(weight.dtype)
+
+
+def refuse_parametrized(head: SampledClassifier) -> None:
+    """Raises for sparse gradients of a weight that is computed, which torch cannot pass on."""
+    computed = [name for name in ("weight", "bias") if torch.nn.utils.parametrize.is_parametrized(head, name)]
+    if computed:
+        raise ValueError(
+            f"{_NAME}: sparse must be False where {computed[0]} is parametrized, because torch cannot pass row "
+            "gradients through a parametrization, got True"
+        )
 
 
 def refuse_replicas(head: SampledClassifier) -> None:

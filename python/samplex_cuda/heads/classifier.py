@@ -23,6 +23,7 @@ from samplex_cuda.heads.checks import (
     check_unique,
     like_weight,
     refuse_moved,
+    refuse_parametrized,
     refuse_replicas,
     refuse_sphere,
 )
@@ -495,6 +496,8 @@ class SampledClassifier(ClassesOfHead):
         compiling = _is_compiling()
         if (form.sparse or self._fusion is not None) and not compiling:
             refuse_replicas(self)
+            if "parametrizations" in self._modules:
+                refuse_parametrized(self)
         if h.dtype is not weight.dtype or h.device != weight.device:
             h = like_weight(h, weight)
         query = self._query(h)
