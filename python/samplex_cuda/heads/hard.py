@@ -143,7 +143,7 @@ def join_losses(first: Tensor, second: Tensor) -> Tensor:
         >>> import torch
         >>> from samplex_cuda.heads.hard import join_losses
         >>> join_losses(torch.tensor([3.0]).log1p(), torch.tensor([4.0]).log1p()).expm1()
-        tensor([7.0000])
+        tensor([7.])
     """
     top = torch.maximum(first, second).detach()
     small = torch.log1p(first.clamp(max=1.0).expm1() + second.clamp(max=1.0).expm1())
