@@ -27,7 +27,7 @@ __all__ = ["LMHead", "make_optimizer", "replace_lm_head"]
 class LMHead(SampledClassifier):
     """The output layer that `replace_lm_head` puts in: `nn.Linear` without labels, a `SampledClassifier` with them.
 
-    Its `state_dict` holds weight and bias under their usual names, not the sampler.
+    Its `state_dict` holds weight and bias, not the sampler.
     """
 
     _hidden: list[Tensor] | None = None
@@ -63,9 +63,6 @@ class LMHead(SampledClassifier):
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
         return destination
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
-
 
 def replace_lm_head(
     model: PreTrainedModel,
@@ -100,8 +97,7 @@ def replace_lm_head(
         >>> model = transformers.GPT2LMHeadModel(config)
         >>> head = sx.integrations.hf.replace_lm_head(model, sx.samplers.LogUniform(1000), 64)
         >>> ids = torch.randint(1000, (2, 8))
-        >>> loss = model(input_ids=ids, labels=ids).loss  # sampled
-        >>> exact = model.eval()(input_ids=ids, labels=ids).loss
+        >>> loss = model(input_ids=ids, labels=ids).loss  # sampled; exact after model.eval()
         >>> model(input_ids=ids).logits.shape
         torch.Size([2, 8, 1000])
     """
@@ -113,22 +109,19 @@ def replace_lm_head(
     tied = getattr(embedding, "weight", None) is out.weight
     if tied and not isinstance(embedding, nn.Embedding):
         raise TypeError(f"replace_lm_head: a tied embedding must be an nn.Embedding, got {type(embedding).__name__}")
-    has_bias = out.bias is not None
     head = LMHead(
-        out.in_features, out.out_features, sampler, m, loss, has_bias, shared=shared, device="meta",
-        dtype=out.weight.dtype, **options,
+        out.in_features, out.out_features, sampler, m, loss, out.bias is not None, shared=shared,
+        device="meta", dtype=out.weight.dtype, **options,
     )  # fmt: skip
     head.weight = out.weight  # type: ignore[assignment]
-    if has_bias:
-        head.bias = out.bias
+    head.bias = out.bias
     sampler.to(out.weight.device)
     if tied or (sparse_embedding and isinstance(embedding, nn.Embedding)):
         embedding.sparse = True
     model.set_output_embeddings(head)
     head.train(model.training)
-    if shift is None:
-        shift = model.can_generate() and not model.config.is_encoder_decoder
-    model.forward = types.MethodType(_with_loss(type(model).forward, shift), model)
+    shifts = model.can_generate() and not model.config.is_encoder_decoder if shift is None else shift
+    model.forward = types.MethodType(_with_loss(type(model).forward, shifts), model)
     return head
 
 
@@ -172,8 +165,6 @@ def make_optimizer(
     row_lr: float | None = None,
 ) -> Combined:
     """AdamW for the model and `RowAdam` for its class tables, for `Trainer(optimizers=(optimizer, None))`.
-
-    The Trainer makes the scheduler, clips, accumulates and keeps checkpoints as with its own optimizer.
 
     Args:
         model: with an `LMHead`.
