@@ -113,7 +113,10 @@ def test_the_forward_gives_the_gradient_of_h_for_an_upstream_of_one(backend, dty
         assert torch.equal(d_hidden, OPS.loss_entries(*call)[0])
         assert bool((d_hidden != 0).any())
         torch.library.opcheck(
-            OPS.sampled_softmax_static.default, (*a.values(), True), test_utils=("test_schema", "test_faketensor")
+            OPS.sampled_softmax_static.default,
+            tuple(a.values()),
+            {"unit_hidden": True},
+            test_utils=("test_schema", "test_faketensor"),
         )
     none = arguments("uniform", shared=shared, dtype=dtype, reduction=0, device=backend.device)
     assert OPS.sampled_softmax_static(*none.values(), unit_hidden=True)[3].shape == (0,)
