@@ -1,7 +1,13 @@
 """Identities on a sphere: an ArcFace head over 2,000 identities that trains on 128 of them a step.
 
-Run it: python examples/faces.py [--steps 150]. It takes some seconds and prints how often the identity of a new picture
-is the nearest one of all.
+Run it: python examples/faces.py [--steps 150]. It prints how often the identity of a new picture is the nearest one of
+all. Expected output:
+
+    before: identified 0.0%
+    step 50: loss 5.489
+    step 100: loss 2.429
+    step 150: loss 1.127
+    after: identified 96.6%
 """
 
 from __future__ import annotations
@@ -52,7 +58,7 @@ def found(model: Recognizer, x: Tensor, who: Tensor) -> float:
 
 def main() -> None:
     """Train and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--margin", type=float, default=0.2)
     options = parser.parse_args()

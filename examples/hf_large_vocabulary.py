@@ -2,7 +2,11 @@
 
     python examples/hf_large_vocabulary.py
 
-The model is made from a configuration and trained on Zipf-distributed ids: no download, no tokenizer.
+The model is made from a configuration and trained on Zipf-distributed ids: no download, no tokenizer. Expected output on
+two CPU cores:
+
+    full         1826 ms a step,  2.22 GiB at most
+    sampled        30 ms a step,  0.80 GiB at most
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ def measure(kind: str, vocabulary: int, steps: int, batch: int, length: int) -> 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=["full", "sampled"])
     parser.add_argument("--vocabulary", type=int, default=250_000)
     parser.add_argument("--steps", type=int, default=5)

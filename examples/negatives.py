@@ -1,6 +1,13 @@
 """One data set, six kinds of negatives: recall@20 of a two-tower model after the same number of steps.
 
-Run it: python examples/negatives.py [--steps 100]. It takes some seconds.
+Run it: python examples/negatives.py [--steps 100]. Expected output:
+
+    uncorrected  recall@20 22.2%
+    in-batch     recall@20 39.5%
+    mixed        recall@20 40.2%
+    own          recall@20 41.6%
+    distinct     recall@20 41.3%
+    hard         recall@20 40.5%
 """
 
 from __future__ import annotations
@@ -66,7 +73,7 @@ def train(kind: str, user: Tensor, item: Tensor, steps: int) -> float:
 
 def main() -> None:
     """Train with each kind and print its recall."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
     user, item = make_data()
