@@ -98,8 +98,9 @@ def test_follow_is_an_update(backend, as_on_gpu, name, bias, count):
     table = weight.clone()
     table[touched] = moved[touched]
     offsets = [offset["bias"] + 0.5] if bias else []
+    given = [t.to(backend.device) for t in (ids, table, *offsets)]
     with no_host_sync():
-        sampler.follow(*(t.to(backend.device) for t in (ids, table, *offsets)))
+        sampler.follow(*given)
     want = MAKE[name](weight, **offset)
     want.update(touched, table[touched], *(b[touched] for b in offsets))
     assert torch.equal(sampler.rows.cpu(), want.rows)
