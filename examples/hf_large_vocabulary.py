@@ -2,8 +2,8 @@
 
     python examples/hf_large_vocabulary.py
 
-The model is made from a configuration and trained on Zipf-distributed ids: no download, no tokenizer. Expected output on
-two CPU cores:
+The model is made from a configuration and trained on Zipf-distributed ids: no download, no tokenizer. Expected output
+on two CPU cores:
 
     full         1826 ms a step,  2.22 GiB at most
     sampled        30 ms a step,  0.80 GiB at most

@@ -106,7 +106,7 @@ def check_sphere(
     """Whether the loss can take rows on the sphere, has them if it has a margin, and a learned scale has no bias."""
     if normalize and not loss.normalizes:
         raise ValueError(f"{_NAME}: normalize must be False with {loss!r}; SampledSoftmax and FullSoftmax take it")
-    if loss.margin is not None and not normalize:
+    if loss.compares_angles and not normalize:
         raise ValueError(f"{_NAME}: normalize must be True with a margin, which is one of angles, got False")
     if bias and (normalize or learn_scale):
         what = "normalize" if normalize else "learn_scale"

@@ -73,8 +73,8 @@ class Loss:
     """Whether `forward` calls only ops and needs no autograd inside."""
     normalizes: ClassVar[bool] = False
     """Whether the loss can take class rows on the unit sphere."""
-    margin: Any = None
-    """A `Margin` on the positive, or None."""
+    compares_angles: ClassVar[bool] = False
+    """Whether this loss makes sense for rows on the unit sphere alone."""
     takes_target_weight: ClassVar[bool] = False
     """Whether targets can have weights."""
 

@@ -56,6 +56,11 @@ class SampledSoftmax(Loss):
             raise ValueError(f"{op}: absolute must be False with a margin, got True")
 
     @property
+    def compares_angles(self) -> bool:  # type: ignore[override]
+        """See `Loss.compares_angles`: a margin is one of angles."""
+        return self.margin is not None
+
+    @property
     def _margin(self) -> tuple[float, ...]:
         return () if self.margin is None else self.margin.numbers()
 

@@ -170,7 +170,7 @@ def check_together(source: str, c: Config) -> None:
     if c.head.normalize and c.training.shard != "none":
         fail("head", "normalize", f"false with training.shard = {shown(c.training.shard)}", True)
     for key, off in (("margin_m1", 1.0), ("margin_m2", 0.0), ("margin_m3", 0.0)):
-        if getattr(c.head, key) != off and not (c.head.normalize and loss.margin is not None):
+        if getattr(c.head, key) != off and not (c.head.normalize and loss.compares_angles):
             fail("head", key, f"{off:g} unless normalize = true and the loss is sampled_softmax", getattr(c.head, key))
     if not c.head.corrected and "corrected" not in loss.options():
         fail("head", "corrected", f"true with {named}", False)
