@@ -12,6 +12,7 @@ from host_syncs import no_host_sync
 from training_cases import case
 
 import samplex_cuda as sx
+from samplex_cuda import _device
 from samplex_cuda.samplers import InBatch, StreamingFrequency, Uniform, Unigram
 from samplex_cuda.training import Config, ConfigError, Trainer, config
 
@@ -76,7 +77,8 @@ def test_a_resumed_estimator_goes_on_with_the_same_numbers(kind):
 
 
 @pytest.mark.parametrize("kind", ["gap", "sketch"])
-def test_nothing_waits_for_the_device(kind):
+def test_nothing_waits_for_the_device(monkeypatch, kind):
+    monkeypatch.setattr(_device, "host_waits", lambda t: True)
     frequency = StreamingFrequency(100, kind=kind)
     sampler, ids = InBatch(100, frequency, extra=Uniform(100)), torch.arange(50)
     with no_host_sync():
@@ -242,3 +244,12 @@ def test_a_run_with_in_batch_negatives_resumes_with_its_estimator(tmp_path):
     assert int(again.head.sampler.frequency.clock) == 2 * clock
     with pytest.raises(ConfigError, match="shared must be true"):
         config.override(Config(), ["sampler.name=in_batch", "head.shared=false"]).check()
+
+
+def test_a_refused_batch_teaches_the_estimator_nothing():
+    sampler = sx.samplers.InBatch(10)
+    before = sampler.frequency.state_dict()
+    before = {name: value.clone() for name, value in before.items()}
+    with pytest.raises(IndexError, match="in_batch: targets must be below 10, got 10"):
+        sampler.sample(None, 0, targets=torch.tensor([1, 10]))
+    assert all(torch.equal(value, before[name]) for name, value in sampler.frequency.state_dict().items())

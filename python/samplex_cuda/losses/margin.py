@@ -60,6 +60,7 @@ def ArcFace(m: float = 0.5) -> Margin:  # noqa: N802 - the name people know
         >>> sx.losses.ArcFace(0.5)
         Margin(m1=1.0, m2=0.5, m3=0.0)
     """
+    check_number("ArcFace", "m", m, 0.0, _MOST_M2)
     return Margin(m2=m)
 
 
@@ -71,4 +72,5 @@ def CosFace(m: float = 0.35) -> Margin:  # noqa: N802 - the name people know
         >>> sx.losses.CosFace(0.35)
         Margin(m1=1.0, m2=0.0, m3=0.35)
     """
+    check_number("CosFace", "m", m, 0.0, _MOST_M3)
     return Margin(m3=m)

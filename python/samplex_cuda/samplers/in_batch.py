@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplex_cuda import _device
 from samplex_cuda._checks import check_int, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.rng import Key
@@ -131,6 +132,8 @@ class InBatch(Sampler):
             raise ValueError(f"in_batch: targets must be [B], one per row, got {describe(targets)}")
         if not shared:
             raise ValueError("in_batch: shared must be True: the batch shares its targets, got False")
+        if targets.numel() and not _device.host_waits(targets) and int(targets.max()) >= self.num_classes:
+            raise IndexError(f"in_batch: targets must be below {self.num_classes}, got {int(targets.max())}")
         batch = targets if self.group is None else gather_ids(targets.clamp(min=-1), self.group)
         if isinstance(self.frequency, StreamingFrequency) and update:
             self.frequency.update(batch)

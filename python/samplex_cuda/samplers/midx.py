@@ -261,9 +261,14 @@ class MIDX(Sampler):
             raise ValueError(f"midx: ids must be [n], got {describe(ids)}")
         if not isinstance(rows, Tensor) or rows.shape != (ids.shape[0], self.dim) or not rows.is_floating_point():
             raise ValueError(f"midx: rows must be [{ids.shape[0]}, {self.dim}] floating point, got {describe(rows)}")
-        if bias is not None and (self.bias is None or bias.shape != ids.shape):
+        check_dense("midx", "rows", rows)
+        if bias is not None and (
+            self.bias is None or not isinstance(bias, Tensor) or bias.shape != ids.shape or not bias.is_floating_point()
+        ):
             wanted = "None" if self.bias is None else f"[{ids.shape[0]}]"
             raise ValueError(f"midx: bias must be {wanted}, got {describe(bias)}")
+        if bias is not None:
+            check_dense("midx", "bias", bias)
         for name, t in (("ids", ids), ("rows", rows)):
             if t.device != self.cell.device:
                 raise ValueError(f"midx: {name} must be on {self.cell.device}, where the index is, got {t.device}")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samplex_cuda._checks import check_int, check_tensor, describe
+from samplex_cuda._checks import check_dense, check_int, check_tensor, describe
 from samplex_cuda.samplers.base import check_int64
 
 __all__ = ["KeyQueue", "QueuedKeys"]
@@ -83,7 +83,7 @@ class KeyQueue(nn.Module):
             ids: int64 [n], what each key is.
             log_q: [n], log-probability of each as a draw; None: 0, for a loss without correction.
         """
-        self.check(check_tensor(_OP, "keys", keys, f"[n, {self.dim}]"))
+        self.check(check_dense(_OP, "keys", check_tensor(_OP, "keys", keys, f"[n, {self.dim}]")))
         check_int64(_OP, "ids", ids)
         n = keys.shape[0]
         if log_q is None:
@@ -93,6 +93,7 @@ class KeyQueue(nn.Module):
                 raise ValueError(f"{_OP}: {name} must be [{n}] on {self.keys.device} like keys, got {describe(t)}")
         if not log_q.is_floating_point():
             raise TypeError(f"{_OP}: log_q must be floating point, got {describe(log_q)}")
+        check_dense(_OP, "log_q", log_q)
         skip = max(0, n - self.size)  # a batch longer than the queue leaves its end
         begin = (self._pushed + skip) % self.size
         for held, new in ((self.keys, keys), (self.ids, ids), (self.log_q, log_q)):

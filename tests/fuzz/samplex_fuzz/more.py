@@ -207,6 +207,9 @@ for _name, _options in (
     ("NegativeSampling", {"reg": (0.0, 0.5)}),
     ("AugmentReduce", {"num_examples": (1, 50), "rate": (0.1, 1.0)}),
     ("FullSoftmax", {"label_smoothing": (0.0, 0.1), "absolute": (False, True)}),
+    ("Margin", {"m1": (1.0, 4.0), "m2": (0.0, 0.5), "m3": (0.0, 0.35)}),
+    ("ArcFace", {"m": (0.0, 0.5)}),
+    ("CosFace", {"m": (0.0, 0.35)}),
 ):
     generator(f"losses.{_name}", 0.1)(_loss(_name, _options))
 

@@ -57,7 +57,10 @@ def _flat(a: Args) -> Inputs | None:
     """The inputs of a loss in the form the references take; None for leading dimensions and other rare forms."""
     if a.h.dim() != 2 or a.ids.dim() > 2:
         return None
-    return Inputs(a.h, a.weight, a.target, a.ids, a.log_q, a.bias, a.class_weight, a.positives, int(a.ignore_index))
+    log_q = a.log_q
+    if log_q is None:  # uncorrected: each draw counts with its plain score
+        log_q = torch.full(a.ids.shape, -math.log(max(a.ids.shape[-1], 1)), dtype=acc(a.weight.dtype))
+    return Inputs(a.h, a.weight, a.target, a.ids, log_q, a.bias, a.class_weight, a.positives, int(a.ignore_index))
 
 
 @generator("functional.sampled_softmax", 2.0)
