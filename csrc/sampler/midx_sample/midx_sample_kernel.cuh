@@ -9,6 +9,7 @@ namespace samplex::SX_BACKEND_NS {
 
 constexpr int kMidxWarps = 4;
 constexpr int kMidxThreads = kMidxWarps * kWarpSize;
+constexpr int kMidxResident = 4;   // blocks per SM; without it ptxas aims for more of them and spills
 constexpr int64_t kMidxPart = 64;  // draws of a row that a block makes
 static_assert(kMidxLanes == kWarpSize, "a lane of the sums to each lane of a warp");
 
@@ -85,7 +86,8 @@ __global__ void __launch_bounds__(kMidxThreads) midx_gone_kernel(MidxSampleParam
 }
 
 // ids, log_q [B, m], or log_q alone for given ids. Shared memory: sizes of all k1.
-__global__ void __launch_bounds__(kMidxThreads) midx_sample_kernel(MidxSampleParams p) {
+template <bool Given>
+__global__ void __launch_bounds__(kMidxThreads, kMidxResident) midx_sample_kernel(MidxSampleParams p) {
   SX_DYN_SMEM(double, sizes);
   __shared__ double lanes[2][kWarpSize];  // running sums with everything, and without the excluded ids
   const StaticSampleParams& u = p.uniform;
@@ -121,19 +123,19 @@ __global__ void __launch_bounds__(kMidxThreads) midx_sample_kernel(MidxSamplePar
     const double total = lanes[1][kWarpSize - 1];
     const MidxRow row = midx_row(p, uniform, lanes[0][kWarpSize - 1], total);
     const int64_t at = b * u.num_samples;
-    if (u.given != nullptr) {
+    if constexpr (Given) {
       for (int64_t j = first + threadIdx.x; j < last; j += kMidxThreads) {
         u.log_q[at + j] = midx_log_q_of(p, row, weights, u.given[at + j]);
       }
     } else {
       for (int64_t j = first + warp_id(); j < last; j += kMidxWarps) {  // the same for all lanes, as all below
         const double x = midx_uniform(p, key, b, j);
-        int64_t id = kNoClass;
-        if (!(row.left > 0.0)) {
-          // Nothing left, or nan: below.
-        } else if (x < row.share || !(total > 0.0)) {
-          id = midx_from_uniform(p, row, x);
-        } else {
+        // Cell and member one after the other, not one inside the other: the compiler keeps a barrier register for each
+        // branch that lanes might leave at different times, and spills them where branches nest deeper.
+        const bool some = row.left > 0.0, from_uniform = some && (x < row.share || !(total > 0.0));
+        int64_t id = kNoClass, cell = -1;
+        double rest = 0.0;
+        if (some && !from_uniform) {
           const double point = midx_unit_range((x - row.share) / (1.0 - row.share)) * total;
           const MidxLane outer = midx_find_lane(lanes[1][lane_id()], point);
           const MidxPick one =
@@ -144,10 +146,13 @@ __global__ void __launch_bounds__(kMidxThreads) midx_sample_kernel(MidxSamplePar
             const double inner_point = one.rest * shuffle_from(running, kWarpSize - 1);
             const MidxLane inner = midx_find_lane(running, inner_point);
             const MidxPick two = midx_walk<float>(p.codes, inner.lane, inner.before, inner_point, cells);
-            if (two.index >= 0) id = midx_member(p, uniform, list, one.index * p.codes + two.index, two.rest);
+            if (two.index >= 0) cell = one.index * p.codes + two.index;
+            rest = two.rest;
           }
         }
         if (lane_id() == 0) {
+          if (cell >= 0) id = midx_member(p, uniform, list, cell, rest);
+          if (from_uniform) id = midx_from_uniform(p, row, x);
           const bool none = row.left == 0.0;
           u.ids[at + j] = none ? stand_in(u, uniform) : id < 0 ? 0 : id;
           u.log_q[at + j] = none ? 0.0f : row.left > 0.0 ? midx_log_q(p, row, weights, id) : quiet_nan<float>();
