@@ -55,7 +55,7 @@ def _damage(folder, what):
         (folder / "manifest.json").write_text(json.dumps(manifest))
         return "was changed"
     shutil.rmtree(folder)
-    return "no checkpoint"
+    return "is not a checkpoint"
 
 
 @pytest.mark.parametrize("what", ["bytes", "missing file", "no manifest", "edited manifest", "no folder"])

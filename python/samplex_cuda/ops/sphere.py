@@ -79,7 +79,7 @@ def project_rows_(rows: Tensor, row_ids: Tensor, weight: Tensor) -> None:
         >>> import torch
         >>> from samplex_cuda.ops.sphere import project_rows_
         >>> rows = torch.tensor([[1.0, 2.0]])
-        >>> project_rows_(rows, torch.tensor([1]), torch.tensor([[0.0, 0.0], [3.0, 0.0]]))
+        >>> project_rows_(rows, torch.tensor([1]), torch.tensor([[0.0, 0.0], [4.0, 0.0]]))
         >>> rows
         tensor([[0., 2.]])
     """

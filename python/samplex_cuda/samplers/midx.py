@@ -301,14 +301,13 @@ class MIDX(Sampler):
 
         Re-assigns them; once each class has been touched 4 times on average since the last time, makes new codes.
         """
-        if self._age + ids.numel() >= _REFRESH_AFTER * self.num_classes and not _device.captured(self.cell.device):
+        # On a CPU distinct ids count: a checkpoint holds these alone, and a resumed run must refresh at the same step.
+        some = ids.reshape(-1) if _device.host_waits(self.cell) else distinct_ids(ids, self.num_classes)
+        if self._age + some.numel() >= _REFRESH_AFTER * self.num_classes and not _device.captured(self.cell.device):
             self.refresh(weight, bias)
             return
-        age = self._age + ids.numel()
-        some = ids.reshape(-1) if _device.host_waits(self.cell) else distinct_ids(ids, self.num_classes)
         safe = some.clamp(0, self.num_classes - 1)
         self.update(some, weight[safe], None if bias is None or self.bias is None else bias[safe])
-        self._grow_older(age - self._age)  # the ids with their repeats count once
 
     @torch.no_grad()
     def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
