@@ -396,7 +396,7 @@ class RawOps:
                 with below():
                     loss, ids, saved, d_h = draw(
                         h, table, y, key, law.number, sizes.m, sizes.shared, law.table, law.prefix, None, None, 1.0,
-                        0.0, -100, 1, False, True, True, fused,
+                        0.0, -100, 1, False, True, True, False, (), fused,
                     )  # fmt: skip
                 ctx.kept = h, y, ids, saved
                 ctx.d_h = [d_h]

@@ -9,10 +9,20 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from samplex_cuda import _device, losses
-from samplex_cuda._checks import check_choice, check_dense, check_int, check_number, check_tensor, describe, shape_text
+from samplex_cuda._checks import (
+    check_choice,
+    check_dense,
+    check_int,
+    check_number,
+    check_tensor,
+    describe,
+    op_error,
+    shape_text,
+)
 from samplex_cuda.draw import COPIES, Draw, Negatives
 from samplex_cuda.functional._inputs import known_positives, target_weights
 from samplex_cuda.functional._negatives import flat_negatives
@@ -31,7 +41,7 @@ from samplex_cuda.heads.classes import ClassesOfHead
 from samplex_cuda.heads.follow import TableFollower
 from samplex_cuda.heads.hard import join_losses
 from samplex_cuda.losses import Loss, Needs
-from samplex_cuda.ops.fused_loss import run_loss, run_static_loss
+from samplex_cuda.ops.fused_loss import run_loss, run_static_loss, static_loss
 from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, StaticInputs
 from samplex_cuda.ops.row_gradients import RowSink
 from samplex_cuda.ops.sphere import unit_rows
@@ -50,10 +60,11 @@ __all__ = ["LossSpec", "SampledClassifier"]
 
 _NAME = "SampledClassifier"
 _is_compiling = torch.compiler.is_compiling
+_ddp = nn.parallel.DistributedDataParallel
 # Attributes whose change makes the head resolve its step anew.
 _SETTINGS = frozenset(
     {"loss", "num_samples", "shared", "stratified", "unique", "scale", "ignore_index", "sparse", "reduction", "sampler"}
-    | {"normalize"}
+    | {"normalize", "live", "_replica"}
 )
 
 
@@ -75,6 +86,7 @@ class LossSpec(NamedTuple):
     merges: bool  # copies of a shared draw may be merged
     sampling: dict[str, Any]  # constant arguments of `sampler.sample`
     draws_static: bool  # the op of the loss draws by itself, from the sampler's `law()`
+    plain: bool  # it also takes h and the class table as they are
 
 
 class SampledClassifier(ClassesOfHead):
@@ -292,6 +304,8 @@ class SampledClassifier(ClassesOfHead):
             sampling["stratified"] = True
         if self.unique:
             sampling["unique"] = self.unique
+        draws_static = self._draws_static()
+        as_they_are = self.live is None and self.log_scale is None and self._replica is None and not self.normalize
         self._spec = LossSpec(
             loss,
             needs,
@@ -300,7 +314,8 @@ class SampledClassifier(ClassesOfHead):
             excludes=needs.excludes_target and not self.shared,
             merges=needs.mergeable and self.shared and not self.unique,
             sampling=sampling,
-            draws_static=self._draws_static(),
+            draws_static=draws_static,
+            plain=draws_static and as_they_are,
         )
         return self._spec
 
@@ -362,6 +377,17 @@ class SampledClassifier(ClassesOfHead):
             >>> head(torch.randn(2, 3, 4), torch.randint(50, (2, 3))).shape
             torch.Size([2, 3])
         """
+        spec = self._spec or self._resolve()
+        # One check instead of one per argument: in a small step these take longer than the kernels.
+        if (
+            spec.plain
+            and negatives is hard is features is index is sample_weight is target_weight is positives is None
+            and self.training
+            and not _is_compiling()
+        ):
+            loss = self._plain_loss(spec, h, y, key)
+            if loss is not None:
+                return loss
         if self._replica is not None and self.training:
             if negatives is not None or hard is not None:
                 raise ValueError(f"{_NAME}: negatives and hard must be None on a replicated head, got one of them")
@@ -374,7 +400,6 @@ class SampledClassifier(ClassesOfHead):
         rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
         if self.live is not None:
             target = self._refuse_retired(target)
-        spec = self._spec or self._resolve()
         shares = None
         if target_weight is not None:
             if not spec.loss.takes_target_weight:
@@ -402,6 +427,50 @@ class SampledClassifier(ClassesOfHead):
         if sample_weight is not None:
             return self._reduced(loss, target, sample_weight, lead, shares is not None)
         return loss if form.reduction or len(lead) == 1 else loss.reshape(lead)
+
+    def _plain_loss(self, spec: LossSpec, h: Tensor, y: Tensor, key: Key | Tensor | None) -> Tensor | None:
+        """The loss of a batch that the op takes as it is; None for any other batch, which the general path takes.
+
+        The checks of the op are the only ones: those in Python run when it refuses, to say what is wrong.
+        """
+        own: Any = self._parameters
+        weight, bias = own.get("weight"), own.get("bias")
+        if (
+            type(h) is not Tensor
+            or type(y) is not Tensor
+            or weight is None
+            or h.dtype is not weight.dtype
+            or h.device != weight.device
+            or y.device != weight.device
+            or self.follower.active
+            or _ddp._active_ddp_module is not None
+            or transformed()
+            or forward_ad._current_level >= 0
+            or "parametrizations" in self._modules
+        ):
+            return None
+        rows, target = h, y
+        if h.dim() != 2:
+            if h.dim() == 0 or y.shape != h.shape[:-1] or not spec.form.reduction:
+                return None
+            rows, target = h.reshape(-1, h.shape[-1]), y.reshape(-1)
+        elif y.dim() != 1:
+            return None
+        if not (rows.is_contiguous() and target.is_contiguous()):
+            return None
+        sampler: Any = self._modules["sampler"]
+        fusion = self._fusion
+        drawn = passing_key(sampler._op, key, weight.device)
+        x = StaticInputs(
+            rows, weight, bias, target, self._buffers["class_weight"], drawn, self.num_samples, self.shared,
+            sampler.law(), fusion is not None and fusion.at_once,
+        )  # fmt: skip
+        try:
+            return static_loss(spec.loss, x, spec.form, fusion or self._rows_of(weight, bias))
+        except RuntimeError as error:
+            self._check_batch(h, y, None, None, None)
+            self._refuse_targets(target)
+            raise op_error(error) from None
 
     def _check_batch(
         self,

@@ -20,7 +20,7 @@ from samplex_cuda.ops.transforms import differentiated_twice, refuse_forward_mod
 if TYPE_CHECKING:
     from samplex_cuda.losses.base import Loss
 
-__all__ = ["OpCall", "differentiate", "run_loss", "run_static_loss"]
+__all__ = ["OpCall", "differentiate", "run_loss", "run_static_loss", "static_loss"]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _is_compiling = torch.compiler.is_compiling
@@ -108,7 +108,8 @@ class _FusedLoss(torch.autograd.Function):
         grad = _grad(plan, hidden, target, ids, ctx.saved, grad_loss, grad_lse, ctx.version, weight, ctx.unit_hidden)
         if grad is None:
             return None, None, None, None
-        return (*ctx.sink.deliver(grad, ctx.needs_input_grad[:3]), None)
+        d_hidden, d_weight, d_bias = ctx.sink.deliver(grad, ctx.needs_input_grad[:3])
+        return d_hidden, d_weight, d_bias, None
 
 
 class _FunctionalLoss(torch.autograd.Function):
@@ -193,12 +194,17 @@ def run_static_loss(loss: Loss, x: StaticInputs, form: Form, sink: Sink) -> Tens
     refuse_forward_mode(loss.name, x.hidden, x.weight, x.bias)
     _refuse_division(loss, x.weight, form)
     try:
-        if _needs_grad(x):
-            return _apply(x.hidden, x.weight, x.bias, _Call(loss, x, form, sink))
-        with _below_autograd():
-            return loss.forward_static(x, form, False, False)[0].loss
+        return static_loss(loss, x, form, sink)
     except RuntimeError as error:
         raise op_error(error) from None
+
+
+def static_loss(loss: Loss, x: StaticInputs, form: Form, sink: Sink) -> Tensor:
+    """`run_static_loss` without its checks, and with the errors of the op as they are."""
+    if _needs_grad(x):
+        return _apply(x.hidden, x.weight, x.bias, _Call(loss, x, form, sink))
+    with _below_autograd():
+        return loss.forward_static(x, form, False, False)[0].loss
 
 
 def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tuple[Tensor, Tensor | None]:

@@ -380,12 +380,14 @@ class RowOptimizer(Optimizer):
     def begin(self, p: Tensor) -> RowStep:
         """Counts a step of `p` and returns what a fused update of its rows needs."""
         group = self.group_of(p)
-        self._check_rate(group)
+        lr = group["lr"]
+        if type(lr) is not float or not 0.0 <= lr < math.inf:
+            self._check_rate(group)
         return self._begin(p, group)
 
     def _begin(self, p: Tensor, group: dict[str, Any]) -> RowStep:
         state = self.state[p]
-        if is_capturing(p.device):
+        if p.is_cuda and is_capturing(p.device):
             self._check_capture(group, state)
         lr = count = None
         steps = state["step"]
@@ -396,7 +398,9 @@ class RowOptimizer(Optimizer):
         else:
             state["step"] = steps = steps + 1
             rule = self._rule(group, steps)
-        first, second, *_ = (*self._tables(p, group, state), None, None)
+        tables = self._tables(p, group, state)
+        first = tables[0] if tables else None
+        second = tables[1] if len(tables) > 1 else None
         noise = self._noise(p, group) if group["stochastic_rounding"] else None
         return RowStep(rule, first, second, noise, lr, count, 0 if noise is None else first_row_of(p))
 

@@ -271,6 +271,9 @@ class Fusion:
 
     def _count(self, arrived: list[_Arrived], now: Any) -> None:
         """Takes the entries of one backward; updates the rows with every `accumulate`-th, on stream `now`."""
+        if self.at_once and len(arrived) == 1 and now is None:  # the usual step on a CPU
+            self._apply([arrived[0][0]], None, arrived[0][2])
+            return
         self._backwards += 1
         if self._backwards < self.accumulate:
             # Own copies: h and the ids belong to the caller again once backward is over.
@@ -291,19 +294,21 @@ class Fusion:
             e = _joined([entries(g, bias is not None)[1] if isinstance(g, LossGrad) else g for g in arrived])
         w = optimizer.begin(weight)
         b = _NO_BIAS if bias is None else optimizer.begin(bias)
-        tables = (weight, w.state0, w.state1, bias, b.state0, b.state1)
-        rule = (b.key if w.key is None else w.key, w.rule, b.rule, w.lr, w.step, b.lr, b.step)
-        first_row = w.first_row or b.first_row
         # Below autograd: backward has gradients off, except for create_graph, which the loss refuses.
         with _below_autograd():
             if isinstance(e, LossGrad):
-                plan = e.plan
                 loss_update_(
-                    *tables, e.grad_loss, e.hidden, e.target, e.ids, e.saved, plan.reduction, plan.with_ratio, *rule,
-                    first_row,
+                    weight, w.state0, w.state1, bias, b.state0, b.state1,
+                    e.grad_loss, e.hidden, e.target, e.ids, e.saved, e.plan.reduction, e.plan.with_ratio,
+                    b.key if w.key is None else w.key, w.rule, b.rule, w.lr, w.step, b.lr, b.step,
+                    w.first_row or b.first_row,
                 )  # fmt: skip
             else:
-                row_update_(*tables, *e[:-1], *rule, found_inf, e.keys, first_row, project)
+                row_update_(
+                    weight, w.state0, w.state1, bias, b.state0, b.state1, *e[:-1],
+                    b.key if w.key is None else w.key, w.rule, b.rule, w.lr, w.step, b.lr, b.step,
+                    found_inf, e.keys, w.first_row or b.first_row, project,
+                )  # fmt: skip
         torch._C._increment_version(self._tables)
         # A step was made, though not by step(): schedulers ask.
         optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -144,7 +144,9 @@ class RowAdagrad(RowOptimizer):
         return {"sum": (shape, float(group["initial_accumulator_value"]))}
 
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
-        rate = float(group["lr"]) / (1.0 + (step - 1) * float(group["lr_decay"]))
+        rate, decay = float(group["lr"]), group["lr_decay"]
+        if decay:
+            rate /= 1.0 + (step - 1) * float(decay)
         return rules.adagrad(rate, group["eps"], group["weight_decay"], group["rowwise"])
 
     def _constants(self, group: dict[str, Any], lr: float) -> tuple[float, ...]:

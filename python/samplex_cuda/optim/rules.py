@@ -37,7 +37,8 @@ def sgd(lr: float, momentum: float, weight_decay: float, nesterov: bool) -> Rule
 
 def adagrad(lr: float, eps: float, weight_decay: float, rowwise: bool) -> Rule:
     """Adagrad, with one sum per number or per row."""
-    return Rule(float(_ROW_ADAGRAD if rowwise else _ADAGRAD), 0.0, float(lr), float(weight_decay), 1.0, float(eps))
+    kind = float(_ROW_ADAGRAD if rowwise else _ADAGRAD)
+    return Rule(kind, 0.0, float(lr), float(weight_decay), 1.0, float(eps), 0.0, 0.0, 0.0)
 
 
 def adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, step: int) -> Rule:
