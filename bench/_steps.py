@@ -367,10 +367,10 @@ class Gemms:
 
 
 class RawOps:
-    """The ops of a step inside an empty autograd Function: no head, no checks, no optimizer, one fixed key.
+    """The ops of a step inside an empty autograd Function: no module, no checks, no optimizer.
 
-    What Python around the ops could at best be cut to: the floor of a step's overhead. The draws repeat. Without
-    `fused`, autograd accumulates the sparse gradient, and the update reads it.
+    What Python around the ops could at best be cut to: the floor of a step's overhead. The key comes from torch's
+    generator, as in a step. Without `fused`, autograd accumulates the sparse gradient, and the update reads it.
     """
 
     name = "raw ops"
@@ -393,6 +393,7 @@ class RawOps:
         class Step(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, h: Tensor, y: Tensor, table: Tensor) -> Tensor:
+                key.random_((1 << 63) - 1)
                 with below():
                     loss, ids, saved, d_h = draw(
                         h, table, y, key, law.number, sizes.m, sizes.shared, law.table, law.prefix, None, None, 1.0,
