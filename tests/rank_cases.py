@@ -26,7 +26,15 @@ HEADS: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": torch.bfloat16},
     "fp64": {"dtype": torch.float64},
     "tree": {},
-}
+    "sphere": {"normalize": True, "scale": 8.0},
+    "sphere shared": {"normalize": True, "scale": 8.0, "shared": True},
+    "arcface": {"normalize": True, "scale": 8.0, "loss": sx.losses.SampledSoftmax(margin=sx.losses.ArcFace(0.4))},
+    "cosface uncorrected": {
+        "normalize": True, "scale": 8.0, "shared": True,
+        "loss": sx.losses.SampledSoftmax(margin=sx.losses.CosFace(0.2), corrected=False),
+    },
+    "sphere bf16": {"normalize": True, "scale": 8.0, "dtype": torch.bfloat16},
+}  # fmt: skip
 
 
 def make_sampler(name: str) -> torch.nn.Module:
@@ -90,7 +98,31 @@ def extras(options: dict[str, Any], rows: Tensor) -> dict[str, Any]:
     if options.get("positives"):
         known = torch.arange(40).repeat(BATCH, 1)  # classes that are drawn often
         made["positives"] = (torch.arange(len(rows) + 1) * 40, known[rows].reshape(-1))
+    if options.get("target_weight"):
+        made["target_weight"] = torch.rand(
+            BATCH, *([options["targets"]] if options.get("targets") else []), generator=g
+        )
+        made["target_weight"] = made["target_weight"][rows]
+    if options.get("negatives"):
+        made["negatives"] = own_negatives(options["negatives"], rows)
     return made
+
+
+def own_negatives(kind: str, rows: Tensor) -> Any:
+    """Negatives of the caller, for these rows of the batch; some of them are targets."""
+    g = torch.Generator().manual_seed(6)
+    ids, log_q = torch.randint(CLASSES, (BATCH, 5), generator=g), -torch.rand(BATCH, 5, generator=g)
+    ids[:, 0] = batches(1)[0][1].reshape(BATCH, -1)[:, 0].clamp_min(0)
+    if kind == "shared":
+        return sx.Negatives(ids[0])
+    if kind == "ragged":
+        sizes = torch.arange(BATCH) % 5
+        parts = [ids[row, : sizes[row]] for row in rows]
+        of_parts = [log_q[row, : sizes[row]] for row in rows]
+        flat = torch.cat([ids[0, :0], *parts])
+        logs = torch.cat([log_q[0, :0], *of_parts])
+        return sx.Negatives((torch.tensor([0, *sizes[rows].cumsum(0).tolist()]), flat), logs)
+    return sx.Negatives(ids[rows], log_q[rows]) if kind == "draw" else sx.Negatives(ids[rows])
 
 
 def whole(head: Any, group: Any) -> tuple[Tensor, Tensor | None]:
@@ -163,14 +195,33 @@ def refuse(group: Any, what: str) -> str:
             return _message(lambda: head(h, y))
     elif what == "targets":
         y = y.unsqueeze(1).repeat(1, 2) if wrong else y
+    given: dict[str, Any] = {}
+    if what == "negatives":
+        given["negatives"] = sx.Negatives(torch.full((BATCH, 2), CLASSES if wrong else 3))
+    elif what == "no negatives" and not wrong:
+        given["negatives"] = sx.Negatives(torch.full((BATCH, 2), 3))
+    elif what == "hard" and wrong:
+        given["hard"] = torch.zeros(BATCH, 2, dtype=torch.int64)
     before = head.weight.detach().clone()
-    message = _message(lambda: head(h, y))
+    message = _message(lambda: head(h, y, **given))
     assert torch.equal(head.weight, before)
     # The group is in step: the next batch works.
     h, y = batches(1)[0]
     head.train()
     assert bool(head(h, y).isfinite())
     return message
+
+
+def uneven_negatives(group: Any) -> tuple[Tensor, Tensor]:
+    """Rank r brings r + 1 negatives for each of its rows; the losses of all rows, and the rows of the table."""
+    rank = dist.get_rank(group)
+    head: Any = make_head("plain", "meta", reduction="none").shard(group, encoder="sum", key=sx.Key(5))
+    h, y = batches(1)[0]
+    ids = torch.arange(BATCH * 8).view(BATCH, 8) % CLASSES
+    rows = torch.arange(BATCH).tensor_split(dist.get_world_size(group))[rank]
+    log_q = None if rank % 2 else torch.full((len(rows), rank + 1), -2.0)
+    start = whole(head, group)
+    return head(h[rows], y[rows], negatives=sx.Negatives(ids[rows, : rank + 1], log_q)).detach(), *start
 
 
 def wrong_device(group: Any) -> str:

@@ -24,10 +24,25 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full absolute": ({"loss": FULL(absolute=True), "reduction": "sum"}, {}),
     "full none": ({"loss": "full_softmax", "reduction": "none"}, {"targets": 3, "weights": True}),
     "full fp64": ({"loss": "full_softmax", "dtype": torch.float64, "reduction": "none"}, {}),
+    "full sphere": ({"loss": "full_softmax", "normalize": True, "scale": 6.0}, {"order": "spread"}),
+    "full target weights": (
+        {"loss": FULL(label_smoothing=0.1), "class_weight": torch.linspace(0.1, 2.0, CLASSES)},
+        {"target_weight": True, "targets": 3, "weights": True},
+    ),
     "none": ({"reduction": "none"}, {"order": "spread"}),
     "none shared": ({"reduction": "none", "shared": True}, {}),
     "none weighted": ({"reduction": "none", "loss": "nce"}, {"weights": True, "targets": 3}),
     "none fused": ({"reduction": "none", "loss": "one_vs_each"}, {"fused": True}),
+    "none sphere": (
+        {
+            "reduction": "none",
+            "normalize": True,
+            "scale": 6.0,
+            "loss": sx.losses.SampledSoftmax(margin=sx.losses.ArcFace()),
+        },
+        {"weights": True, "target_weight": True, "targets": 3},
+    ),  # fmt: skip
+    "none negatives": ({"reduction": "none", "loss": "one_vs_each"}, {"negatives": "plain", "fused": True}),
     "none online": ({"reduction": "none", "shared": True}, {"route": "online_softmax", "weights": True}),
 }
 

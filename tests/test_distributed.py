@@ -55,6 +55,19 @@ CASES = {
     "positives": ("plain", {"positives": True}),
     "positives shared": ("shared", {"positives": True}),
     "weights": ("plain", {"weights": True}),
+    "sphere spread unfused": ("sphere", {"order": "spread", "fused": False}),
+    "sphere weights": ("arcface", {"weights": True, "targets": 3}),
+    "sphere positives": ("sphere", {"positives": True}),
+    "target weights": ("plain", {"target_weight": True, "targets": 3}),
+    "target weights of one": ("arcface", {"target_weight": True, "weights": True}),
+    "target and class weights": (
+        "shared",
+        {"target_weight": True, "targets": 3, "head": {"class_weight": torch.linspace(0.1, 2.0, CLASSES)}},
+    ),
+    "own negatives": ("plain", {"negatives": "draw"}),
+    "own plain negatives": ("arcface", {"negatives": "plain", "targets": 3}),
+    "own shared negatives": ("shared", {"negatives": "shared"}),
+    "own ragged negatives": ("one-vs-each", {"negatives": "ragged"}),
     "class weights": ("smoothed", {"head": {"class_weight": torch.linspace(0.1, 2.0, CLASSES)}}),
 }
 
@@ -174,6 +187,9 @@ REFUSED = {
     "target": ("IndexError: SampledClassifier: y must be in [0, 203)", "rank 1 of the group refused its batch"),
     "width": ("ValueError: SampledClassifier: h must be [*, 8]", "rank 1 of the group refused its batch"),
     "capacity": ("batch_capacity = 12 rows, got 36", "rank 1 of the group refused its batch"),
+    "negatives": ("IndexError: SampledClassifier: negatives.ids must be in [0, 203), got 203", "rank 1 of the group"),
+    "no negatives": ("RuntimeError: ", "must call the head in the same way"),
+    "hard": ("ValueError: SampledClassifier.shard: hard must be None on a sharded head", "rank 1 of the group refused"),
     "mode": ("RuntimeError: ", "must call the head in the same way"),
     "gradients": ("RuntimeError: ", "must call the head in the same way"),
     "targets": ("RuntimeError: ", "must call the head in the same way"),
@@ -187,6 +203,36 @@ def test_a_batch_that_one_rank_refuses_stops_every_rank(ranks, what):
     assert own in messages[1]
     for message in (messages[0], messages[2]):
         assert others in message
+
+
+def test_ranks_may_bring_different_numbers_of_negatives(ranks):
+    """The loss of a row is that with its own negatives, however many those of other ranks are."""
+    head, (h, y) = make_head("plain", reduction="none"), batches(1)[0]
+    ids = torch.arange(BATCH * 8).view(BATCH, 8) % CLASSES
+    for world in (2, 3):
+        found = ranks.run(world, "uneven_negatives")
+        with torch.no_grad():
+            head.weight.copy_(found[0][1])
+            head.bias.copy_(found[0][2])
+        for rank, rows in enumerate(torch.arange(BATCH).tensor_split(world)):
+            log_q = None if rank % 2 else torch.full((len(rows), rank + 1), -2.0)
+            want = head(h[rows], y[rows], negatives=sx.Negatives(ids[rows, : rank + 1], log_q))
+            assert bool(want.sum() > 0)
+            for loss, *_ in found:
+                torch.testing.assert_close(loss[rows], want.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_heads_that_several_ranks_cannot_train():
+    learned = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), 3, learn_scale=True, scale=2.0)
+    retired = sx.SampledClassifier(4, 50, sx.samplers.Unigram(torch.ones(50)), 3)
+    left = torch.ones(50)
+    left[7] = 0
+    retired.retire_classes(torch.tensor([7]), sampler=sx.samplers.Unigram(left))
+    for head, words in ((learned, "learn_scale must be False"), (retired, "no class may be retired, got 1 of 50")):
+        with pytest.raises(ValueError, match=rf"SampledClassifier\.shard: {words}"):
+            head.shard(encoder="sum")
+        with pytest.raises(ValueError, match=rf"sx\.distributed\.replicate: {words}"):
+            sx.distributed.replicate(head, encoder="sum")
 
 
 def test_a_sampler_on_another_device(ranks):

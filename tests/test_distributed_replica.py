@@ -30,6 +30,14 @@ CASES = {
     "several targets": ("plain", {"targets": 3}),
     "positives": ("plain", {"positives": True}),
     "weights": ("plain", {"weights": True}),
+    "sphere": ("sphere", {}),
+    "sphere unfused": ("sphere shared", {"fused": False}),
+    "arcface": ("arcface", {"weights": True, "targets": 3}),
+    "cosface uncorrected": ("cosface uncorrected", {}),
+    "target weights": ("plain", {"target_weight": True, "targets": 3}),
+    "own negatives": ("shared", {"negatives": "draw"}),
+    "own shared negatives": ("plain", {"negatives": "shared"}),
+    "own ragged negatives": ("plain", {"negatives": "ragged", "fused": False}),
     "class weights": ("smoothed", {"head": {"class_weight": torch.linspace(0.1, 2.0, CLASSES)}}),
 }
 

@@ -211,6 +211,10 @@ def test_a_route_that_does_not_fit_is_refused():
         resolve_route("online_softmax", head_of(loss="nce"), 4, 32)
     with pytest.raises(ValueError, match="loss must not keep a number per example"):
         resolve_route("rows_to_queries", head_of(loss=sx.losses.AugmentReduce(num_examples=9)), 4, 32)
+    with pytest.raises(ValueError, match="head must have normalize=False and a corrected loss"):
+        resolve_route("online_softmax", head_of(normalize=True), 4, 32)
+    with pytest.raises(ValueError, match="head must have normalize=False and a corrected loss"):
+        resolve_route("rows_to_queries", head_of(loss=sx.losses.SampledSoftmax(corrected=False)), 4, 32)
     with pytest.raises(ValueError, match="shared must be True, got False"):
         resolve_route("shared_rows", head_of(), 4, 32)
     with pytest.raises(ValueError, match='order must be "spread" on a GPU'):
@@ -224,6 +228,11 @@ def test_known_positives_need_the_reference(ranks):
     positives = (torch.arange(13), torch.arange(12))
     for message in ranks.run(2, "route_cases:message", {"route": "online_softmax"}, {"positives": positives}):
         assert 'positives must be None with route="online_softmax"' in message
+    own = sx.Negatives(torch.arange(5))
+    for message in ranks.run(2, "route_cases:message", {"route": "rows_to_queries"}, {"negatives": own}):
+        assert 'negatives must be None with route="rows_to_queries"' in message
+    for message in ranks.run(2, "route_cases:message", {"route": "online_softmax"}, {"target_weight": torch.ones(12)}):
+        assert 'target_weight must be None with route="online_softmax"' in message
 
 
 def test_a_loss_that_is_changed_must_fit_the_route(ranks):

@@ -320,10 +320,11 @@ def test_what_does_not_go_together():
 
 def test_elsewhere_a_head_on_the_sphere_is_refused():
     head = make_head()
-    with pytest.raises(ValueError, match="replicate: head must have normalize=False"):
-        sx.distributed.replicate(head, encoder="average")
-    with pytest.raises(ValueError, match=r"SampledClassifier\.shard: head must have normalize=False"):
-        head.shard(encoder="average")
+    learned = sx.SampledClassifier(DIM, 50, sx.samplers.Uniform(50), 4, learn_scale=True, scale=2.0)
+    with pytest.raises(ValueError, match="replicate: learn_scale must be False"):
+        sx.distributed.replicate(learned, encoder="average")
+    with pytest.raises(ValueError, match=r"SampledClassifier\.shard: learn_scale must be False"):
+        learned.shard(encoder="average")
     with pytest.raises(ValueError, match="diagnose: head must have normalize=False"):
         sx.diagnostics.diagnose(head, torch.randn(20, DIM, dtype=torch.float64))
 

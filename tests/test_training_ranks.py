@@ -65,6 +65,11 @@ CASES = {
                                                 "training.clip_norm=0.5", "training.accumulate=2"]),
     "average, fsdp": ("mlp", "uniform", ["model.dropout=0", "training.shard_encoder=fsdp", "training.average=ema",
                                          "training.average_decay=0.9", "training.average_head=true"]),
+    "clipped head": ("mlp", "uniform", ["model.dropout=0", "training.clip_norm=0.05", "training.clip_head=true"]),
+    "clipped head, fsdp": ("mlp", "uniform", ["model.dropout=0", "training.clip_norm=0.05", "training.clip_head=true",
+                                              "training.shard_encoder=fsdp"]),
+    "negatives of the data": ("mlp", "uniform", ["model.dropout=0", "data.negatives=named"]),
+    "sphere": ("mlp", "uniform", ["model.dropout=0", "head.normalize=true", "head.scale=8", "head.margin_m2=0.2"]),
     "full softmax": ("mlp", "uniform", ["model.dropout=0", "head.loss=full_softmax", 'training.metrics=["nll","mrr"]']),
 }  # fmt: skip
 
@@ -177,7 +182,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank(ranks, tmp_path):
     [
         ("model.tied=true", "[model] tied must be false"),
         ("sampler.name=midx", "[sampler] name must be another than midx"),
-        ("training.clip_head=true", "[training] clip_head must be false"),
+        ("head.hard=2", "[head] hard must be 0"),
     ],
 )
 def test_settings_that_cannot_be_sharded(setting, words):

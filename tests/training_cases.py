@@ -94,4 +94,9 @@ def case(model="linear", sampler="uniform", *settings):
         "training.threads=1",
     ]
     run = config.override(Config(), [*base, *options, *SAMPLERS[sampler], *settings])
-    return run, MAKE[kind](), MAKE[kind](seed=1)
+    train, valid = MAKE[kind](), MAKE[kind](seed=1)
+    if run.data.negatives:  # rows of 1 to 3
+        rows = torch.randint(C, (len(train), 3), generator=torch.Generator().manual_seed(2))
+        rows[torch.arange(len(rows)) % 3 == 0, 1:] = -100
+        train.set_negatives(rows)
+    return run, train, valid

@@ -33,8 +33,9 @@ class ShardedAnswers(SampledClassifier):
         prior = self._local_prior(seen)
         if self.layout.rows:
             lse, positive, _ = softmax_sums(
-                h, self.weight, local, self.bias, self.scale, self.loss.absolute, prior=prior
-            )
+                self._query(h), self.weight, local, self.bias, self.scale, self.loss.absolute, prior=prior,
+                normalize=self.normalize,
+            )  # fmt: skip
         else:
             lse = torch.full((h.shape[0],), -torch.inf, dtype=torch.float64, device=h.device)
             positive = torch.zeros(target.shape, dtype=self._wide(), device=h.device)
@@ -60,9 +61,13 @@ class ShardedAnswers(SampledClassifier):
         terms = torch.where(valid, lse.unsqueeze(1) - positive, 0.0)
         if self.class_weight is not None:
             terms *= self.class_weight[target.clamp(min=0)]
-        loss = (terms.sum(1) / valid.sum(1).clamp(min=1)).to(positive.dtype)
+        shares = batch.get("target_weight")
+        if shares is None:
+            loss = (terms.sum(1) / valid.sum(1).clamp(min=1)).to(positive.dtype)
+        else:
+            loss = torch.where(valid, terms * shares, 0.0).sum(1).to(positive.dtype)
         weights = batch.get("sample_weight")
-        row_weight = self._row_weight(target)
+        row_weight = self._row_weight(target, shares is not None)
         if weights is not None:
             loss, row_weight = loss * weights, row_weight * weights
         if self.reduction != "mean":
@@ -70,9 +75,10 @@ class ShardedAnswers(SampledClassifier):
         total = row_weight.sum().to(loss.dtype)
         return loss.sum() / torch.where(total == 0, 1.0, total)
 
-    def _row_weight(self, target: Tensor) -> Tensor:
+    def _row_weight(self, target: Tensor, by_target: bool = False) -> Tensor:
+        """What each row counts in a mean; where its targets have weights of their own, 1."""
         target = target.squeeze(1) if target.shape[1] == 1 else target
-        return mean_weight(target, self._valid(target), self.class_weight)
+        return mean_weight(target, self._valid(target), None if by_target else self.class_weight)
 
     @torch.no_grad()
     def topk(  # type: ignore[override]
@@ -100,8 +106,8 @@ class ShardedAnswers(SampledClassifier):
         here, prior = min(k, self.layout.rows), self._local_prior(seen)
         if here:
             best, at = exact_topk(
-                found["h"], self.weight, here, self.bias, scale=self.scale, absolute=self.loss.absolute,
-                prior=prior, chunk_size=chunk_size,
+                self._query(found["h"]), self.weight, here, self.bias, scale=self.scale,
+                absolute=self.loss.absolute, prior=prior, chunk_size=chunk_size, normalize=self.normalize,
             )  # fmt: skip
             logits[:, :here], ids[:, :here] = best, self.layout.classes(h.device)[at]
         all_logits = self.exchange.stack(logits).permute(1, 0, 2).reshape(logits.shape[0], -1)
@@ -158,8 +164,9 @@ class ShardedAnswers(SampledClassifier):
         """(rows, first local class, logits) of all rows and this rank's classes; the same bits in each pass."""
         if not self.layout.rows:
             return
-        for rows, block, added in row_blocks(h, self.weight, prior):
-            for chunk in logit_chunks(block, self.weight, self.bias, self.scale, self.loss.absolute, added):
+        absolute, normalize = self.loss.absolute, self.normalize
+        for rows, block, added in row_blocks(self._query(h), self.weight, prior):
+            for chunk in logit_chunks(block, self.weight, self.bias, self.scale, absolute, added, normalize=normalize):
                 yield rows, chunk.first, chunk.logits()
 
     @torch.no_grad()
@@ -207,7 +214,7 @@ class ShardedAnswers(SampledClassifier):
         if known is not None:
             fields["known"] = known
         widths = [0 if t is None else t.shape[1] for t in (ids, known)]
-        form = [2, 0, *widths, int(features is not None), 0, 0, 0]
+        form = [2, 0, *widths, int(features is not None), 0, 0, 0, 0, 0]
         everyone = self.exchange.meet(rows.shape[0], form, torch.zeros(2, dtype=torch.int64, device=rows.device))
         found = self.exchange.gather(everyone, list(fields.values()), [0] * len(fields))
         return everyone, dict(zip(fields, found, strict=True))

@@ -74,6 +74,7 @@ class Everyone(NamedTuple):
     place: Tensor | None  # int64 [R], of each row in [world * capacity]; None: it is there already
     first: Tensor  # int64 [], the first of this rank's rows
     key: Tensor  # int64 [2], that of rank 0
+    width: int = 0  # the widest of the ranks; on a GPU that of this rank
 
 
 class Exchange:
@@ -98,7 +99,7 @@ class Exchange:
                 "batch_capacity"
             )
 
-    def meet(self, rows: int, form: Sequence[int], key: Tensor, *, refused: bool = False) -> Everyone:
+    def meet(self, rows: int, form: Sequence[int], key: Tensor, *, refused: bool = False, width: int = 0) -> Everyone:
         """Every rank says how many rows it brings and in which form.
 
         Args:
@@ -106,24 +107,25 @@ class Exchange:
             form: numbers that must be equal on all ranks.
             key: int64 [2] on the device of the group; that of rank 0 counts.
             refused: whether this rank cannot take part in the step; all ranks then stop.
+            width: columns of what each row brings besides; ranks may have different ones on a CPU.
         """
         capacity = self._settle(rows, key.device)
         if self._alone(key):
             if not refused:
                 self.check_rows(_NAME, rows)
-            return Everyone(rows, None, key.new_zeros(()), key)
-        mine = torch.tensor([int(refused), rows, *form], device="cpu").to(key.device, non_blocking=True)
+            return Everyone(rows, None, key.new_zeros(()), key, width)
+        mine = torch.tensor([int(refused), rows, width, *form], device="cpu").to(key.device, non_blocking=True)
         headers = self.stack(torch.cat([key, mine]))
         counts = headers[:, 3]
         first, common = counts[: self.rank].sum(), headers[0, :2].clone()
         if _device.host_waits(headers):
             unused = torch.arange(capacity, device=headers.device) >= counts[:, None]
-            return Everyone(rows, unused.reshape(-1).to(torch.int8).argsort(stable=True), first, common)
-        self._agree(headers[:, 2], headers[:, 4:], counts)
+            return Everyone(rows, unused.reshape(-1).to(torch.int8).argsort(stable=True), first, common, width)
+        self._agree(headers[:, 2], headers[:, 5:], counts)
         place = None
         if bool((counts != capacity).any()):
             place = torch.cat([torch.arange(int(n)) + rank * capacity for rank, n in enumerate(counts)])
-        return Everyone(rows, place, first, common)
+        return Everyone(rows, place, first, common, int(headers[:, 4].max()))
 
     def _agree(self, refused: Tensor, forms: Tensor, counts: Tensor) -> None:
         """RuntimeError on every rank if one of them cannot take part or brings something else than the others."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from samplex_cuda.distributed.collectives import Everyone
 from samplex_cuda.ops.full_softmax import _gradients, _Options, _row_losses, _shares, _Weights
 from samplex_cuda.ops.loss_types import acc_dtype
+from samplex_cuda.ops.sphere import unit_rows
 from samplex_cuda.prediction import softmax_sums
 
 if TYPE_CHECKING:
@@ -51,19 +52,25 @@ class _ExchangedFull(torch.autograd.Function):
 
 @torch.no_grad()
 def _exchanged(
-    head: ShardedClassifier, everyone: Everyone, batch: dict[str, Tensor], asked: tuple[bool, bool], grad: bool
+    head: ShardedClassifier,
+    weight: Tensor,
+    everyone: Everyone,
+    batch: dict[str, Tensor],
+    asked: tuple[bool, bool],
+    grad: bool,
 ) -> _FullStep:
     loss_of: Any = head.loss
-    weight, exchange, layout = head.weight.detach(), head.exchange, head.layout
+    weight, exchange, layout = weight.detach(), head.exchange, head.layout
     bias = None if head.bias is None else head.bias.detach()
-    h, target, acc = batch["h"], batch["y"], acc_dtype(weight.dtype)
+    h, target, acc = head._query(batch["h"]), batch["y"], acc_dtype(weight.dtype)
+    by_target = batch.get("target_weight")
     smoothing = float(loss_of.label_smoothing)
     options = _Options(head.scale, smoothing, head.ignore_index, head.loss.absolute, 0)
     valid = head._valid(target)
     outside = (valid & ((target < 0) | (target >= head.num_classes))).any(1)  # nobody looks at numbers on a GPU
     known = torch.where(valid, target.clamp(0, head.num_classes - 1), -1)
     local = layout.local(known).contiguous()
-    counts = _Weights(valid.any(1), *_shares(known, valid, head.class_weight, smoothing, head.num_classes))
+    counts = _Weights(valid.any(1), *_shares(known, valid, head.class_weight, smoothing, head.num_classes, by_target))
     of_class = None if head.class_weight is None else head.class_weight[layout.classes(h.device)]
     lse = torch.full((h.shape[0],), -torch.inf, dtype=torch.float64, device=h.device)
     positive, total = torch.zeros(local.shape, dtype=acc, device=h.device), None
@@ -83,7 +90,7 @@ def _exchanged(
     if head.reduction == "none":
         loss = losses
     elif head.reduction == "mean":
-        size = (head._row_weight(target).to(acc) * factor).sum()
+        size = (head._row_weight(target, by_target is not None).to(acc) * factor).sum()
         size = torch.where(size == 0, 1.0, size)
         loss, factor = loss / size, factor / size
 
@@ -123,7 +130,7 @@ def full_step(
         rows: [B, d], this rank's rows.
         grad: whether gradients are wanted.
     """
-    weight, bias = head.weight, head.bias
+    weight, bias = unit_rows(head.weight) if head.normalize else head.weight, head.bias
     asked = (weight.requires_grad, bias is not None and bias.requires_grad)
-    step = _exchanged(head, everyone, batch, asked, grad)
-    return _ExchangedFull.apply(rows, weight, bias, step) if grad else step.loss
+    step = _exchanged(head, weight, everyone, batch, asked, grad)
+    return _ExchangedFull.apply(head._query(rows), weight, bias, step) if grad else step.loss

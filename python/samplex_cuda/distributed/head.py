@@ -21,6 +21,7 @@ from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.distributed.online import online_softmax
 from samplex_cuda.distributed.own_rows import OWN_ROWS, own_rows_step
 from samplex_cuda.distributed.routes import refuse_unfit, resolve_route
+from samplex_cuda.distributed.rows import inverse_at, own_draw, refuse_head, target_shares, widened, with_margin
 from samplex_cuda.distributed.samplers import ShardedSampler, as_dtensor
 from samplex_cuda.distributed.step import (
     StepResult,
@@ -81,6 +82,7 @@ class ShardedClassifier(ShardedAnswers):
         if batch_capacity is not None:
             check_int(_NAME, "batch_capacity", batch_capacity)
         check_choice(_NAME, "encoder", encoder, ENCODERS)
+        refuse_head(head, _NAME)
         group = group_of(mesh_or_group)
         if head.fused is not None:
             raise ValueError(f"{_NAME}: shard the head first and fuse its optimizer then; got a fused head")
@@ -109,6 +111,7 @@ class ShardedClassifier(ShardedAnswers):
             shared=head.shared,
             stratified=head.stratified,
             scale=head.scale,
+            normalize=head.normalize,
             ignore_index=head.ignore_index,
             sparse=head.sparse,
             reduction=head.reduction,
@@ -200,13 +203,14 @@ class ShardedClassifier(ShardedAnswers):
         Args:
             h: [*, d], this rank's rows; there may be none.
             y: int64 [*] or [*, P].
-            negatives: must be None.
+            negatives: as in `SampledClassifier.forward`, of this rank's rows, all of which bring some or none; those
+                for all rows of a rank, [m], are for the rows of this rank.
             hard: must be None.
             features: as in `SampledClassifier.forward`.
             index: as there.
             context: int64 [*], or None.
             sample_weight: as there.
-            target_weight: must be None.
+            target_weight: as there.
             positives: as there.
             key: as there; that of the first rank counts.
 
@@ -221,25 +225,23 @@ class ShardedClassifier(ShardedAnswers):
                 "of rank 0: wrap the encoder alone, and make the head anew"
             )
         grad = torch.is_grad_enabled()
-        given = [t is not None for t in (features, index, context, sample_weight)]
+        negatives = negatives if self.training else None
+        given = [t is not None for t in (features, index, context, sample_weight, target_weight, negatives)]
         targets = y.shape[-1] if isinstance(y, Tensor) and isinstance(h, Tensor) and y.dim() == h.dim() else 0
         due = due_state(self.follower, self.sampler, self.weight, self.bias) if self.training else 0
         form = [int(self.training), int(grad), targets, *map(int, given), due]
         try:
-            for name, one in (("negatives", negatives), ("hard", hard), ("target_weight", target_weight)):
-                if one is not None:
-                    raise ValueError(f"{_NAME}: {name} must be None on a sharded head, got {type(one).__name__}")
+            if hard is not None:
+                raise ValueError(f"{_NAME}: hard must be None on a sharded head, got {type(hard).__name__}")
             rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
             rows = like_weight(rows, self.weight) if rows.dtype is not self.weight.dtype else rows
             if not _device.host_waits(target):
                 self._refuse_targets(target)
             number = self._check_index(index, lead) if index is not None else None
             self.exchange.check_rows(_NAME, rows.shape[0])
-            if positives is not None and self.training and self.route != "summed_logits":
-                raise ValueError(
-                    f'{_NAME}: positives must be None with route="{self.route}", got {type(positives).__name__}; '
-                    'shard the head with route="summed_logits"'
-                )
+            self._refuse_off_route(positives=positives, negatives=negatives, target_weight=target_weight)
+            shares = target_shares(self, target_weight, y, target)
+            own = None if negatives is None else own_draw(self, negatives, target, lead)
             if isinstance(context, Tensor):
                 context = context.reshape(rows.shape[0], *context.shape[len(lead) :])
             elif context is not None:
@@ -250,7 +252,8 @@ class ShardedClassifier(ShardedAnswers):
         except BaseException:
             self.exchange.meet(0, form, torch.zeros(2, dtype=torch.int64, device=self.weight.device), refused=True)
             raise
-        everyone = self.exchange.meet(rows.shape[0], form, pair)
+        width = 0 if own is None else own.ids.shape[1]
+        everyone = self.exchange.meet(rows.shape[0], form, pair, width=width)
         target = target.unsqueeze(1) if target.dim() == 1 else target
         fields: dict[str, Tensor] = {"h": rows.detach(), "y": target}
         if features is not None:
@@ -261,6 +264,11 @@ class ShardedClassifier(ShardedAnswers):
             fields["context"] = context
         if sample_weight is not None:
             fields["sample_weight"] = sample_weight.reshape(-1).to(self._wide())
+        if shares is not None:
+            fields["target_weight"] = shares.reshape(target.shape)
+        if own is not None:
+            own = widened(self, own, negatives, everyone.width, target, lead)
+            fields |= {"negatives": own.ids, "log_q": own.log_q}
         if self.training and self.route in OWN_ROWS:
             with torch.no_grad():
                 step = own_rows_step(self, self.spec(), everyone, fields)
@@ -289,17 +297,19 @@ class ShardedClassifier(ShardedAnswers):
     ) -> Tensor:
         weight, bias, exchange = self.weight, self.bias, self.exchange
         h, target = batch["h"], batch["y"]
-        single = target.shape[1] == 1
         with torch.no_grad():
-            seen = batch.get("features")
-            draw, target_log_q = self._draw(
-                spec, h, target[:, 0] if single else target, seen, batch.get("context"), everyone.key
-            )
+            draw, target_log_q = self._all_draws(spec, everyone, batch)
             if self.follower.active:
                 self.follower.touch(torch.where(self._valid(target), target, -1).reshape(-1), draw.ids.reshape(-1))
             known = bias if bias is None else bias.detach()
-            table = weight.detach()
-            logits, of_target, of_draws = logits_of(h, table, known, target, draw.ids, self.layout)
+            table, targets, loss_of = weight.detach(), target.shape[1], spec.loss
+            query = self._query(h)
+            logits, of_target, of_draws = logits_of(query, table, known, target, draw.ids, self.layout)
+            lengths = None
+            if self.normalize:
+                lengths = inverse_at(table, of_target), inverse_at(table, of_draws)
+                logits[:, :targets] *= lengths[0]
+                logits[:, targets:] *= lengths[1]
             log_q = draw.log_q.double() if weight.dtype is torch.float64 else draw.log_q
             weights = batch.get("sample_weight")
             state = None if self._state_name is None else self.get_buffer(self._state_name)
@@ -312,30 +322,54 @@ class ShardedClassifier(ShardedAnswers):
                 loss = coefs.loss
             else:
                 if positives is not None:
-                    self._mask(logits, draw.ids, everyone, positives, target.shape[1])
+                    self._mask(logits, draw.ids, everyone, positives, targets)
                 exchange.sum_(logits)
-                form = spec.form if weights is None else spec.rows
+                loss_of, logits[:, :targets], slope = with_margin(loss_of, logits[:, :targets])
+                form = (spec.form if weights is None else spec.rows)._replace(normalize=False)  # it has been done
                 of_targets = None if target_log_q is None else target_log_q.reshape(target.shape)
+                shares = batch.get("target_weight")
                 coefs = loss_of_logits(
-                    spec.loss, form, logits, target, draw.ids, log_q, self.class_weight, of_targets, used, grad
+                    loss_of, form, logits, target, draw.ids, log_q, self.class_weight, of_targets, used, grad, shares
                 )
                 loss = coefs.loss
+                if slope is not None and grad:
+                    coefs = coefs._replace(target=coefs.target * slope)
                 if weights is not None:
-                    loss, factor = self._weighted(loss, target, weights)
+                    loss, factor = self._weighted(loss, target, weights, shares is not None)
                     coefs = coefs._replace(target=coefs.target * factor, draws=coefs.draws * factor)
             if state is not None and used is not None and coefs.extra is not None:
                 self._examples.move(spec.loss, state, batch["index"], used, coefs.extra)
             if not grad:
                 return loss
+            if lengths is not None:
+                coefs = coefs._replace(target=coefs.target * lengths[0], draws=coefs.draws * lengths[1])
             partial = partial_hidden(table, coefs, of_target, of_draws)
             d_hidden = exchange.send_home(partial, everyone.place, everyone.rows)
             if self.encoder == "average":
                 d_hidden *= exchange.world
             with_bias = bias is not None and bias.requires_grad
             make = row_scaled if self.reduction == "none" else scaled
-            found = make(coefs, h, of_target, of_draws, with_bias)
-        step = StepResult(loss, found, d_hidden, exchange, everyone.place)
-        return run_step(rows, weight, bias, step, self._fusion or self._rows_of(weight, bias), spec.loss.name)
+            found = make(coefs, query, of_target, of_draws, with_bias)
+        step = StepResult(loss, found, d_hidden, exchange, everyone.place, self.normalize)
+        return run_step(
+            self._query(rows), weight, bias, step, self._fusion or self._rows_of(weight, bias), spec.loss.name
+        )
+
+    def _all_draws(self, spec: LossSpec, everyone: Everyone, batch: dict[str, Tensor]) -> tuple[Draw, Tensor | None]:
+        """The negatives of all rows, and log q of the targets if the loss reads it."""
+        if "negatives" in batch:
+            return Draw(batch["negatives"], batch["log_q"], False), None
+        target = batch["y"][:, 0] if batch["y"].shape[1] == 1 else batch["y"]
+        return self._draw(spec, batch["h"], target, batch.get("features"), batch.get("context"), everyone.key)
+
+    def _refuse_off_route(self, **given: Any) -> None:
+        """ValueError for arguments that only the reference takes."""
+        for name, one in given.items():
+            if one is not None and self.training and self.route != "summed_logits":
+                raise ValueError(
+                    f'{_NAME}: {name} must be None with route="{self.route}", got {type(one).__name__}; shard the head '
+                    'with route="summed_logits"'
+                )
 
     def _mask(
         self, logits: Tensor, ids: Tensor, everyone: Everyone, positives: tuple[Tensor, Tensor], targets: int
@@ -349,9 +383,9 @@ class ShardedClassifier(ShardedAnswers):
         hits.index_add_(0, rows, (drawn[rows] == known.unsqueeze(1)).int())
         logits[:, targets:].masked_fill_(hits > 0, -torch.inf)
 
-    def _weighted(self, loss: Tensor, target: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def _weighted(self, loss: Tensor, target: Tensor, weights: Tensor, by_target: bool) -> tuple[Tensor, Tensor]:
         """Row losses [R] weighted and reduced, and what each row's gradient is multiplied by, [R, 1]."""
-        row_weight = self._row_weight(target) * weights
+        row_weight = self._row_weight(target, by_target) * weights
         loss = loss * weights
         if self.reduction == "none":
             return loss, weights.unsqueeze(1)

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, op_error
 from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, check_backend, group_of
+from samplex_cuda.distributed.rows import own_draw, refuse_head, target_shares, widened
 from samplex_cuda.distributed.step import StepResult, run_step, times
+from samplex_cuda.draw import Draw
 from samplex_cuda.functional._inputs import known_positives
-from samplex_cuda.heads.checks import inside_ddp, like_weight, refuse_sphere
+from samplex_cuda.heads.checks import inside_ddp, like_weight
 from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
 from samplex_cuda.ops.loss_types import REDUCTIONS, Entries, Inputs, LossGrad, Plan
 from samplex_cuda.ops.row_gradients import entries
@@ -97,7 +99,7 @@ def replicate(
 def _check_head(head: SampledClassifier) -> None:
     if type(head) is not SampledClassifier:
         raise ValueError(f"{_NAME}: heads must be plain, got a {type(head).__name__}, which has its own exchange")
-    refuse_sphere(head, _NAME)
+    refuse_head(head, _NAME)
     if not head.loss.needs.draws:
         raise ValueError(
             f"{_NAME}: loss must sample classes, got {head.loss!r}, whose gradient is dense: DistributedDataParallel "
@@ -140,6 +142,8 @@ class Replica:
         sample_weight: Tensor | None,
         positives: tuple[Tensor, Tensor] | None,
         key: Key | Tensor | None,
+        negatives: Any = None,
+        target_weight: Tensor | None = None,
     ) -> Tensor:
         """The loss of the rows of all ranks; arguments as in `SampledClassifier.forward`.
 
@@ -149,7 +153,8 @@ class Replica:
         exchange, weight = self.exchange, head.weight
         grad = torch.is_grad_enabled()
         targets = y.shape[-1] if isinstance(y, Tensor) and isinstance(h, Tensor) and y.dim() == h.dim() else 1
-        form = [int(grad), targets, head.num_samples, int(head.shared)]
+        given = [int(t is not None) for t in (negatives, target_weight)]
+        form = [int(grad), targets, head.num_samples, int(head.shared), *given]
         spec = head.spec()
         nothing = torch.zeros(2, dtype=torch.int64, device=weight.device)
         try:
@@ -161,22 +166,28 @@ class Replica:
             if not _device.host_waits(target):
                 head._refuse_targets(target)
             exchange.check_rows(_NAME, rows.shape[0])
+            shares = target_shares(head, target_weight, y, target)
+            mine = None if negatives is None else own_draw(head, negatives, target, lead)
             pair = key_tensor(_NAME, key, weight.device)
         except BaseException:
             exchange.meet(0, form, nothing, refused=True)
             raise
-        everyone = exchange.meet(rows.shape[0], form, pair)
+        everyone = exchange.meet(rows.shape[0], form, pair, width=0 if mine is None else mine.ids.shape[1])
+        if mine is not None:
+            mine = widened(head, mine, negatives, everyone.width, target, lead)
         weights = None if sample_weight is None else sample_weight.reshape(-1)
         with torch.no_grad():
             if head.follower.active:
                 head._follow(weight, head.bias, rows.shape[0])
             own = fold_in(everyone.key, exchange.rank)  # other draws on every rank, from the key of the first
-            part = self._own(head, spec, rows.detach(), target, features, number, context, weights, positives, own)
+            drawn = (mine, None) if mine is not None else head._draw(spec, rows, target, features, context, own)
+            part = self._own(head, spec, head._query(rows.detach()), target, number, weights, positives, drawn, shares)
             step = self._exchange(head, spec, everyone, part, number, grad)
         if not grad:
             return step.loss
         sink = head.fused or head._rows_of(weight, head.bias)
-        return run_step(rows, weight, head.bias, step, sink, spec.loss.name)
+        step = step._replace(project=head.normalize)
+        return run_step(head._query(rows), weight, head.bias, step, sink, spec.loss.name)
 
     def _check(self, head: SampledClassifier) -> None:
         """What may have been changed since `replicate`."""
@@ -203,16 +214,15 @@ class Replica:
         spec: LossSpec,
         rows: Tensor,
         target: Tensor,
-        features: Tensor | None,
         number: Tensor | None,
-        context: Any,
         weights: Tensor | None,
         positives: tuple[Tensor, Tensor] | None,
-        pair: Tensor,
+        drawn: tuple[Draw, Tensor | None],
+        shares: Tensor | None,
     ) -> dict[str, Any]:
         """This rank's rows by themselves: the sum of their losses, its gradients, and what they weigh in a mean."""
         weight, bias = head.weight, head.bias
-        draw, target_log_q = head._draw(spec, rows, target, features, context, pair)
+        draw, target_log_q = drawn
         offsets, known = (None, None)
         if positives is not None:
             offsets, known = known_positives(spec.loss.name, positives, rows.shape[0], weight.device)
@@ -221,7 +231,7 @@ class Replica:
         log_q = draw.log_q if weight.dtype is not torch.float64 else draw.log_q.double()
         x = Inputs(
             rows.contiguous(), weight.detach(), None if bias is None else bias.detach(), target.contiguous(), draw.ids,
-            log_q, head.class_weight, offsets, known, target_log_q, used,
+            log_q, head.class_weight, offsets, known, target_log_q, used, target_weight=shares,
         )  # fmt: skip
         form = spec.form._replace(reduction=REDUCTIONS["none"])
         try:
@@ -230,13 +240,18 @@ class Replica:
             raise op_error(error) from None
         plan = Plan(
             spec.loss.name, head.num_classes, weight.dtype, None if bias is None else bias.dtype, form.reduction, False,
-            made.extra is not None,
+            made.extra is not None, head.normalize,
         )  # fmt: skip
         upstream = torch.ones_like(made.loss) if weights is None else weights.to(made.loss.dtype)
         with_bias = bias is not None and bias.requires_grad
         grad = LossGrad(plan, x.hidden, x.target, x.ids, made.saved, upstream.contiguous(), None)
         d_hidden, found = entries(grad, with_bias)
-        counts = mean_weight(target, head._valid(target), head.class_weight).to(made.loss.dtype) * upstream
+        counts = (
+            mean_weight(target, head._valid(target), None if shares is not None else head.class_weight).to(
+                made.loss.dtype
+            )
+            * upstream
+        )
         sums = torch.stack([(made.loss * upstream).sum(), counts.sum()])
         return {"entries": found, "d_hidden": d_hidden, "sums": sums, "used": used, "extra": made.extra}
 
@@ -261,7 +276,7 @@ class Replica:
         if grad or head.follower.active:
             targets = e.ids_a.unsqueeze(1) if e.ids_a.dim() == 1 else e.ids_a
             fields = {"h": e.rows_a, "target": targets.to(torch.int64), "coef_a": e.coef_a}
-            if not head.shared:
+            if e.ids_b.dim() == 2:
                 fields |= {"ids": e.ids_b, "coef_b": e.coef_b}
         if number is not None and part["extra"] is not None:
             fields |= {"index": number, "used": part["used"], "extra": part["extra"]}
@@ -275,7 +290,7 @@ class Replica:
         if "h" not in found:
             return StepResult(loss, partial(times, e), part["d_hidden"])
         ids, coef_b, rows_b, bias_b = found.get("ids"), found.get("coef_b"), found["h"], None
-        if head.shared:
+        if e.ids_b.dim() == 1:
             ids, coef_b, rows_b, bias_b = self._shared(head, e)
         assert ids is not None
         assert coef_b is not None

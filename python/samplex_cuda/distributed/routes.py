@@ -74,6 +74,8 @@ def unfit(route: str, head: SampledClassifier, balanced: bool, sampler: Any) -> 
     loss: Loss = head.loss
     if route != "summed_logits" and not loss.needs.draws:
         return f"loss must sample classes, got {loss!r}"
+    if route != "summed_logits" and (head.normalize or not getattr(loss, "corrected", True)):
+        return f"head must have normalize=False and a corrected loss, got normalize={head.normalize} and {loss!r}"
     if route == "online_softmax" and not (isinstance(loss, SampledSoftmax) and not loss.label_smoothing):
         return f"loss must be SampledSoftmax without label smoothing, got {loss!r}"
     if route in ("rows_to_queries", "shared_rows"):

@@ -144,6 +144,7 @@ def loss_of_logits(
     target_log_q: Tensor | None,
     row_value: Tensor | None,
     need_grad: bool,
+    target_weight: Tensor | None = None,
 ) -> Coefficients:
     """The loss of given products.
 
@@ -158,6 +159,7 @@ def loss_of_logits(
         target_log_q: [R, P].
         row_value: [R].
         need_grad: whether the derivatives are wanted.
+        target_weight: [R, P], what each target weighs.
     """
     rows, entries_of = logits.shape
     targets = target.shape[1]
@@ -201,6 +203,7 @@ def loss_of_logits(
         None,
         None if target_log_q is None else (target_log_q[:, 0] if targets == 1 else target_log_q).contiguous(),
         row_value,
+        target_weight=None if target_weight is None else target_weight.reshape(own.shape if targets > 1 else -1),
     )
     made = loss.forward(x, form, need_grad, False)
     nothing = logits.new_empty(0)
@@ -295,6 +298,7 @@ class StepResult(NamedTuple):
     d_hidden: Tensor  # [B, d], of this rank's rows
     exchange: Exchange | None = None  # for a loss of [R]
     place: Tensor | None = None  # of each row of everyone, see `Everyone`
+    project: bool = False  # whether class rows are on the unit sphere: gradients along them are left out
 
     def hidden(self, grad: Tensor) -> Tensor:
         """The gradient of this rank's rows from that of the loss, [] or [R]."""
@@ -313,6 +317,7 @@ class _ExchangedLoss(torch.autograd.Function):
         ctx.step, ctx.sink, ctx.name, ctx.version = step, sink, name, weight._version
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.size = tuple(weight.shape)
+        ctx.save_for_backward(weight if step.project else None)
         return step.loss.clone()
 
     @staticmethod
@@ -327,10 +332,10 @@ class _ExchangedLoss(torch.autograd.Function):
         if need_weight or need_bias:
             found = step.entries(grad)
             if isinstance(ctx.sink, Fusion):
-                ctx.sink.deliver_entries(found, ctx.version)
+                ctx.sink.deliver_entries(found, ctx.version, step.project)
             else:
                 wanted = (of_weight if need_weight else None, of_bias if need_bias else None)
-                d_weight, d_bias = ctx.sink.deliver_entries(found, ctx.size, *wanted)
+                d_weight, d_bias = ctx.sink.deliver_entries(found, ctx.size, *wanted, *ctx.saved_tensors)
         return d_hidden, d_weight, d_bias, None, None, None
 
 

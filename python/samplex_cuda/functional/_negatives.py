@@ -16,7 +16,13 @@ __all__ = ["flat_negatives", "pad_ragged"]
 
 
 def flat_negatives(
-    op: str, given: Any, target: Tensor, lead: tuple[int, ...] | torch.Size, ignore_index: int, acc: torch.dtype
+    op: str,
+    given: Any,
+    target: Tensor,
+    lead: tuple[int, ...] | torch.Size,
+    ignore_index: int,
+    acc: torch.dtype,
+    width: int = 0,
 ) -> Draw:
     """A `Draw` that the ops take, from a `Draw` or `Negatives` of the caller; every check but the range of the ids.
 
@@ -27,6 +33,7 @@ def flat_negatives(
         lead: leading dimensions of the batch, whose product is B.
         ignore_index: a target of this value is none.
         acc: dtype of log_q.
+        width: the least number of columns of rows of different lengths.
 
     Returns:
         ids [B, m] or [m] and their log_q, contiguous.
@@ -35,7 +42,7 @@ def flat_negatives(
         raise TypeError(f"{op}: negatives must be a Draw or sx.Negatives(ids, log_q), got {describe(given)}")
     ids, log_q = given.ids, given.log_q
     if isinstance(ids, tuple):
-        return pad_ragged(op, ids, log_q, target, ignore_index, acc)
+        return pad_ragged(op, ids, log_q, target, ignore_index, acc, width=width)
     check_tensor(op, "negatives.ids", ids, f"{shape_text(lead, 'm')} or [m] int64")
     _check_ids(op, "negatives.ids", ids, target)
     shared = ids.dim() == 1
@@ -59,6 +66,7 @@ def pad_ragged(
     ignore_index: int,
     acc: torch.dtype,
     name: str = "negatives",
+    width: int = 0,
 ) -> Draw:
     """Rows of different lengths as [B, longest]: the end of a row is its own target, which the losses mask.
 
@@ -72,6 +80,7 @@ def pad_ragged(
         ignore_index: a target of this value is none.
         acc: dtype of log_q.
         name: of the argument, for error messages.
+        width: columns of the result at least.
     """
     batch = target.shape[0]
     if len(pair) != 2:
@@ -93,14 +102,16 @@ def pad_ragged(
             f"{op}: {name} offsets must begin with 0, not decrease and end with {ids.shape[0]}, got {first} ... {last}"
             + (", decreasing" if least < 0 else "")
         )
+    most = max(most, width)
     columns = torch.arange(most, device=ids.device)
     inside = columns < lengths[:, None]
     at = (offsets[:-1, None] + columns).clamp_(max=max(ids.shape[0] - 1, 0))
     valid = valid_targets(target, ignore_index)
-    own = torch.where(valid, target, -1).reshape(batch, -1)
+    own = torch.where(valid, target, -1)
+    own = own if own.dim() == 2 else own.unsqueeze(1)
     fill = own.amax(1, keepdim=True).clamp_(min=0)  # a row without a target has no loss, whatever is in it
     if ids.shape[0] == 0:
-        return Draw(ids.new_zeros(batch, 0), torch.zeros(batch, 0, dtype=acc, device=ids.device), False)
+        return Draw(fill.repeat(1, most), torch.zeros(batch, most, dtype=acc, device=ids.device), False)
     padded = torch.where(inside, ids[at], fill)
     # The op divides by the longest row's number of draws; a row's own number is meant, or none where uncorrected.
     if log_q is None:

@@ -35,7 +35,6 @@ from samplex_cuda.heads.checks import (
     refuse_moved,
     refuse_parametrized,
     refuse_replicas,
-    refuse_sphere,
 )
 from samplex_cuda.heads.classes import ClassesOfHead
 from samplex_cuda.heads.follow import TableFollower
@@ -389,14 +388,14 @@ class SampledClassifier(ClassesOfHead):
             if loss is not None:
                 return loss
         if self._replica is not None and self.training:
-            if negatives is not None or hard is not None:
-                raise ValueError(f"{_NAME}: negatives and hard must be None on a replicated head, got one of them")
+            if hard is not None:
+                raise ValueError(f"{_NAME}: hard must be None on a replicated head, got {type(hard).__name__}")
             exchange: Any = self._replica.loss
             if _is_compiling():
                 from samplex_cuda._eager import eager_replica_loss as exchange
-            if target_weight is not None:
-                raise ValueError(f"{_NAME}: target_weight must be None in a replicated head, got a tensor")
-            return exchange(self, h, y, features, index, context, sample_weight, positives, key)
+            return exchange(
+                self, h, y, features, index, context, sample_weight, positives, key, negatives, target_weight
+            )
         rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
         if self.live is not None:
             target = self._refuse_retired(target)
@@ -634,8 +633,8 @@ class SampledClassifier(ClassesOfHead):
             spec.loss.update_state(state, index, used, extra.detach())
         return loss
 
-    def _own_negatives(self, spec: LossSpec, given: Any, target: Tensor, lead: torch.Size) -> Draw:
-        """The caller's negatives in the form the ops take."""
+    def _own_negatives(self, spec: LossSpec, given: Any, target: Tensor, lead: torch.Size, width: int = 0) -> Draw:
+        """The caller's negatives in the form the ops take; `width` columns at least where rows have several lengths."""
         needs = spec.needs
         if not (needs.draws and needs.excludes_target) or needs.target_log_q or needs.prior:
             raise ValueError(
@@ -643,7 +642,7 @@ class SampledClassifier(ClassesOfHead):
                 f"{type(given).__name__}; sampled_softmax and one_vs_each take them"
             )
         acc = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
-        return flat_negatives(_NAME, given, target, lead, self.ignore_index, acc)
+        return flat_negatives(_NAME, given, target, lead, self.ignore_index, acc, width)
 
     def _hard_negatives(self, spec: LossSpec, hard: Any, target: Tensor, lead: torch.Size) -> Draw:
         """Hard negatives in the form the ops take."""
@@ -812,7 +811,6 @@ class SampledClassifier(ClassesOfHead):
         """
         from samplex_cuda.distributed import ShardedClassifier
 
-        refuse_sphere(self, "SampledClassifier.shard")
         return ShardedClassifier(
             self,
             mesh_or_group,

@@ -282,10 +282,25 @@ class RowSink:
         return (rows.d_hidden if need_hidden else None, *self._tables(rows[1:], size, *dtypes))
 
     def deliver_entries(
-        self, found: Entries, size: tuple[int, int], weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+        self,
+        found: Entries,
+        size: tuple[int, int],
+        weight_dtype: torch.dtype | None,
+        bias_dtype: torch.dtype | None,
+        on_sphere: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of weight [C, d] and bias from a weight gradient that is at hand; None where no dtype is given."""
+        """Gradients of weight [C, d] and bias from a weight gradient that is at hand; None where no dtype is given.
+
+        Args:
+            found: the gradient.
+            size: (C, d).
+            weight_dtype: of the gradient of weight.
+            bias_dtype: of that of bias.
+            on_sphere: the weight, where its rows were taken on the unit sphere: gradients along them are left out.
+        """
         summed = torch.ops.samplex.row_reduce(*found[:6], size[0], bias_dtype is not None, found.bias_b)
+        if on_sphere is not None:
+            project_rows_(summed[1], summed[0], on_sphere)
         return self._tables(summed, size, weight_dtype, bias_dtype)
 
     def _tables(

@@ -190,14 +190,14 @@ class Fusion:
             self._take(found, version, grad.plan.normalize)
         return d_hidden if need_hidden else None, None, None
 
-    def deliver_entries(self, found: Entries, version: int) -> None:
+    def deliver_entries(self, found: Entries, version: int, project: bool = False) -> None:
         """The same for a weight gradient that is at hand."""
         if version != self.weight._version:
             self._refuse_version()
         if self.grad_scaler is not None and self.grad_scaler.is_enabled():
             scale, found_inf = self._scaling()
             found = found.unscaled(scale, found_inf)
-        self._take(found, version)
+        self._take(found, version, project)
 
     def _take(self, found: Entries | LossGrad, version: int, project: bool = False) -> None:
         task = _task_id()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -152,9 +152,9 @@ class Alone:
     def join_rows(self, tables: list[nn.Parameter]) -> None:
         """Makes the row gradients of embedding tables those of all ranks."""
 
-    def clip(self, parameters: list[nn.Parameter], norm: float) -> float:
-        """Clips gradients; their norm before that."""
-        return float(optim.clip_grad_norm_(parameters, norm))
+    def clip(self, parameters: list[nn.Parameter], norm: float, head: Sequence[nn.Parameter] = ()) -> float:
+        """Clips gradients, of those of the encoder and of the head together; their norm before that."""
+        return float(optim.clip_grad_norm_([*parameters, *head], norm))
 
     def doing(self, what: str) -> None:
         """What this rank does now, for the messages of others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -312,20 +312,32 @@ class Ranks(Alone):
             mean = all_rows[used] / self.world
             table.grad = torch.sparse_coo_tensor(all_ids[used].unsqueeze(0), mean, table.shape).coalesce()
 
-    def clip(self, parameters: list[nn.Parameter], norm: float) -> float:
-        """See `Alone.clip`."""
+    def clip(self, parameters: list[nn.Parameter], norm: float, head: Sequence[nn.Parameter] = ()) -> float:
+        """See `Alone.clip`; the squares of the rows of all ranks are summed."""
         spread = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
-        if not spread:
+        if not spread and not head:
             return super().clip(parameters, norm)
         rest = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
-        found: Any = nn.utils.get_total_norm(spread)
-        numbers = [found.full_tensor() if isinstance(found, DTensor) else found]
-        numbers += [(g.coalesce().values() if g.is_sparse else g).norm().to(numbers[0]) for g in rest]
+        of_head = [p.grad for p in head if p.grad is not None]
+        numbers = []
+        if spread:
+            found: Any = nn.utils.get_total_norm(spread)
+            numbers.append((found.full_tensor() if isinstance(found, DTensor) else found).double())
+        numbers += [_norm(g) for g in rest]
+        if head:
+            device = head[0].device
+            squares = torch.stack([_norm(g) ** 2 for g in of_head] or [torch.zeros((), device=device)]).sum().double()
+            dist.all_reduce(squares, group=self.group)
+            numbers.append(squares.sqrt())
         total = torch.stack(numbers).norm()
         factor = float((norm / (total + 1e-6)).clamp(max=1.0))
-        for g in [*spread, *rest]:
+        for g in [*spread, *rest, *of_head]:
             g.mul_(factor)
         return float(total)
+
+
+def _norm(grad: Tensor) -> Tensor:
+    return (grad.coalesce().values() if grad.is_sparse else grad).norm().double()
 
 
 class Shards(Whole):

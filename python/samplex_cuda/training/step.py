@@ -195,9 +195,8 @@ class Stepper:
         self.ranks.join_rows(encoder.tables())
         if t.clip_norm:
             chosen = [p for p in encoder.parameters() if p is not head.weight]
-            if not self.config.fused and t.clip_head:
-                chosen += list(head.parameters())
-            norm = self.ranks.clip(chosen, t.clip_norm)
+            of_head = list(head.parameters()) if t.clip_head and not self.config.fused else []
+            norm = self.ranks.clip(chosen, t.clip_norm, of_head)
             if not math.isfinite(norm):
                 return f"the norm of the gradient is {norm}"
         # A table may change in rows that the last forward did not touch: by earlier batches of the step, or, where it

@@ -167,8 +167,6 @@ def check_together(source: str, c: Config) -> None:
     needs, named = loss.needs, f'loss = "{c.head.loss}"'
     if c.head.normalize and not loss.normalizes:
         fail("head", "normalize", f"false with {named}", True)
-    if c.head.normalize and c.training.shard != "none":
-        fail("head", "normalize", f"false with training.shard = {shown(c.training.shard)}", True)
     for key, off in (("margin_m1", 1.0), ("margin_m2", 0.0), ("margin_m3", 0.0)):
         if getattr(c.head, key) != off and not (c.head.normalize and loss.compares_angles):
             fail("head", key, f"{off:g} unless normalize = true and the loss is sampled_softmax", getattr(c.head, key))
@@ -253,8 +251,6 @@ def check_together(source: str, c: Config) -> None:
     if c.data.negatives:
         if not (needs.draws and needs.excludes_target) or needs.target_log_q or needs.prior:
             fail("data", "negatives", f"empty with {named}", c.data.negatives)
-        if c.training.shard != "none":
-            fail("data", "negatives", f"empty with training.shard = {shown(c.training.shard)}", c.data.negatives)
     for key, option in LOSS_OPTIONS.items():
         # A key whose default is not "off" may stay in a file whose loss has no use for it.
         default, value = type(c.head)().__dict__[key], getattr(c.head, key)
@@ -276,7 +272,5 @@ def check_together(source: str, c: Config) -> None:
             fail("model", "tied", f"false {with_shard}: {why}", True)
         if "midx" in names:
             fail("sampler", "name", f"another than midx {with_shard}: its codes need the whole table", c.sampler.name)
-        if c.training.clip_head:
-            fail("training", "clip_head", f"false {with_shard}; clip_norm alone clips the encoder", True)
     if c.training.average_head and c.training.average == "none":
         fail("training", "average_head", 'false with average = "none"', True)

@@ -1,0 +1,161 @@
+"""What a sharded step adds for class rows on the unit sphere, and for negatives that the caller brings."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from samplex_cuda import _device
+from samplex_cuda.draw import Draw
+from samplex_cuda.functional._inputs import target_weights
+from samplex_cuda.losses import Loss
+from samplex_cuda.ops.loss_types import acc_dtype
+from samplex_cuda.ops.sphere import inverse_norms
+from samplex_cuda.prediction import valid_targets
+
+if TYPE_CHECKING:
+    from samplex_cuda.heads.classifier import SampledClassifier
+
+__all__ = ["inverse_at", "own_draw", "refuse_head", "target_shares", "widened", "with_margin"]
+
+_NAME = "SampledClassifier"
+_BLOCK = 4096  # class rows that are held at a time
+
+
+def inverse_at(weight: Tensor, rows: Tensor) -> Tensor:
+    """1 / |w| of some rows, in the accumulation type; 0 for a row of zeros and for -1.
+
+    Args:
+        weight: [n, d].
+        rows: int64 of any shape, -1 for none.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.distributed.rows import inverse_at
+        >>> inverse_at(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([-1, 0, 1]))
+        tensor([0.0000, 0.2000, 0.0000])
+    """
+    flat = rows.reshape(-1)
+    found = torch.zeros(flat.shape, dtype=acc_dtype(weight.dtype), device=weight.device)
+    if not weight.shape[0]:
+        return found.view(rows.shape)
+    if _device.host_waits(flat):
+        parts = [inverse_norms(weight[some.clamp_min(0)]) for some in flat.split(_BLOCK)]
+        return torch.where(flat >= 0, torch.cat(parts) if parts else found, 0.0).view(rows.shape)
+    for at in (flat >= 0).nonzero().squeeze(1).split(_BLOCK):
+        found[at] = inverse_norms(weight[flat[at]])
+    return found.view(rows.shape)
+
+
+def with_margin(loss: Loss, cosine: Tensor) -> tuple[Loss, Tensor, Tensor | None]:
+    """The cosines of targets with the margin of the loss on them; the loss without it, and the slope of the margin.
+
+    The function is that of `Margin`, as in csrc/loss/sampled_softmax/sampled_softmax_math.h.
+
+    Args:
+        loss: any loss.
+        cosine: of targets, any shape.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> from samplex_cuda.distributed.rows import with_margin
+        >>> loss = sx.losses.SampledSoftmax(margin=sx.losses.CosFace(0.25))
+        >>> with_margin(loss, torch.tensor([0.5]))
+        (SampledSoftmax(), tensor([0.2500]), tensor([1.]))
+    """
+    margin = getattr(loss, "margin", None)
+    if margin is None:
+        return loss, cosine, None
+    plain: Any = dataclasses.replace(loss, margin=None)  # type: ignore[type-var]
+    if margin.m1 == 1.0 and margin.m2 == 0.0:
+        return plain, cosine - margin.m3, torch.ones_like(cosine)
+    c = cosine.clamp(-1.0, 1.0)
+    least = 1e-7 if c.dtype is torch.float32 else 1e-14
+    sine = ((1.0 - c) * (1.0 + c)).clamp_min(least).sqrt()
+    angle = (margin.m1 * c.acos() + margin.m2) / math.pi
+    turns = angle.floor()
+    rest = (angle - turns) * math.pi
+    return plain, rest.cos() - 2.0 * turns - margin.m3, margin.m1 * rest.sin() / sine
+
+
+def own_draw(head: SampledClassifier, given: Any, target: Tensor, lead: torch.Size) -> Draw:
+    """The caller's negatives of this rank's rows, [B, w], checked.
+
+    Negatives [m] for all rows of a rank become rows: another rank may bring others.
+
+    Args:
+        head: with the loss that is to take them.
+        given: a `Draw` or `Negatives`.
+        target: int64 [B] or [B, P].
+        lead: leading dimensions of the batch.
+    """
+    draw = head._own_negatives(head.spec(), given, target, lead)
+    ids, log_q = draw.ids, draw.log_q
+    outside = (ids < 0) | (ids >= head.num_classes)
+    if _device.host_waits(ids):
+        log_q = torch.where(outside, torch.nan, log_q)  # nobody looks at numbers: the loss becomes nan
+    elif bool(outside.any()):
+        got = int(ids[outside][0])
+        raise IndexError(f"{_NAME}: negatives.ids must be in [0, {head.num_classes}), got {got}")
+    rows = (target.shape[0], ids.shape[-1])
+    return Draw(ids.expand(rows).contiguous(), log_q.expand(rows).contiguous(), False)
+
+
+def widened(head: SampledClassifier, draw: Draw, given: Any, width: int, target: Tensor, lead: torch.Size) -> Draw:
+    """Negatives [B, w] as [B, width], those of the rank with the most: the end of a row is its own target, masked.
+
+    Args:
+        head: as in `own_draw`.
+        draw: from it.
+        given: what it was made from.
+        width: at least w.
+        target: int64 [B, P].
+        lead: leading dimensions of the batch.
+    """
+    rows, own = draw.ids.shape
+    if own == width:
+        return draw
+    if isinstance(given.ids, tuple):  # log q rounded once, as with all rows in one batch
+        return head._own_negatives(head.spec(), given, target, lead, width)
+    fill = torch.where(valid_targets(target, head.ignore_index), target, -1).amax(1, keepdim=True).clamp_min(0)
+    ids = torch.cat([draw.ids, fill.expand(rows, width - own)], 1)
+    # The losses divide by the number of columns; a row's own number is meant.
+    log_q = torch.nn.functional.pad(draw.log_q, (0, width - own)) + (math.log(max(own, 1)) - math.log(width))
+    return Draw(ids, log_q, False)
+
+
+def target_shares(head: SampledClassifier, given: Tensor | None, y: Tensor, target: Tensor) -> Tensor | None:
+    """What targets weigh, the shape of `target`, or None; checked.
+
+    Args:
+        head: with the loss that is to take them.
+        given: the caller's.
+        y: the caller's targets.
+        target: the same, [B] or [B, P].
+    """
+    if given is not None and not head.loss.takes_target_weight:
+        raise ValueError(f"{_NAME}: target_weight must be None with {head.loss!r}, got {type(given).__name__}")
+    return target_weights(_NAME, given, y, target, head.weight)
+
+
+def refuse_head(head: SampledClassifier, op: str) -> None:
+    """ValueError for a head that several ranks cannot train.
+
+    Args:
+        head: that is to be sharded or replicated.
+        op: name for error messages.
+    """
+    if head.log_scale is not None:
+        raise ValueError(
+            f"{op}: learn_scale must be False, since the gradient of the scale is a sum over all ranks, got True: give "
+            "the head a fixed scale"
+        )
+    if head.live is not None:
+        raise ValueError(
+            f"{op}: no class may be retired, got {head.num_classes - head.num_live} of {head.num_classes}: train this "
+            "head in one process"
+        )
