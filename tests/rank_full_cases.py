@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "loss": sx.losses.SampledSoftmax(margin=sx.losses.ArcFace()),
         },
         {"weights": True, "target_weight": True, "targets": 3},
-    ),  # fmt: skip
+    ),
     "none negatives": ({"reduction": "none", "loss": "one_vs_each"}, {"negatives": "plain", "fused": True}),
     "none online": ({"reduction": "none", "shared": True}, {"route": "online_softmax", "weights": True}),
 }

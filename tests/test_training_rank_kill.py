@@ -32,7 +32,7 @@ def check(ranks, folder, encoder, steps, kills, seconds):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     died = [json.loads(line) for line in (folder / "kills").read_text().splitlines()]
-    assert len(died) == kills
+    assert len(died) == kills, f"an attempt ended by itself:\n{done.stderr[-6000:]}"
     assert all(kill["began_at"] > 0 for kill in died[1:])  # each attempt went on with a checkpoint
     ranks.run(2, "run_trainer", str(folder / "whole"), "mlp", "tree", settings(encoder, steps))
     (a, meta_a), (b, meta_b) = (load_state(checkpoint.latest(folder / name)) for name in ("whole", "run"))

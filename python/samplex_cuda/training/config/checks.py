@@ -248,9 +248,8 @@ def check_together(source: str, c: Config) -> None:
             fail("head", "hard", f"0 with training.shard = {shown(c.training.shard)}", c.head.hard)
     if c.head.mask_known and not (needs.draws and needs.excludes_target):
         fail("head", "mask_known", f"false with {named}", True)
-    if c.data.negatives:
-        if not (needs.draws and needs.excludes_target) or needs.target_log_q or needs.prior:
-            fail("data", "negatives", f"empty with {named}", c.data.negatives)
+    if c.data.negatives and (not (needs.draws and needs.excludes_target) or needs.target_log_q or needs.prior):
+        fail("data", "negatives", f"empty with {named}", c.data.negatives)
     for key, option in LOSS_OPTIONS.items():
         # A key whose default is not "off" may stay in a file whose loss has no use for it.
         default, value = type(c.head)().__dict__[key], getattr(c.head, key)
