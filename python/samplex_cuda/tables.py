@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +15,12 @@ from torch import Tensor, nn
 from samplex_cuda._checks import check_int, describe
 from samplex_cuda._library import _native
 
-__all__ = ["empty_table", "share"]
+__all__ = ["empty_table", "mapped_table", "share"]
 
 _PAIR_OF_LINES = 128  # bytes
 _LARGE = 4 << 20  # bytes; a smaller table has few pages, and a fork copies each at most once
+_HEADER = 4096  # bytes before the rows of a mapped table: they begin on a page
+_NPY = {torch.float32: "<f4", torch.float64: "<f8", torch.float16: "<f2", torch.bfloat16: "<V2", torch.int64: "<i8"}
 _MAPPED = 32 << 20  # bytes; malloc may keep smaller blocks for the next call, where a mapping is always fresh
 
 
@@ -81,6 +87,87 @@ def empty_table(
     table = aligned.view(rows, width)
     _native.advise_huge_pages(table.data_ptr(), table.nbytes)
     return table
+
+
+def mapped_table(
+    file: str | Path, rows: int, width: int | None = None, *, dtype: torch.dtype | None = None, overwrite: bool = False
+) -> Tensor:
+    """A table of zeros in a new file that is mapped into memory: it may be larger than memory is.
+
+    The system reads a page when it is touched, and writes changed ones back when it needs their memory, and within half
+    a minute or so. The file is an npy array (bfloat16 as 2-byte items), so `np.load(file, mmap_mode="r")` reads it.
+
+    The file is working memory and no checkpoint: it is written in place. A process that is killed leaves every row
+    that it wrote, maybe some rows of an update and not the others; a machine that stops leaves less. Save checkpoints
+    (`torch.save` of the state dicts writes from the mapping, `torch.load(..., mmap=True)` reads without a copy in
+    memory), and begin with a new file when going on from one. See docs/host_tables.md.
+
+    Args:
+        file: the new file. Its folder must be on a disk with room for all of it; the room is reserved now.
+        rows: number of classes.
+        width: numbers per row; None: a table of one dimension.
+        dtype: float32 (the default), float64, float16, bfloat16 or int64.
+        overwrite: whether the file may be there already; it is replaced.
+
+    Returns:
+        [rows, width] or [rows], contiguous, on the CPU.
+
+    Example:
+        >>> import tempfile, samplex_cuda as sx
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table = sx.tables.mapped_table(f"{folder}/rows.npy", 1000, 8)
+        ...     table[3] = 1.0
+        ...     table.shape, float(table.sum())
+        (torch.Size([1000, 8]), 8.0)
+    """
+    op = "mapped_table"
+    check_int(op, "rows", rows, 1, 1 << 52)
+    if width is not None:
+        check_int(op, "width", width, 1, 1 << 32)
+    dtype = torch.float32 if dtype is None else dtype
+    if dtype not in _NPY:
+        raise TypeError(f"{op}: dtype must be one of {', '.join(str(d)[6:] for d in _NPY)}, got {describe(dtype)}")
+    path = Path(file)
+    shape = (rows,) if width is None else (rows, width)
+    count = rows * (1 if width is None else width)
+    size = _HEADER + count * dtype.itemsize
+    flags = os.O_RDWR | os.O_CREAT | (0 if overwrite else os.O_EXCL)
+    try:
+        if overwrite and path.is_file():
+            path.unlink()  # others may have the old one mapped
+        handle = os.open(path, flags, 0o644)
+    except FileExistsError:
+        raise FileExistsError(
+            f"{op}: file must be new, got {path}, which is there; remove it, or pass overwrite=True if nothing "
+            "in it is needed"
+        ) from None
+    except OSError as error:
+        raise OSError(error.errno, f"{op}: file must be one that can be made, got {path}: {error.strerror}") from None
+    try:
+        _reserve(handle, size)
+        header = f"{{'descr': '{_NPY[dtype]}', 'fortran_order': False, 'shape': {shape}, }}"
+        os.pwrite(handle, b"\x93NUMPY\x01\x00" + struct.pack("<H", _HEADER - 10) + header.encode(), 0)
+        os.pwrite(handle, b" " * (_HEADER - 11 - len(header)) + b"\n", 10 + len(header))
+        memory = mmap.mmap(handle, size)
+    except (OSError, ValueError, OverflowError) as error:
+        path.unlink(missing_ok=True)
+        words = getattr(error, "strerror", None) or str(error)
+        raise OSError(getattr(error, "errno", None) or errno.ENOMEM, f"{op}: {path}: {size} bytes: {words}") from None
+    finally:
+        os.close(handle)
+    if hasattr(mmap, "MADV_RANDOM"):
+        memory.madvise(mmap.MADV_RANDOM)  # no read-ahead: the next row of a file is rarely the next that is touched
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=_HEADER).view(shape)
+
+
+def _reserve(handle: int, size: int) -> None:
+    """Room for a file: a write to a mapping that finds none would end the process."""
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except (AttributeError, OSError) as error:
+        if getattr(error, "errno", errno.EOPNOTSUPP) not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(handle, size)
 
 
 def _tensors(owner: nn.Module | torch.optim.Optimizer | Tensor) -> Iterator[Tensor]:

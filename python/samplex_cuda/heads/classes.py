@@ -164,6 +164,11 @@ class ClassesOfHead(HeadModule):
         own = dict(self.named_parameters(recurse=False))
         if "weight" not in own or self._replica is not None or hasattr(self, "layout"):
             raise ValueError(f"{where}: head must have a table of its own, got one that is shared, sharded or computed")
+        if self.host is not None and self.host.file is not None:
+            raise ValueError(
+                f"{where}: head.weight must not be mapped from a file, got {self.host.file}; load its rows into a head "
+                "of the new size"
+            )
         if self.loss.needs.prior or self._state_name is not None:
             raise ValueError(
                 f"{where}: loss must not learn scores relative to its sampler or keep numbers of examples, got "

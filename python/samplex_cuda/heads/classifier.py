@@ -39,6 +39,7 @@ from samplex_cuda.heads.checks import (
 from samplex_cuda.heads.classes import ClassesOfHead
 from samplex_cuda.heads.follow import TableFollower
 from samplex_cuda.heads.hard import join_losses
+from samplex_cuda.heads.host import crosses, host_loss
 from samplex_cuda.losses import Loss, Needs
 from samplex_cuda.ops.fused_loss import run_loss, run_static_loss, static_loss
 from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, StaticInputs
@@ -245,6 +246,7 @@ class SampledClassifier(ClassesOfHead):
         self.follower = TableFollower(policy, self.num_classes, sampler_update == "auto")
         self._fusion: Fusion | None = None
         self._sink: RowSink | None = None
+        self.host = None
         self._replica: Any = None  # what sx.distributed.replicate made
         if class_weight is not None:
             place = class_weight.device if self.weight.is_meta else self.weight.device  # numbers are not lost on meta
@@ -387,6 +389,12 @@ class SampledClassifier(ClassesOfHead):
             loss = self._plain_loss(spec, h, y, key)
             if loss is not None:
                 return loss
+        if self.host is not None and isinstance(h, Tensor) and crosses(h, self.weight):
+            given = {
+                "negatives": negatives, "hard": hard, "features": features, "index": index, "context": context,
+                "sample_weight": sample_weight, "target_weight": target_weight, "positives": positives, "key": key,
+            }  # fmt: skip
+            return host_loss(self, h, y, given)
         if self._replica is not None and self.training:
             if hard is not None:
                 raise ValueError(f"{_NAME}: hard must be None on a replicated head, got {type(hard).__name__}")

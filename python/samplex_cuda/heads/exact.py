@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda._checks import check_int, describe, shape_text
+from samplex_cuda.heads.host import HostTable, beside_table
 from samplex_cuda.losses import Loss
 from samplex_cuda.ops.sphere import unit_rows
 from samplex_cuda.prediction import Prior, exact_log_prob, exact_nll, exact_scores, exact_topk, rerank
@@ -34,7 +35,9 @@ class ExactAnswers(nn.Module):
     sampler: Any
     class_weight: Tensor | None
     live: Tensor | None
+    host: HostTable | None = None
 
+    @beside_table
     def exact_loss(
         self, h: Tensor, target: Tensor, features: Tensor | None = None, target_weight: Tensor | None = None
     ) -> Tensor:
@@ -100,7 +103,7 @@ class ExactAnswers(nn.Module):
         """h [B, d] as products with class rows take it: on the sphere, times a learned scale."""
         if self.normalize:
             h = unit_rows(h)
-        return h if self.log_scale is None else h * self.log_scale.exp().to(h.dtype)
+        return h if self.log_scale is None else h * self.log_scale.exp().to(h.dtype)  # on a host, one number crosses
 
     def _check_h(self, method: str, h: Tensor) -> torch.Size:
         if not isinstance(h, Tensor) or h.dim() == 0 or h.shape[-1] != self.in_features or not h.is_floating_point():
@@ -115,6 +118,7 @@ class ExactAnswers(nn.Module):
                 f"{_where(method)}: features must be {shape_text(lead, 'f')} to fit h, got {describe(features)}"
             )
 
+    @beside_table
     def scores(
         self, h: Tensor, features: Tensor | None = None, corrected: bool = True, *, chunk_size: int | None = None
     ) -> Tensor:
@@ -155,6 +159,7 @@ class ExactAnswers(nn.Module):
         )
         return out.reshape(*lead, self.num_classes)
 
+    @beside_table
     def log_prob(self, h: Tensor, *, features: Tensor | None = None, chunk_size: int | None = None) -> Tensor:
         """Exact log-probabilities of all classes; [*, C] by definition, beyond it only a chunk is held.
 
@@ -207,6 +212,7 @@ class ExactAnswers(nn.Module):
         """
         return self.topk(h, 1, features=features, chunk_size=chunk_size)[1].squeeze(-1)
 
+    @beside_table
     def topk(
         self,
         h: Tensor,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from samplex_cuda._checks import check_int, describe
+from samplex_cuda.heads.host import crosses, to_side
 from samplex_cuda.ops.sphere import unit_rows
 from samplex_cuda.prediction import valid_targets
 from samplex_cuda.rng import Key
@@ -87,6 +88,10 @@ class HardNegatives:
             mask.
         """
         head = self.head
+        if head.host is not None and isinstance(h, Tensor) and crosses(h, head.weight):
+            here = head.weight.device
+            found = self.mine(to_side(h, here), to_side(y, here), key=to_side(key, here))
+            return cast(Tensor, to_side(found, h.device))
         batch = h.shape[0]
         targets = y.reshape(batch, -1)
         if h.dim() != 2 or y.dtype != torch.int64 or y.shape[0] != batch:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from samplex_cuda._checks import describe
 from samplex_cuda.heads.checks import explain_mismatch
+from samplex_cuda.heads.host import keep_on_host, make_host_table
 from samplex_cuda.heads.sampler import SamplerOfHead
 from samplex_cuda.samplers.base import refuse_classes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from samplex_cuda.heads.classifier import SampledClassifier
 
 __all__ = ["HeadModule"]
 
@@ -39,7 +43,33 @@ class HeadModule(SamplerOfHead):
             linear.bias = self.bias
         return linear
 
+    def host_table(self, file: str | Path | None = None, *, compute: str = "device") -> None:
+        """Keep the class table on the host, in memory or in a file, for an encoder on another device.
+
+        From then on `.to(device)` and `.cuda()` leave the head and its sampler on the host. `head(h, y)` takes `h` and
+        `y` from any device; only touched rows and their gradients cross. Make optimizers afterwards: their state is
+        beside the rows, for a file in `<file>.<name of the state>`. Draws are made on the host, or where
+        `head.sampler.to(device)` has put a sampler. A head that was made with `device="meta"` gets its first rows
+        here. See docs/host_tables.md.
+
+        Args:
+            file: a new file that the rows are mapped from (`sx.tables.mapped_table`); None: memory on huge pages, where
+                the system has them.
+            compute: where the loss of a training step is computed: "device", that of `h`, or "host": then `h` and its
+                gradient cross instead of rows.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10)
+            >>> head.host_table()
+            >>> head.to("meta").weight.device
+            device(type='cpu')
+        """
+        self.host = make_host_table(cast("SampledClassifier", self), file, compute)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        if self.host is not None:
+            fn = keep_on_host(fn)
         names = ["class_weight"] + ([] if self._state_name is None else [self._state_name])
         exact = {name: self.get_buffer(name) for name in names if self._buffers.get(name) is not None}
         super()._apply(fn, recurse)

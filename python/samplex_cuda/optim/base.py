@@ -19,7 +19,7 @@ from samplex_cuda.ops.row_rules import row_apply_
 from samplex_cuda.optim.row_gradient import RowGradient
 from samplex_cuda.optim.rules import Rule
 from samplex_cuda.rng import Key, is_capturing, key_tensor
-from samplex_cuda.tables import empty_table
+from samplex_cuda.tables import empty_table, mapped_table
 
 __all__ = ["RowOptimizer", "RowStep", "first_row_of", "set_first_row"]
 
@@ -166,11 +166,15 @@ class RowOptimizer(Optimizer):
         if group.get("capturable", False):
             self._count_on_device(p)
         for name, (shape, value) in self._state_shapes(p, group).items():
-            state[name] = self._new_table(p, shape, value)
+            state[name] = self._new_table(p, shape, value, name)
 
     @staticmethod
-    def _new_table(p: Tensor, shape: torch.Size, value: float) -> Tensor:
+    def _new_table(p: Tensor, shape: torch.Size, value: float, name: str) -> Tensor:
         width = shape[1] if len(shape) == 2 else 1
+        file = getattr(p, "table_file", None)  # of `SampledClassifier.host_table`
+        if file is not None and p.is_cpu:
+            made = mapped_table(f"{file}.{name}", *shape, dtype=acc_dtype(p.dtype), overwrite=True)
+            return made.fill_(value) if value else made
         # Laid out as the head's weight: its rows are gathered with the weight's.
         table = empty_table(shape[0], width, device=p.device, dtype=acc_dtype(p.dtype)).view(shape)
         return table.fill_(value)
@@ -267,7 +271,7 @@ class RowOptimizer(Optimizer):
             for table, (shape, value) in self._state_shapes(p, group).items():
                 kept = old.get(table)
                 if kept is None or kept.shape != shape or kept.device != p.device:
-                    kept = self._new_table(p, shape, value)
+                    kept = self._new_table(p, shape, value, table)
                 elif not saved:
                     kept.fill_(value)
                 state[table] = kept.copy_(saved[table]) if saved else kept

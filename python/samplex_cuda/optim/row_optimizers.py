@@ -72,7 +72,7 @@ class RowSGD(RowOptimizer):
 
     def _tables(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> list[Tensor]:
         if group["momentum"] and "momentum_buffer" not in state:  # a schedule turned the momentum on
-            state["momentum_buffer"] = self._new_table(p, p.shape, 0.0)
+            state["momentum_buffer"] = self._new_table(p, p.shape, 0.0, "momentum_buffer")
         return [state["momentum_buffer"]] if group["momentum"] else []
 
     def _rule(self, group: dict[str, Any], step: int) -> Rule:

@@ -239,6 +239,8 @@ def build(
         for part in parts_of(head.sampler):
             part.to(device)
         return encoder.to(device), head
+    if config.head.table == "host":
+        head.host_table()
     return encoder.to(device), head.to(device)
 
 

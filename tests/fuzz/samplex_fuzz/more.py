@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -245,6 +246,24 @@ def _num_numbers(d: Dice) -> Call:
         expect(out == wanted.get(a.kind, 2 * a.num_features), f"num_numbers is wrong: {out}")
 
     return Call(Args(args), lambda a: rff.num_numbers(**a), check)
+
+
+@generator("tables.mapped_table", 0.1)
+def _mapped_table(d: Dice) -> Call:
+    args = {"rows": d.int(1, 9), "width": d.int(1, 9), "dtype": d.pick((None, torch.float32, torch.bfloat16))}
+
+    def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
+        if out is not None:
+            has_form("table", out, (int(a.rows), int(a.width)), a.dtype or torch.float32)
+            expect(not out.any(), "a new file must hold zeros")
+
+    def run(a: Args) -> Any:
+        if not _small(a.rows, a.width):
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            return tables.mapped_table(f"{folder}/table", a.rows, a.width, dtype=a.dtype)
+
+    return Call(Args(args), run, check, words=("num_classes", "dim"))
 
 
 @generator("tables.empty_table", 0.2)

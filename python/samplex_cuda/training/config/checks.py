@@ -167,6 +167,8 @@ def check_together(source: str, c: Config) -> None:
     needs, named = loss.needs, f'loss = "{c.head.loss}"'
     if c.head.normalize and not loss.normalizes:
         fail("head", "normalize", f"false with {named}", True)
+    if c.head.table == "host" and (c.model.tied or c.training.shard != "none"):
+        fail("head", "table", "device with model.tied or training.shard", c.head.table)
     for key, off in (("margin_m1", 1.0), ("margin_m2", 0.0), ("margin_m3", 0.0)):
         if getattr(c.head, key) != off and not (c.head.normalize and loss.compares_angles):
             fail("head", key, f"{off:g} unless normalize = true and the loss is sampled_softmax", getattr(c.head, key))

@@ -193,6 +193,10 @@ class Head:
         "items of its user",
     )  # fmt: skip
     dtype: str = _key("float32", "of the class table", choices=("float32", "bfloat16"))
+    table: str = _key(
+        "device", "where the class table and its optimizer state are: with the encoder, or in memory of the host, from "
+        "where touched rows cross", choices=("device", "host"),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass
