@@ -6,6 +6,7 @@ import math
 
 from samplex_cuda import losses
 from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
+from samplex_cuda.heads.leak import LEAK
 
 __all__ = ["recommend", "warn"]
 
@@ -130,6 +131,7 @@ def warn(found: Diagnosis) -> list[str]:
                 f"{law.name}: {share} of the softmax is on classes that it never draws, a bias that stays for "
                 "every m; mix it with Uniform."
             )
+        out += _leaks(law)
         if uniform is not None and law is not uniform:
             out += _worse(found, law, uniform)
         if law.drift is not None and law.drift > STALE:
@@ -152,6 +154,18 @@ def warn(found: Diagnosis) -> list[str]:
     if found.rows < FEW_ROWS:
         out.append(f"Only {found.rows} rows: take some hundreds for numbers to rely on.")
     return out
+
+
+def _leaks(law: Law) -> list[str]:
+    """The largest m with which too much of the softmax leaks; a sampler that never draws has a word of its own."""
+    bad = [point for point in law.points if point.leak - law.missing > LEAK]
+    if not bad:
+        return []
+    where = "at every m" if len(bad) == len(law.points) else "at m = " + ", ".join(f"{p.num_samples:,}" for p in bad)
+    return [
+        f"{law.name}: leaks {where}: of the softmax {_share(bad[-1].leak)} at m = {bad[-1].num_samples:,} is on classes "
+        "that are drawn too rarely to be pushed down; mix it with class frequencies half and half, or draw more."
+    ]
 
 
 def _worse(found: Diagnosis, law: Law, uniform: Law) -> list[str]:

@@ -31,6 +31,8 @@ class Point:
         excess_error: its standard error; 0 where nothing was measured.
         measured: share of the rows whose bias was measured from draws, because m is too small for the leading term.
         std: root of the total variance of one row's gradient, root mean square over rows.
+        leak: share of the softmax above m q, which these draws cannot push down, mean over up to 64 rows; see
+            `sx.diagnostics.leak`.
         step_ms: draw + loss + backward of all rows, and update of a sampler that follows the weights, a median; None:
             not timed.
         step_error: half the distance between the quartiles of the times.
@@ -53,6 +55,7 @@ class Point:
     measured: float = 0.0
     excess: float | None = None
     excess_error: float = 0.0
+    leak: float = 0.0
     step_ms: float | None = None
     step_error: float = 0.0
     draw_ms: float | None = None
@@ -230,7 +233,7 @@ class Diagnosis:
 
     def _point_table(self) -> tuple[list[str], list[list[str]]]:
         timed = any(point.step_ms is not None for law in self.laws for point in law.points)
-        names = ["sampler", "m", "ESS", "hit %", "bias %", "std %", *(["draw ms", "step ms"] if timed else [])]
+        names = ["sampler", "m", "ESS", "hit %", "leak %", "bias %", "std %", *(["draw ms", "step ms"] if timed else [])]
         rows = []
         for law in self.laws:
             for number, point in enumerate(law.points):
@@ -240,6 +243,7 @@ class Diagnosis:
                     f"{point.num_samples:,}",
                     f"{point.ess:.1f}",
                     _percent(point.hit_rate),
+                    _percent(point.leak),
                     f"{self._bias(point)}{mark}",
                     _percent(self.relative(point.std)),
                 ]

@@ -18,6 +18,7 @@ from samplex_cuda._checks import describe
 from samplex_cuda.diagnostics import advice, gradient_error, timing
 from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
 from samplex_cuda.heads.checks import refuse_sphere
+from samplex_cuda.heads.leak import leaks
 from samplex_cuda.prediction import valid_targets
 from samplex_cuda.rng import Key, fold_in
 
@@ -27,6 +28,7 @@ KERNELS_UP_TO = 200_000  # classes for which the default candidates include kern
 ENUMERATE_UP_TO = 1 << 26  # rows x classes
 MAX_CLASSES = 1 << 23  # one row of float64 numbers is 64 MB
 MOST_SHARED = 1 << 14  # draws of a batch that are tried
+LEAK_ROWS = 64  # at most, and as many as the limit above allows: their leak is exact
 POOL = 1 << 19  # draws of a sampler that bias and variance are measured from
 TRUSTED = 0.1  # relative variance of the normaliser up to which the leading term is taken
 _TIMED_NUMBERS = 1 << 26  # gathered weights of a timed step
@@ -222,6 +224,7 @@ def diagnose(
         gradient = None
         broken: list[str] = []
         by_row: list[list[Tensor]] = []
+        looked: list[tuple[Any, Tensor]] = []
         looks = [_look(head, one.sampler, flat, seen) for one in chosen.values()]
         used: list[Any] = [
             gradient_error.SharedLaw(one.sampler, look, given)
@@ -254,8 +257,11 @@ def diagnose(
             if timed:
                 jobs += _jobs(head, one, law, flat, look, given, target)
             out.laws.append(law)
+            looked.append((one.sampler, look))
             by_row.append(biases)
         _against_uniform(out.laws, by_row)
+        say("leak")
+        _add_leaks(head, out.laws, looked, flat, target, given)
         out.gradient_norm = gradient or 0.0
         if timed:
             say("times")
@@ -439,6 +445,25 @@ def _against_uniform(found: list[Law], by_row: list[list[Tensor]]) -> None:
             point.excess = float(gap.mean())
             noisy = common > 1 and bool(point.measured or base.measured)
             point.excess_error = float(gap.std()) / math.sqrt(common) if noisy else 0.0
+
+
+def _add_leaks(
+    head: Any,
+    found: list[Law],
+    looked: list[tuple[Any, Tensor]],
+    h: Tensor,
+    target: Tensor,
+    context: Tensor | None,
+) -> None:
+    """`leak` of every point, from every class of the first rows."""
+    count = min(h.shape[0], LEAK_ROWS, max(4, ENUMERATE_UP_TO // head.num_classes))
+    laws = []
+    for law, (sampler, look) in zip(found, looked, strict=True):
+        laws.append((sampler, look[:count], law.shared, [point.num_samples for point in law.points]))
+    given = None if context is None else context[:count]
+    for law, every in zip(found, leaks(head, h[:count], target[:count, None], laws, given), strict=True):
+        for point, value in zip(law.points, every.mean(0).tolist(), strict=True):
+            point.leak = value
 
 
 def _finite(value: Tensor) -> float:

@@ -72,6 +72,22 @@ for _name in _FOLLOW:
         generator(f"samplers.{_name}.{_method}", 0.3)(_follow(_name, _method))
 
 
+@generator("diagnostics.leak", 0.3)
+def _leak(d: Dice) -> Call:
+    head, rows = _head(d), d.size()
+    args: dict[str, Any] = {"h": d.normal(rows, _DIM), "num_samples": d.int(1, 50)}
+    if d.maybe(0.5):
+        args["y"] = d.ids(head.num_classes, rows)
+
+    def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
+        if is_meta(*a.values()) or not all_ordinary(*a.values()):
+            return
+        has_form("leak", out, a.h.shape[:-1], torch.float64)
+        expect(bool(((out >= 0) & (out <= 1.0001)).all()), f"leak must be a share, got {out}")
+
+    return Call(Args(args), lambda a: sx.diagnostics.leak(head, **a), check)
+
+
 @generator("samplers.Unigram", 0.4)
 def _unigram(d: Dice) -> Call:
     args = {"counts": d.uniform(d.int(1, 9), low=0.0, high=9.0), "power": d.pick((1.0, 0.75, 0.0))}
