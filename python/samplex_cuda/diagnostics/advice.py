@@ -163,8 +163,8 @@ def _leaks(law: Law) -> list[str]:
         return []
     where = "at every m" if len(bad) == len(law.points) else "at m = " + ", ".join(f"{p.num_samples:,}" for p in bad)
     return [
-        f"{law.name}: leaks {where}: of the softmax {_share(bad[-1].leak)} at m = {bad[-1].num_samples:,} is on classes "
-        "that are drawn too rarely to be pushed down; mix it with class frequencies half and half, or draw more."
+        f"{law.name}: leaks {where}: of the softmax {_share(bad[-1].leak)} at m = {bad[-1].num_samples:,} is on "
+        "classes drawn too rarely to be pushed down; mix it with class frequencies half and half, or draw more."
     ]
 
 

@@ -233,7 +233,16 @@ class Diagnosis:
 
     def _point_table(self) -> tuple[list[str], list[list[str]]]:
         timed = any(point.step_ms is not None for law in self.laws for point in law.points)
-        names = ["sampler", "m", "ESS", "hit %", "leak %", "bias %", "std %", *(["draw ms", "step ms"] if timed else [])]
+        names = [
+            "sampler",
+            "m",
+            "ESS",
+            "hit %",
+            "leak %",
+            "bias %",
+            "std %",
+            *(["draw ms", "step ms"] if timed else []),
+        ]
         rows = []
         for law in self.laws:
             for number, point in enumerate(law.points):

@@ -218,9 +218,7 @@ def _mean_law(law: Any, piece: slice, context: Tensor | None) -> Tensor:
     return law[0].log_prob_shared(law[1], ids, context=context)[None]
 
 
-def _law(
-    law: Any, look: Tensor, piece: slice, given: Tensor | None, context: Tensor | None, whole: bool
-) -> Tensor:
+def _law(law: Any, look: Tensor, piece: slice, given: Tensor | None, context: Tensor | None, whole: bool) -> Tensor:
     """log q of a piece of the classes, [b, n] or [1, n]; `given` is the part of `context` for these rows."""
     sampler = law[0]
     if _is_mean(law):
