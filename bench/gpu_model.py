@@ -50,7 +50,7 @@ OF_TENSOR_OWN = (
 L2 = 1.65  # bandwidth of the L2 cache, times that of the memory
 GRAPH_LAUNCH = 1.5e-6  # start and end of a kernel inside a CUDA graph
 HOST_LAUNCH = 5e-6  # an op launched from Python, which the host needs whether or not the GPU has work
-CHUNK = 256 << 20  # bytes of logits at a time
+CHUNK = 272 << 20  # bytes of logits at a time (chunking.py)
 
 
 # ----------------------------------------------------------------------------------------------------- a step

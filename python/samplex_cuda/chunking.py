@@ -37,9 +37,11 @@ _CPU_BYTES = {
     "logits by class": 4 << 20,  # [n, B], which its passes go through in pieces that stay nearer
     "features": 8 << 20,  # [n, D] of a kernel sampler
 }
-# On a GPU a chunk does not stay in a cache anyway: it is so large that launches take no time beside the products, and
-# top-10 of 1,024 rows over a million classes is 32 of them.
+# On a GPU a chunk does not stay in a cache anyway: it is so large that launches take no time beside the products.
+# Logits may take a sixteenth more: top-10 of 1,024 rows over a million classes is then 15 chunks of two launches each,
+# which leaves two of 32 to convert h and the biases.
 _GPU_BYTES = 256 << 20
+_GPU_SPARE = 16
 
 # The class rows of a chunk, where a product needs a copy of them, take at most this many times the memory of a chunk of
 # logits. On a GPU such a chunk is this many times as large: the copy is one launch more.
@@ -77,7 +79,9 @@ def _classes_per_chunk(rows: int, num_classes: int, like: Tensor, copied: int = 
     `copied`: bytes of a class row, if a chunk of them is copied for the product.
     """
     total, item = chunk_bytes(like.device, of), like.element_size()
-    most = total * _COPY_CHUNKS if copied and like.device.type != "cpu" else total
+    most = total
+    if like.device.type != "cpu":
+        most = total * _COPY_CHUNKS if copied else total + total // _GPU_SPARE
     size = max(_LEAST_CLASSES, most // item // max(rows, 1))
     if copied:
         size = min(size, max(_LEAST_CLASSES, _COPY_CHUNKS * total // copied))

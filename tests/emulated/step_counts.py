@@ -16,7 +16,7 @@ _WRAPPERS = {"to", "_to_copy", "contiguous", "reshape", "flatten", "clone", "res
 _VIEWS = {"alias", "detach", "expand", "narrow", "permute", "select", "slice", "squeeze", "t", "transpose", "unsqueeze"}
 _VIEWS |= {"view", "unbind", "chunk", "split"}
 # torch's radix sort takes 8 bits of the key in one pass over it.
-_SORT_PASSES = {"int": 4, "long int": 8}
+_SORT_PASSES = {"bool": 1, "float": 4, "int": 4, "double": 8, "long int": 8}
 
 
 @dataclasses.dataclass

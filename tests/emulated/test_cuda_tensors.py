@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from step_kinds import BATCHED, DIM, ENTRY, FOLLOWING, PLAIN, SPHERE, make_step
 
 import samplex_cuda as sx
 from samplex_cuda import _native
@@ -18,41 +19,12 @@ from samplex_cuda import _native
 ptxtorch = sys.modules.get("ptxtorch")
 pytestmark = pytest.mark.skipif(ptxtorch is None, reason="not started by ptxtorch.py with a CUDA build of torch")
 
-CLASSES, DIM, BATCH, M = 1_000_000, 32, 64, 64
 MOST_LAUNCHES = 10
-ENTRY_STEPS = ["shared negative_sampling", "shared one_vs_each"]
-STEPS = ["per row", "shared", "shared bf16", "adam", "grad scaler", "kernel sampler", *ENTRY_STEPS]
-
-
-def make_step(kind: str, *, capturable: bool, classes: int = CLASSES) -> Callable[[], None]:
-    """Forward, backward and update in one call, on the device. The last word of `kind` may name the loss."""
-    dtype = torch.bfloat16 if kind.endswith("bf16") else torch.float32
-    if kind == "kernel sampler":
-        classes = 4096
-        weight = torch.nn.functional.normalize(torch.randn(classes, DIM), dim=1)
-        sampler = sx.samplers.RandomFourier(weight, 64, 1.0, key=sx.Key(1), normalize=True)
-    else:
-        sampler = sx.samplers.LogUniform(classes)
-    loss = next((name for name in sx.losses.names() if kind.endswith(name)), "sampled_softmax")
-    head = sx.SampledClassifier(DIM, classes, sampler, M, loss=loss, shared=kind.startswith("shared")).to("cuda", dtype)
-    rule = sx.optim.RowAdam if kind == "adam" else sx.optim.RowAdagrad
-    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0) if kind == "grad scaler" else None
-    head.fuse_optimizer(rule(head.parameters(), lr=0.1, capturable=capturable), grad_scaler=scaler)
-    h = torch.randn(BATCH, DIM).to("cuda", dtype).requires_grad_(True)
-    y = torch.randint(classes, (BATCH,)).cuda()
-
-    def step() -> None:
-        h.grad = None
-        loss = head(h, y)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None:
-            scaler.update()
-
-    return step
+STEPS = [*PLAIN, *ENTRY, *FOLLOWING, *SPHERE, *BATCHED]
 
 
 def warm_step(kind: str, *, capturable: bool) -> Callable[[], None]:
-    step = make_step(kind, capturable=capturable)
+    step = make_step(kind, device="cuda", capturable=capturable)
     for _ in range(3):
         step()
     return step
@@ -75,7 +47,7 @@ def test_the_host_never_waits(kind, capturable):
     assert not any(ops.shim.get(name, 0) for name in ("cuda_mallocs", "host_allocs", "async_mallocs", "frees"))
 
 
-@pytest.mark.parametrize("kind", ["per row", "shared", "shared bf16", *ENTRY_STEPS])
+@pytest.mark.parametrize("kind", ["per row", "shared", "shared bf16", *ENTRY])
 def test_launches(kind):
     """What the runtime saw of ours, what torch's kernels would be (`served`: inside of our ops, too), copies."""
     step = warm_step(kind, capturable=False)
@@ -139,5 +111,5 @@ def test_factors_of_products_are_aligned(loss):
 def test_this_build_runs_on_the_device():
     assert _native.build_info()["cuda"]
     before = ptxtorch.shim().ptxrun_launches()
-    make_step("per row", capturable=False, classes=50)()
+    make_step("per row", device="cuda")()
     assert ptxtorch.shim().ptxrun_launches() > before

@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
 from step_counts import count_step
+from step_kinds import BATCHED, CLASSES, DIM, ENTRY, FOLLOWING, PLAIN, SPHERE, make_step
 
 import samplex_cuda as sx
 from samplex_cuda.samplers import Sampler
 
-CLASSES, DIM, BATCH = 1_000_000, 32, 64
 MOST_LAUNCHES, MOST_SORT_PASSES = 10, 4
 LONGEST_WARP = 4.0
 WIDE_SECTORS = 1.15
-
-
-def make_step(kind: str) -> Callable[[], None]:
-    """A fused step: forward, backward and update in one call. The last word of `kind` may name the loss."""
-    shared, dtype = kind.startswith("shared"), torch.bfloat16 if kind.endswith("bf16") else torch.float32
-    if kind == "kernel sampler":
-        classes = 4096
-        weight = torch.nn.functional.normalize(torch.randn(classes, DIM), dim=1)
-        sampler = sx.samplers.RandomFourier(weight, 64, 1.0, key=sx.Key(1), normalize=True)
-    else:
-        classes = CLASSES
-        sampler = sx.samplers.LogUniform(classes)
-    loss = next((name for name in sx.losses.names() if kind.endswith(name)), "sampled_softmax")
-    head = sx.SampledClassifier(DIM, classes, sampler, 64, shared=shared, loss=loss).to(dtype)
-    rule = sx.optim.RowAdam if kind == "adam" else sx.optim.RowAdagrad
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if kind == "grad scaler" else None
-    head.fuse_optimizer(rule(head.parameters(), lr=0.1), grad_scaler=scaler)
-    h, y = torch.randn(BATCH, DIM, dtype=dtype, requires_grad=True), torch.randint(classes, (BATCH,))
-
-    def step() -> None:
-        h.grad = None
-        loss = head(h, y)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-
-    return step
 
 
 @pytest.fixture
@@ -50,10 +24,7 @@ def counts(request, ptxshim, monkeypatch):
     return count_step(ptxshim, make_step(request.param))
 
 
-ENTRY_STEPS = [f"{draws} {loss}" for draws in ("per row", "shared") for loss in ("negative_sampling", "one_vs_each")]
-
-
-@pytest.mark.parametrize("counts", ["per row", "shared", *ENTRY_STEPS], indirect=True)
+@pytest.mark.parametrize("counts", ["per row", "shared", *ENTRY], indirect=True)
 def test_launches_of_a_fused_step(counts):
     assert counts.launches["aten sort inside an op"] == 1
     assert counts.total_launches <= MOST_LAUNCHES, counts.launches
@@ -73,10 +44,7 @@ def test_passes_of_the_sort(counts):
     assert counts.sort_passes[0] <= MOST_SORT_PASSES
 
 
-KINDS = ["per row", "shared", "adam", "grad scaler", "kernel sampler"]
-
-
-@pytest.mark.parametrize("counts", [*KINDS, *ENTRY_STEPS], indirect=True)
+@pytest.mark.parametrize("counts", [*PLAIN, *ENTRY, *FOLLOWING, *SPHERE, *BATCHED], indirect=True)
 def test_no_synchronization_and_capturable(counts):
     assert counts.total_launches > 5
     assert not counts.syncs

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplex_cuda import _device
 from samplex_cuda._checks import check_number, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import uniform_sample
@@ -257,8 +258,8 @@ class Mixture(Sampler):
 
     @staticmethod
     def _most(mine: Tensor) -> int:
-        """Draws a component must give: as many as the row with most, where asking does not wait for the device."""
-        if torch.compiler.is_compiling() or mine.device.type != "cpu" or mine.numel() == 0:
+        """Draws a component must give: as many as the row with most, where asking does not make the host wait."""
+        if torch.compiler.is_compiling() or _device.host_waits(mine) or mine.numel() == 0:
             return mine.shape[1]
         return int(mine.sum(1).max())
 
