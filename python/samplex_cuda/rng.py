@@ -152,26 +152,27 @@ def key_tensor(op: str, key: Key | Tensor | None, device: torch.device) -> Tenso
     return key.contiguous()
 
 
-def passing_key(op: str, key: Key | Tensor | None, device: torch.device) -> Tensor:
+def passing_key(op: str, key: Key | Tensor | None, like: Tensor) -> Tensor:
     """`key_tensor` for an op that is called at once and keeps nothing: on a CPU the memory is used again.
 
     Args:
         op: name for error messages.
         key: see `key_tensor`.
-        device: where the op runs.
+        like: a tensor on the device where the op runs.
 
     Example:
         >>> import torch
         >>> from samplex_cuda.rng import key_tensor, passing_key
         >>> a = key_tensor("uniform", None, torch.device("cpu")) if torch.manual_seed(3) else None
-        >>> b = passing_key("uniform", None, torch.device("cpu")) if torch.manual_seed(3) else None
+        >>> b = passing_key("uniform", None, torch.zeros(1)) if torch.manual_seed(3) else None
         >>> torch.equal(a, b)
         True
     """
-    if key is not None or device.type != "cpu" or _modes() > 0:  # a mode may want tensors of its own kind
-        return key_tensor(op, key, device)
-    pair = getattr(_of_thread, "pair", None)
-    if pair is None:
+    if key is not None or not like.is_cpu or _modes() > 0:  # a mode may want tensors of its own kind
+        return key_tensor(op, key, like.device)
+    try:
+        pair: Tensor = _of_thread.pair
+    except AttributeError:
         pair = _of_thread.pair = torch.empty(2, dtype=torch.int64, device="cpu")
     return pair.random_(_INT64 - 1)  # the bits of torch.randint
 

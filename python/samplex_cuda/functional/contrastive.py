@@ -361,6 +361,8 @@ class _BatchSink:
         first: the row of the first query's key.
     """
 
+    at_once = False
+
     def __init__(self, first: int) -> None:
         self.first = first
 

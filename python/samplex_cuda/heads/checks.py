@@ -12,9 +12,9 @@ from samplex_cuda._checks import FLOATS, describe
 from samplex_cuda.losses import Loss
 
 if TYPE_CHECKING:
-    from samplex_cuda.heads.classifier import SampledClassifier
     from samplex_cuda.heads.exact import ExactAnswers
     from samplex_cuda.heads.module import HeadModule
+    from samplex_cuda.heads.step import StepOfHead
 
 __all__ = [
     "check_sampler",
@@ -166,7 +166,7 @@ def like_weight(h: Tensor, weight: Tensor) -> Tensor:
     return h.to(weight.dtype)
 
 
-def refuse_parametrized(head: SampledClassifier) -> None:
+def refuse_parametrized(head: StepOfHead) -> None:
     """Raises for sparse gradients of a weight that is computed, which torch cannot pass on."""
     computed = [name for name in ("weight", "bias") if torch.nn.utils.parametrize.is_parametrized(head, name)]
     if computed:
@@ -176,7 +176,7 @@ def refuse_parametrized(head: SampledClassifier) -> None:
         )
 
 
-def refuse_replicas(head: SampledClassifier) -> None:
+def refuse_replicas(head: StepOfHead) -> None:
     """Raises inside DistributedDataParallel, which does not synchronize sparse gradients and fused updates."""
     if _ddp._active_ddp_module is None or not inside_ddp(head):
         return

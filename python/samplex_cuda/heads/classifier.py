@@ -6,49 +6,24 @@ In training a step costs O(num_samples) per row, whatever C is; in evaluation th
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
-from samplex_cuda import _device, losses
-from samplex_cuda._checks import (
-    check_choice,
-    check_dense,
-    check_int,
-    check_number,
-    check_tensor,
-    describe,
-    op_error,
-    shape_text,
-)
+from samplex_cuda import losses
+from samplex_cuda._checks import check_choice, check_int, check_number, describe
 from samplex_cuda.draw import COPIES, Draw, Negatives
-from samplex_cuda.functional._inputs import known_positives, target_weights
-from samplex_cuda.functional._negatives import flat_negatives
-from samplex_cuda.functional.full import full_softmax
-from samplex_cuda.heads.checks import (
-    check_sampler,
-    check_sphere,
-    check_unique,
-    like_weight,
-    refuse_moved,
-    refuse_parametrized,
-    refuse_replicas,
-)
-from samplex_cuda.heads.classes import ClassesOfHead
+from samplex_cuda.functional._inputs import target_weights
+from samplex_cuda.heads.checks import check_sampler, check_sphere, check_unique, refuse_moved
 from samplex_cuda.heads.follow import TableFollower
 from samplex_cuda.heads.hard import join_losses
 from samplex_cuda.heads.host import crosses, host_loss
-from samplex_cuda.losses import Loss, Needs
-from samplex_cuda.ops.fused_loss import run_loss, run_static_loss, static_loss
-from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, StaticInputs
-from samplex_cuda.ops.row_gradients import RowSink
-from samplex_cuda.ops.sphere import unit_rows
-from samplex_cuda.ops.transforms import transformed
+from samplex_cuda.heads.step import LossSpec, StepOfHead
+from samplex_cuda.losses import Loss
+from samplex_cuda.ops.loss_types import REDUCTIONS, Form
 from samplex_cuda.optim.fusion import Fusion
-from samplex_cuda.prediction import mean_weight, valid_targets
-from samplex_cuda.rng import Key, passing_key
+from samplex_cuda.rng import Key
 from samplex_cuda.samplers.static import StaticSampler
 from samplex_cuda.tables import empty_table
 
@@ -60,7 +35,6 @@ __all__ = ["LossSpec", "SampledClassifier"]
 
 _NAME = "SampledClassifier"
 _is_compiling = torch.compiler.is_compiling
-_ddp = nn.parallel.DistributedDataParallel
 # Attributes whose change makes the head resolve its step anew.
 _SETTINGS = frozenset(
     {"loss", "num_samples", "shared", "stratified", "unique", "scale", "ignore_index", "sparse", "reduction", "sampler"}
@@ -68,28 +42,7 @@ _SETTINGS = frozenset(
 )
 
 
-class LossSpec(NamedTuple):
-    """What a head resolves once, when it is made or changed: how its training step draws and what its loss needs.
-
-    Example:
-        >>> import samplex_cuda as sx
-        >>> head = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), num_samples=10, shared=True)
-        >>> head.spec().excludes, head.spec().sampling
-        (False, {'shared': True})
-    """
-
-    loss: Loss
-    needs: Needs
-    form: Form
-    rows: Form  # the same without a reduction, where rows are weighted afterwards
-    excludes: bool  # draws exclude the targets of their row
-    merges: bool  # copies of a shared draw may be merged
-    sampling: dict[str, Any]  # constant arguments of `sampler.sample`
-    draws_static: bool  # the op of the loss draws by itself, from the sampler's `law()`
-    plain: bool  # it also takes h and the class table as they are
-
-
-class SampledClassifier(ClassesOfHead):
+class SampledClassifier(StepOfHead):
     """A linear classifier over C classes that trains on sampled classes and evaluates exactly.
 
     In training mode `head(h, y)` draws `num_samples` classes per row (or once for the batch, with `shared=True`) and
@@ -245,7 +198,8 @@ class SampledClassifier(ClassesOfHead):
         self.sampler = sampler
         self.follower = TableFollower(policy, self.num_classes, sampler_update == "auto")
         self._fusion: Fusion | None = None
-        self._sink: RowSink | None = None
+        self._sink = None
+        self._made_step = None
         self.host = None
         self._replica: Any = None  # what sx.distributed.replicate made
         if class_weight is not None:
@@ -434,317 +388,6 @@ class SampledClassifier(ClassesOfHead):
         if sample_weight is not None:
             return self._reduced(loss, target, sample_weight, lead, shares is not None)
         return loss if form.reduction or len(lead) == 1 else loss.reshape(lead)
-
-    def _plain_loss(self, spec: LossSpec, h: Tensor, y: Tensor, key: Key | Tensor | None) -> Tensor | None:
-        """The loss of a batch that the op takes as it is; None for any other batch, which the general path takes.
-
-        The checks of the op are the only ones: those in Python run when it refuses, to say what is wrong.
-        """
-        own: Any = self._parameters
-        weight, bias = own.get("weight"), own.get("bias")
-        if (
-            type(h) is not Tensor
-            or type(y) is not Tensor
-            or weight is None
-            or h.dtype is not weight.dtype
-            or h.device != weight.device
-            or y.device != weight.device
-            or self.follower.active
-            or _ddp._active_ddp_module is not None
-            or transformed()
-            or forward_ad._current_level >= 0
-            or "parametrizations" in self._modules
-        ):
-            return None
-        rows, target = h, y
-        if h.dim() != 2:
-            if h.dim() == 0 or y.shape != h.shape[:-1] or not spec.form.reduction:
-                return None
-            rows, target = h.reshape(-1, h.shape[-1]), y.reshape(-1)
-        elif y.dim() != 1:
-            return None
-        if not (rows.is_contiguous() and target.is_contiguous()):
-            return None
-        sampler: Any = self._modules["sampler"]
-        fusion = self._fusion
-        drawn = passing_key(sampler._op, key, weight.device)
-        x = StaticInputs(
-            rows, weight, bias, target, self._buffers["class_weight"], drawn, self.num_samples, self.shared,
-            sampler.law(), fusion is not None and fusion.at_once,
-        )  # fmt: skip
-        try:
-            return static_loss(spec.loss, x, spec.form, fusion or self._rows_of(weight, bias))
-        except RuntimeError as error:
-            self._check_batch(h, y, None, None, None)
-            self._refuse_targets(target)
-            raise op_error(error) from None
-
-    def _check_batch(
-        self,
-        h: Tensor,
-        y: Tensor,
-        features: Tensor | None,
-        sample_weight: Tensor | None,
-        positives: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor, torch.Size]:
-        """Rows [B, d] and targets [B] or [B, P] of a batch that fits this head, and its leading dimensions."""
-        lead = self._check_h("forward", h)
-        flat = len(lead) == 1
-        dense = isinstance(y, Tensor) and y.layout is torch.strided and y.dtype is torch.int64
-        shape = y.shape if dense else torch.Size()
-        if not dense or (shape != lead and shape[:-1] != lead):
-            raise ValueError(
-                f"{_NAME}: y must be {shape_text(lead)} or {shape_text(lead, 'P')} int64 to fit h, got {describe(y)}"
-            )
-        if y.device != h.device:  # an op with a meta tensor among its arguments computes nothing
-            raise ValueError(f"{_NAME}: y must be on {h.device} as h, got {describe(y)}")
-        if len(shape) > len(lead) and shape[-1] == 0:
-            raise ValueError(f"{_NAME}: y must have at least one target per row, got {describe(y)}")
-        if features is not None:
-            self._check_features("forward", features, lead)
-        if sample_weight is not None:
-            check_dense(_NAME, "sample_weight", check_tensor(_NAME, "sample_weight", sample_weight, str(list(lead))))
-            if sample_weight.shape != lead or not sample_weight.is_floating_point():
-                raise ValueError(
-                    f"{_NAME}: sample_weight must be {list(lead)} floating point, got {describe(sample_weight)}"
-                )
-        # A reshape to the same shape would be a view, and one more node for autograd to visit.
-        rows = h if flat else h.reshape(-1, self.in_features)
-        target = y if flat else y.reshape(rows.shape[0], *y.shape[len(lead) :])
-        if positives is not None and not self.loss.needs.excludes_target:
-            raise ValueError(
-                f"{_NAME}: positives must be None with {self.loss!r}, which counts every draw, got "
-                f"{type(positives).__name__}"
-            )
-        return rows, target, lead
-
-    def _reduced(
-        self, loss: Tensor, target: Tensor, sample_weight: Tensor | None, lead: torch.Size, weighted: bool = False
-    ) -> Tensor:
-        """Losses of rows, [B], weighted and reduced; rows whose targets are `weighted` count 1 each."""
-        row_weight = mean_weight(target, self._valid(target), None if weighted else self.class_weight)
-        if sample_weight is not None:
-            flat = sample_weight.reshape(-1).to(loss.dtype)
-            loss, row_weight = loss * flat, row_weight * flat
-        if self.reduction == "none":
-            return loss.reshape(lead)
-        if self.reduction == "sum":
-            return loss.sum()
-        total = row_weight.sum().to(loss.dtype)
-        return loss.sum() / torch.where(total == 0, 1.0, total)
-
-    def _full_loss(self, h: Tensor, target: Tensor, by_row: bool, target_weight: Tensor | None) -> Tensor:
-        loss: Any = self.loss
-        if h.dtype is not self.weight.dtype or h.device != self.weight.device:
-            h = like_weight(h, self.weight)
-        return full_softmax(
-            self._query(h),
-            unit_rows(self.weight) if self.normalize else self.weight,
-            target,
-            self._live_bias(),
-            scale=self.scale,
-            reduction="none" if by_row else self.reduction,
-            absolute=loss.absolute,
-            label_smoothing=loss.label_smoothing,
-            target_weight=target_weight,
-            class_weight=self.class_weight,
-            ignore_index=self.ignore_index,
-        )
-
-    def _sampled_loss(
-        self,
-        spec: LossSpec,
-        form: Form,
-        h: Tensor,
-        target: Tensor,
-        features: Tensor | None,
-        index: Tensor | None,
-        context: Any,
-        positives: tuple[Tensor, Tensor] | None,
-        key: Key | Tensor | None,
-        negatives: Draw | None = None,
-        target_weight: Tensor | None = None,
-    ) -> Tensor:
-        """One training step's loss: draw, then the fused loss; `h` is [B, d], `target` [B] or [B, P]."""
-        # Past `nn.Module.__getattr__`, which takes a microsecond; a parametrized weight is not in the dictionary.
-        own: Any = self._parameters
-        weight, bias = (own["weight"], own["bias"]) if "weight" in own and "bias" in own else (self.weight, self.bias)
-        compiling = _is_compiling()
-        if (form.sparse or self._fusion is not None) and not compiling:
-            refuse_replicas(self)
-            if "parametrizations" in self._modules:
-                refuse_parametrized(self)
-        if h.dtype is not weight.dtype or h.device != weight.device:
-            h = like_weight(h, weight)
-        query = self._query(h)
-        follower = self.follower
-        alone = positives is None and negatives is None and target.dim() == 1 and target_weight is None
-        if spec.draws_static and alone and not follower.active and not compiling and not transformed():
-            sampler: Any = self._modules["sampler"]
-            given = StaticInputs(
-                query if query.is_contiguous() else query.contiguous(),
-                weight,
-                bias,
-                target if target.is_contiguous() else target.contiguous(),
-                self._buffers["class_weight"],
-                passing_key(sampler._op, key, weight.device),
-                self.num_samples,
-                self.shared,
-                sampler.law(),
-                self._fusion is not None and self._fusion.at_once,
-            )
-            try:
-                return run_static_loss(spec.loss, given, form, self._fusion or self._rows_of(weight, bias))
-            except IndexError:
-                self._refuse_targets(target)
-                raise
-        # Inside torch.func the tables are not the head's own: the sampler stays as it is.
-        following = follower.active and not transformed()
-        with torch.no_grad():
-            if following:
-                self._follow(weight, bias, h.shape[0])
-            try:
-                if negatives is not None:
-                    draw, target_log_q = negatives, None
-                else:
-                    draw, target_log_q = self._draw(spec, h, target, features, context, key)
-            except IndexError:
-                self._refuse_targets(target)  # the sampler was given them by another name
-                raise
-        offsets, known = (None, None)
-        if positives is not None:
-            offsets, known = known_positives(spec.loss.name, positives, h.shape[0], weight.device)
-        state = used = None
-        if index is not None and self._state_name is not None:
-            state = self.get_buffer(self._state_name)
-            used = state[index]
-        log_q = draw.log_q if weight.dtype is not torch.float64 else draw.log_q.double()
-        x = Inputs(
-            query if query.is_contiguous() else query.contiguous(),
-            weight,
-            bias,
-            target if target.is_contiguous() else target.contiguous(),
-            draw.ids,
-            log_q,
-            self.class_weight,
-            offsets,
-            known,
-            target_log_q,
-            used,
-            target_weight=target_weight,
-        )
-        sink = self._fusion or (None if compiling else self._rows_of(weight, bias))
-        loss, extra = run_loss(spec.loss, x, form, sink)
-        if following:  # after the loss has accepted the ids: a refused batch leaves no trace
-            follower.touch(torch.where(self._valid(target), target, -1).reshape(-1), draw.ids.reshape(-1))
-        if state is not None and index is not None and used is not None and extra is not None:
-            spec.loss.update_state(state, index, used, extra.detach())
-        return loss
-
-    def _own_negatives(self, spec: LossSpec, given: Any, target: Tensor, lead: torch.Size, width: int = 0) -> Draw:
-        """The caller's negatives in the form the ops take; `width` columns at least where rows have several lengths."""
-        needs = spec.needs
-        if not (needs.draws and needs.excludes_target) or needs.target_log_q or needs.prior:
-            raise ValueError(
-                f"{_NAME}: negatives must be None with {spec.loss!r}, which needs draws of its sampler or none, got "
-                f"{type(given).__name__}; sampled_softmax and one_vs_each take them"
-            )
-        acc = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
-        return flat_negatives(_NAME, given, target, lead, self.ignore_index, acc, width)
-
-    def _hard_negatives(self, spec: LossSpec, hard: Any, target: Tensor, lead: torch.Size) -> Draw:
-        """Hard negatives in the form the ops take."""
-        plain = isinstance(spec.loss, losses.SampledSoftmax) and not spec.loss.label_smoothing
-        if not plain or target.dim() != 1 or self.class_weight is not None:
-            raise ValueError(
-                f"{_NAME}: hard must be None unless the loss is sampled_softmax without smoothing, with one target per "
-                f"row and no class weights, got {spec.loss!r} and y {list(target.shape)}"
-            )
-        if not isinstance(hard, Tensor) or hard.dim() != len(lead) + 1:
-            raise ValueError(f"{_NAME}: hard must be {shape_text(lead, 'k')} int64, got {describe(hard)}")
-        return self._own_negatives(spec, Negatives(hard), target, lead)
-
-    def _follow(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
-        """Brings a sampler that depends on the class table up to date, where that is due."""
-        follower = self.follower
-        if follower.auto:
-            follower.settle(self.sampler, rows, self.num_samples, self.shared)
-        follower.look(weight, bias if getattr(self.sampler, "has_bias", False) else None)
-        if follower.due():
-            self.update_sampler()
-
-    def _draw(
-        self, spec: LossSpec, h: Tensor, target: Tensor, features: Tensor | None, context: Any, key: Key | Tensor | None
-    ) -> tuple[Draw, Tensor | None]:
-        """Negatives of a batch, and log q of its targets if the loss reads it."""
-        sampler: Any = self.sampler
-        seen = h.detach() if features is None else self._seen(h, features)
-        if spec.needs.target_log_q:
-            known = torch.where(self._valid(target), target, 0)
-            draw, log_q = sampler.sample_and_score(
-                seen, self.num_samples, known, key=key, context=context, **spec.sampling
-            )
-            return draw, log_q.double() if self.weight.dtype is torch.float64 else log_q
-        if getattr(sampler, "takes_targets", False):
-            if target.dim() != 1:
-                raise ValueError(
-                    f"{_NAME}: y must be {list(target.shape[:1])}, one per row, with an InBatch sampler, "
-                    f"got {list(target.shape)}"
-                )
-            known = torch.where(self._valid(target), target, -1)
-            draw = sampler.sample(seen, self.num_samples, key=key, context=context, targets=known)
-            return draw.merged() if spec.merges and self._repeats(draw) else draw, None
-        exclude = None
-        if spec.excludes:
-            # A negative target that is not ignored is an error of the loss.
-            exclude = target.clamp_min(-1) if self.ignore_index < 0 else torch.where(self._valid(target), target, -1)
-        draw = sampler.sample(seen, self.num_samples, key=key, exclude=exclude, context=context, **spec.sampling)
-        return draw.merged() if spec.merges and self._repeats(draw) else draw, None
-
-    def _refuse_targets(self, target: Tensor) -> None:
-        """IndexError if a target is out of range."""
-        wrong = self._valid(target) & ((target < 0) | (target >= self.num_classes))
-        if bool(wrong.any()):
-            got = int(target[wrong].flatten()[0])
-            raise IndexError(
-                f"{_NAME}: y must be in [0, {self.num_classes}) or ignore_index={self.ignore_index}, got {got}"
-            ) from None
-
-    def _repeats(self, draw: Draw) -> bool:
-        """Whether shared draws hold enough copies for `Draw.merged` to pay."""
-        if torch.compiler.is_compiling():
-            return False
-        collision = getattr(self.sampler, "collision", None)
-        chance = None if collision is None else collision()
-        if chance is None:
-            return draw.repeats()
-        return not _device.host_waits(draw.ids) and chance * draw.ids.shape[0] > COPIES
-
-    def _rows_of(self, weight: Tensor, bias: Tensor | None) -> RowSink:
-        """The sink of unfused gradients; made anew when a parameter was replaced."""
-        sink = self._sink
-        if sink is None or sink.sparse is not self.sparse or not sink.serves(weight, bias):
-            sink = self._sink = RowSink(self.sparse, weight, bias)
-        return sink
-
-    def _valid(self, target: Tensor) -> Tensor:
-        return valid_targets(target, self.ignore_index)
-
-    def _check_index(self, index: Tensor | None, lead: torch.Size) -> Tensor:
-        assert self._state_name is not None
-        return self._check_numbers(index, lead, self.get_buffer(self._state_name).shape[0])
-
-    def _check_numbers(self, index: Tensor | None, lead: torch.Size, examples: int) -> Tensor:
-        if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.shape != lead:
-            raise ValueError(f"{_NAME}: index must be {list(lead)} int64 with {self.loss!r}, got {describe(index)}")
-        if index.device != self.weight.device:
-            raise ValueError(f"{_NAME}: index must be on {self.weight.device}, got {index.device}")
-        # On a GPU a look at the numbers would wait for the device; torch's own indexing stops there.
-        if index.is_cpu and index.numel() and not torch.compiler.is_compiling():
-            low, high = (int(t) for t in index.aminmax())
-            if low < 0 or high >= examples:
-                raise IndexError(f"{_NAME}: index must be in [0, {examples}), got {low if low < 0 else high}")
-        return index.reshape(-1)
 
     # -------------------------------------------------------------------------------------------- the optimizer
     def fuse_optimizer(self, optimizer: RowOptimizer | None, accumulate: int = 1, *, grad_scaler: Any = None) -> None:

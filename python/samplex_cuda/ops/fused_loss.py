@@ -20,7 +20,7 @@ from samplex_cuda.ops.transforms import differentiated_twice, refuse_forward_mod
 if TYPE_CHECKING:
     from samplex_cuda.losses.base import Loss
 
-__all__ = ["OpCall", "differentiate", "run_loss", "run_static_loss", "static_loss"]
+__all__ = ["OpCall", "Step", "differentiate", "fits", "run_loss", "run_static_loss", "static_loss", "static_step"]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _is_compiling = torch.compiler.is_compiling
@@ -57,13 +57,43 @@ def _plan(loss: Loss, weight: Tensor, bias: Tensor | None, form: Form, extra: bo
     )
 
 
-class _Call(NamedTuple):
-    """What `_FusedLoss` takes besides the tensors it differentiates: one argument, since autograd looks at each."""
+class Step(NamedTuple):
+    """What is the same in every step of a configuration, so that a head makes it once."""
 
     loss: Loss
-    x: Inputs | StaticInputs
     form: Form
-    sink: Sink | None
+    sink: Sink | None  # by default rows for autograd
+    plan: Plan | None = None  # where it is known before the forward
+    unit_hidden: bool = False  # `StaticInputs.unit_hidden`
+
+
+def static_step(loss: Loss, weight: Tensor, bias: Tensor | None, form: Form, sink: Sink) -> Step:
+    """The `Step` of a loss that draws by itself.
+
+    Args:
+        loss: it must have `draws_static`.
+        weight: [C, d].
+        bias: [C] or None.
+        form: what every loss shares.
+        sink: where the weight gradient goes.
+    """
+    return Step(loss, form, sink, _plan(loss, weight, bias, form, False), sink.at_once)
+
+
+def fits(step: Step, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `static_step` would give this step for these tables, as far as they decide.
+
+    Args:
+        step: made by `static_step`.
+        weight: [C, d].
+        bias: [C] or None.
+    """
+    plan: Any = step.plan
+    return (
+        plan.weight_dtype is weight.dtype
+        and plan.num_classes == weight.size(0)
+        and plan.bias_dtype is (None if bias is None else bias.dtype)
+    )
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -75,24 +105,29 @@ class _FusedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Any:
-        loss, x, form, sink = call
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, step: Step, x: Inputs | StaticInputs
+    ) -> Any:
+        loss, form, sink, plan, _ = step
         need_hidden = ctx.needs_input_grad[0]
-        if isinstance(x, StaticInputs):
+        if plan is not None:  # the op draws, too
             with _below_autograd():
-                made, ids = loss.forward_static(x, form, True, need_hidden)
-        elif loss.below_autograd:
+                (out, saved, _, unit_hidden), ids = loss.forward_static(x, form, True, need_hidden)  # type: ignore[arg-type]
+            unit = None if unit_hidden is None else [unit_hidden]
+            ctx.kept = plan, sink, saved, weight._version, unit
+            ctx.save_for_backward(hidden, x.target, ids, weight if form.normalize else None)
+            return out
+        if loss.below_autograd:
             with _below_autograd():
-                made, ids = loss.forward(x, form, True, need_hidden), x.ids
+                made = loss.forward(x, form, True, need_hidden)  # type: ignore[arg-type]
         else:
-            made, ids = loss.forward(x, form, True, need_hidden), x.ids
+            made = loss.forward(x, form, True, need_hidden)  # type: ignore[arg-type]
         extra = made.extra
-        ctx.plan = _plan(loss, weight, bias, form, extra is not None)
-        ctx.version = weight._version
-        ctx.sink = RowSink(form.sparse, weight, bias) if sink is None else sink
-        ctx.saved = made.saved
-        ctx.unit_hidden = None if made.unit_hidden is None else [made.unit_hidden]
-        ctx.save_for_backward(hidden, x.target, ids, weight if form.normalize else None)
+        plan = _plan(loss, weight, bias, form, extra is not None)
+        if sink is None:
+            sink = RowSink(form.sparse, weight, bias)
+        ctx.kept = plan, sink, made.saved, weight._version, None
+        ctx.save_for_backward(hidden, x.target, x.ids, weight if form.normalize else None)  # type: ignore[union-attr]
         if extra is None:
             return made.loss
         ctx.set_materialize_grads(False)
@@ -102,14 +137,14 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_extra: Tensor | None = None) -> Any:
-        plan: Plan = ctx.plan
+        plan, sink, saved, version, unit_hidden = ctx.kept
         hidden, target, ids, weight = ctx.saved_tensors
         grad_lse = grad_extra if plan.with_lse else None
-        grad = _grad(plan, hidden, target, ids, ctx.saved, grad_loss, grad_lse, ctx.version, weight, ctx.unit_hidden)
+        grad = _grad(plan, hidden, target, ids, saved, grad_loss, grad_lse, version, weight, unit_hidden)
         if grad is None:
-            return None, None, None, None
-        d_hidden, d_weight, d_bias = ctx.sink.deliver(grad, ctx.needs_input_grad[:3])
-        return d_hidden, d_weight, d_bias, None
+            return None, None, None, None, None
+        d_hidden, d_weight, d_bias = sink.deliver(grad, ctx.needs_input_grad[:3])
+        return d_hidden, d_weight, d_bias, None, None
 
 
 class _FunctionalLoss(torch.autograd.Function):
@@ -182,29 +217,27 @@ def _refuse_division(loss: Loss, weight: Tensor, form: Form) -> None:
         )
 
 
-def run_static_loss(loss: Loss, x: StaticInputs, form: Form, sink: Sink) -> Tensor:
+def run_static_loss(step: Step, x: StaticInputs) -> Tensor:
     """`run_loss` for a loss that draws by itself, outside of compiled graphs and of `torch.func`.
 
     Args:
-        loss: which loss, with its options; it must have `draws_static`.
+        step: made by `static_step`.
         x: tensors in the form the ops take.
-        form: what every loss shares.
-        sink: where the weight gradient goes.
     """
-    refuse_forward_mode(loss.name, x.hidden, x.weight, x.bias)
-    _refuse_division(loss, x.weight, form)
+    refuse_forward_mode(step.loss.name, x.hidden, x.weight, x.bias)
+    _refuse_division(step.loss, x.weight, step.form)
     try:
-        return static_loss(loss, x, form, sink)
+        return static_loss(step, x)
     except RuntimeError as error:
         raise op_error(error) from None
 
 
-def static_loss(loss: Loss, x: StaticInputs, form: Form, sink: Sink) -> Tensor:
+def static_loss(step: Step, x: StaticInputs) -> Tensor:
     """`run_static_loss` without its checks, and with the errors of the op as they are."""
     if _needs_grad(x):
-        return _apply(x.hidden, x.weight, x.bias, _Call(loss, x, form, sink))
+        return _apply(x.hidden, x.weight, x.bias, step, x)
     with _below_autograd():
-        return loss.forward_static(x, form, False, False)[0].loss
+        return step.loss.forward_static(x, step.form, False, False)[0].loss
 
 
 def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tuple[Tensor, Tensor | None]:
@@ -239,7 +272,7 @@ def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tup
         if transformed():
             found = _FunctionalLoss.apply(x.hidden, x.weight, bias, loss, x, form)
             return found[0], found[2] if len(found) > 2 else None
-        output = _apply(x.hidden, x.weight, bias, _Call(loss, x, form, sink))
+        output = _apply(x.hidden, x.weight, bias, Step(loss, form, sink), x)
     except RuntimeError as error:
         raise op_error(error) from None
     return output if isinstance(output, tuple) else (output, None)

@@ -144,6 +144,9 @@ class Entries(NamedTuple):
 class Sink(Protocol):
     """Takes the gradient of a class table."""
 
+    at_once: bool
+    """Whether one op may make the update from what a forward kept, so that the forward makes the gradient of hidden."""
+
     def deliver(
         self, grad: LossGrad, need: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -251,6 +251,8 @@ class RowSink:
         bias: the same.
     """
 
+    at_once = False
+
     def __init__(self, sparse: bool, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
         self.sparse = sparse
         self.weight, self.bias = TableGradient(sparse, weight), TableGradient(sparse, bias)
