@@ -152,6 +152,8 @@ def keep_on_host(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 class _Crossing:
     """The sink of a loss over gathered rows: it keeps their gradients until autograd comes to the table."""
 
+    at_once = False
+
     def __init__(self) -> None:
         self.found: dict[int, RowGradients] = {}
 
