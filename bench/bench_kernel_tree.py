@@ -6,6 +6,8 @@ Rows (--only takes any part of a name):
   levels         n = 1,000,000, d = 128, D = 1024, 256 x 64 draws, vs a torch loop over the levels
   exclude        the same tree: the cost of leaving out the target, exactly
   update         the same tree: 16,384 changed rows vs a rebuild
+  follow_*       following 8,600 rows, n = 1,000,000, d = 64, D = 1024 ("rff", "positive") and Quadratic, vs the byte
+                 floor: a copy of as many bytes as the distinct nodes that change have (printed with the row)
   depth_1024     time at n = 2^20 / at n = 2^12, d = 128, 256 x 64 draws; depth_64 the same at D = 64
   tv_*           total-variation distance of q to softmax (tau = 11.1) on clustered classes: 100 centres on the sphere,
                  noise 0.5 or 1.0 (length of the noise vector), d = 64, n = 10,000; not timed
@@ -162,6 +164,50 @@ def softmax_rows(options: Any, device: torch.device, add: Callable[..., None]) -
         del sampler
 
 
+# ----------------------------------------------------------------------------------------------------- following
+def changed_nodes(sampler: KernelSampler, ids: torch.Tensor) -> int:
+    """Distinct nodes above some classes, leaves and root included."""
+    nodes, found = (ids // sampler.leaf_size + (sampler.sums.shape[0] // 2)).unique(), 0
+    for _ in range(sampler.depth + 1):
+        found, nodes = found + nodes.numel(), (nodes >> 1).unique()
+    return found
+
+
+def follow_rows(options: Any, device: torch.device, add: Callable[..., None]) -> None:
+    n, dim, touched = MILLION, 64, 8_600
+    makers: dict[str, Callable[[torch.Tensor], KernelSampler]] = {
+        "follow_rff": lambda weight: RandomFourier(weight, 1024, NU),
+        "follow_positive": lambda weight: RandomFourier(weight, 1024, NU, "positive"),
+        "follow_quadratic": Quadratic,
+    }
+    targets = {"follow_rff": 1.5, "follow_positive": 1.5, "follow_quadratic": 2.0}
+    for row_id, make in makers.items():
+        if not wanted(options, row_id):
+            continue
+        weight = unit_rows(n, dim, device)
+        tree = make(weight)
+        some = [torch.randperm(n, device=device)[:touched] for _ in range(SETS)]
+        rows = [unit_rows(touched, dim, device, 200 + i) for i in range(SETS)]
+        tree.update(some[0], rows[0])
+        weight[some[0]] = rows[0]
+        changed = tree.sums[: 1 << 12].clone()
+        tree.rebuild(weight)
+        worst = check_close("upper sums after an update", changed, tree.sums[: 1 << 12], 1e-5)
+        nodes = changed_nodes(tree, some[0])
+        size = nodes * tree.sums.shape[1]
+        source, copied = torch.randn(size, device=device), torch.empty(size, device=device)
+        sides = [
+            Side("follow", lambda i, t=tree, s=some, r=rows: t.update(s[i % SETS], r[i % SETS])),
+            Side("byte floor", lambda i, a=copied, b=source: a.copy_(b)),
+        ]
+        floor = f"a copy of {4e-6 * size:.0f} MB ({nodes:,} nodes)"
+        what = f"following {touched:,} rows, n = 1,000,000, {row_id[7:]}, / {floor}"
+        about: dict[str, Any] = {"inverse": True, "unit": "ratio", "sense": "<=", "target": targets[row_id]}
+        config = {"n": n, "d": dim, "rows": touched, "numbers a node": tree.sums.shape[1], "nodes": nodes}
+        add(row_id, what, sides, f"upper sums vs a rebuild: {worst:.1e}", config=config, **about)
+        del tree, weight, source, copied, sides, changed
+
+
 # ----------------------------------------------------------------------------------------------------- distance
 def distances(options: Any, device: torch.device, report: Report) -> None:
     """TV(q, softmax) on clustered classes; which sampler wins when."""
@@ -231,6 +277,7 @@ def main() -> int:
         )
 
     softmax_rows(options, device, add)
+    follow_rows(options, device, add)
     sets = [unit_rows(BATCH, DIM, device, 100 + i) for i in range(SETS)]
     config = {"B": BATCH, "m": M, "d": DIM, "nu": NU}
 

@@ -67,8 +67,8 @@ def test_conversions_fit_the_budget(no_autocast, h_dtype, weight_dtype, bias_dty
 
 
 def test_sizes():
-    cpu, kinds = torch.device("cpu"), ("logits", "features")
-    assert [chunking.chunk_bytes(cpu, kind) >> 20 for kind in kinds] == [2, 8]
+    cpu, kinds = torch.device("cpu"), ("logits", "features", "changed features")
+    assert [chunking.chunk_bytes(cpu, kind) >> 20 for kind in kinds] == [2, 8, 2]
     assert {64 << 20 <= chunking.chunk_bytes(torch.device("cuda"), kind) <= 256 << 20 for kind in kinds} == {True}
 
 
@@ -89,7 +89,7 @@ def test_every_loop_asks(monkeypatch):
     monkeypatch.setattr(chunking, "chunk_bytes", lambda device, of="logits": asked.add(of) or real(GPU, of))
     for mine, theirs in zip(work(), plain, strict=True):
         torch.testing.assert_close(mine, theirs)
-    assert asked == {"logits", "features"}
+    assert asked == {"logits", "features", "changed features"}
     asked.clear()
     prediction.exact_lse(h, weight)
     assert asked == {"logits"}

@@ -155,11 +155,11 @@ def interrupted(monkeypatch, sampler, op: str, at: int, work) -> None:
     """Runs `work`, which Ctrl-C stops before call number `at` of an op."""
     real, seen = getattr(ops, op), []
 
-    def stop(*args):
+    def stop(*args, **options):
         seen.append(1)
         if len(seen) == at:
             raise Interrupt
-        return real(*args)
+        return real(*args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(ops, op, stop)

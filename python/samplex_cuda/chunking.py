@@ -36,6 +36,7 @@ _CPU_BYTES = {
     "logits": 2 << 20,  # [B, n] of `logit_chunks`
     "logits by class": 4 << 20,  # [n, B], which its passes go through in pieces that stay nearer
     "features": 8 << 20,  # [n, D] of a kernel sampler
+    "changed features": 2 << 20,  # the same where old and new ones are held, beside the leaves that they change
 }
 # On a GPU a chunk does not stay in a cache anyway: it is so large that launches take no time beside the products.
 # Logits may take a sixteenth more: top-10 of 1,024 rows over a million classes is then 15 chunks of two launches each,
@@ -56,7 +57,7 @@ _BLOCK_ROWS = 1024
 _PRIOR_ELEMENTS = 1 << 25
 
 
-Kind: TypeAlias = Literal["logits", "logits by class", "features"]
+Kind: TypeAlias = Literal["logits", "logits by class", "features", "changed features"]
 
 
 def chunk_bytes(device: torch.device, of: Kind = "logits") -> int:

@@ -1,5 +1,6 @@
 // The kernel tree on the CPU: the choice of the SIMD level, the order of the work, the scalar bodies.
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "common/parallel.h"
@@ -25,9 +26,16 @@ void kernel_tree_add_scalar(float* to, const float* a, const float* b, int64_t w
   kernel_tree_add(to, a, b, width);
 }
 
+void kernel_tree_climb_scalar(float* to, float* kept, const float* a, const float* b, const float* next_a,
+                              const float* next_b, int64_t width) {
+  kernel_tree_climb(to, kept, a, b, next_a, next_b, width);
+}
+
 void kernel_tree_change_scalar(float* to, const float* a, const float* b, int64_t width) {
   kernel_tree_change(to, a, b, width);
 }
+
+float kernel_tree_peak_scalar(const float* sums, int64_t width) { return kernel_tree_peak(sums, width); }
 
 void kernel_tree_total_scalar(float* to, const float* rows, int64_t count, int64_t width) {
   kernel_tree_total(to, rows, count, width);
@@ -37,14 +45,17 @@ struct Bodies {
   decltype(&kernel_tree_top_scalar) top;
   decltype(&kernel_tree_subtree_scalar) subtree;
   decltype(&kernel_tree_add_scalar) add;
+  decltype(&kernel_tree_climb_scalar) climb;
   decltype(&kernel_tree_change_scalar) change;
+  decltype(&kernel_tree_peak_scalar) peak;
   decltype(&kernel_tree_total_scalar) total;
 };
 
 Bodies bodies() {
   const SimdLevel level = simd_level();
-  return {SX_SIMD_BODY(level, kernel_tree_top), SX_SIMD_BODY(level, kernel_tree_subtree),
-          SX_SIMD_BODY(level, kernel_tree_add), SX_SIMD_BODY(level, kernel_tree_change),
+  return {SX_SIMD_BODY(level, kernel_tree_top),    SX_SIMD_BODY(level, kernel_tree_subtree),
+          SX_SIMD_BODY(level, kernel_tree_add),    SX_SIMD_BODY(level, kernel_tree_climb),
+          SX_SIMD_BODY(level, kernel_tree_change), SX_SIMD_BODY(level, kernel_tree_peak),
           SX_SIMD_BODY(level, kernel_tree_total)};
 }
 
@@ -82,6 +93,88 @@ std::vector<KernelTreeGroup> subtrees(const KernelTreeWork& work, int64_t count)
   return tasks;
 }
 
+// ------------------------------------------------------------------------------------------------ the way up
+constexpr int kUpperLevels = 7;                   // levels above the subtrees that threads share
+constexpr int64_t kStreamed = int64_t(16) << 20;  // bytes of changed sums that no cache keeps until they are read
+constexpr int kClimbAhead = 2;                    // additions ahead whose rows are fetched
+
+// One addition: to = a + b. `kept` is where the next one finds the result.
+struct Climb {
+  float *to, *kept;
+  const float *a, *b;
+};
+
+void add_children(const Bodies& body, const KernelTreeParentsParams& p, int64_t node) {
+  const float* left = p.sums + 2 * node * p.stride;
+  body.add(p.sums + node * p.stride, left, left + p.stride, p.stride);
+}
+
+// The additions above the leaves [begin, end), ascending and different, up to the node `levels` above all of them, each
+// as soon as both children are there. `slots` [levels, 2, stride]: the last left and right result of each level, from
+// where additions take them; nullptr: from the sums.
+void plan_climb(const KernelTreeParentsParams& p, const int64_t* begin, const int64_t* end, int levels, float* slots,
+                std::vector<Climb>& plan) {
+  int64_t held[kKernelTreeMostDepth + 1][2] = {};  // nodes whose results are in the slots
+  plan.clear();
+  const auto place = [&](int64_t node, int level) -> const float* {
+    const bool there = slots != nullptr && level > 0 && held[level][node & 1] == node;
+    return there ? slots + (2 * (level - 1) + (node & 1)) * p.stride : p.sums + node * p.stride;
+  };
+  for (const int64_t* leaf = begin; leaf != end; ++leaf) {
+    // Nodes that are above the next leaf as well wait for it.
+    const int top = leaf + 1 == end ? levels : 63 - __builtin_clzll(uint64_t(leaf[0] ^ leaf[1]));
+    for (int level = 1; level <= top; ++level) {
+      const int64_t node = ((int64_t(1) << p.depth) + *leaf) >> level;
+      const float *a = place(2 * node, level - 1), *b = place(2 * node + 1, level - 1);
+      float* to = p.sums + node * p.stride;
+      held[level][node & 1] = node;
+      plan.push_back({to, slots != nullptr ? slots + (2 * (level - 1) + (node & 1)) * p.stride : to, a, b});
+    }
+  }
+}
+
+// Sums above the given leaves, each read or written once: threads share the subtrees below kUpperLevels.
+void climb(const Bodies& body, const KernelTreeParentsParams& p) {
+  std::vector<int64_t> leaves(std::lower_bound(p.leaves, p.leaves + p.count, int64_t(0)), p.leaves + p.count);
+  leaves.erase(std::unique(leaves.begin(), leaves.end()), leaves.end());
+  const int levels = std::max(0, p.depth - kUpperLevels);  // of a subtree
+  std::vector<size_t> starts;
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    if (i == 0 || leaves[i] >> levels != leaves[i - 1] >> levels) starts.push_back(i);
+  }
+  starts.push_back(leaves.size());
+  const int64_t bytes = int64_t(leaves.size()) * p.stride * int64_t(sizeof(float)) * 2;
+  const bool streamed = bytes > kStreamed && reinterpret_cast<uintptr_t>(p.sums) % 64 == 0;
+  if (levels > 0) {
+    parallel_for_shared(int64_t(starts.size()) - 1, 1, [&](int64_t begin, int64_t end) {
+      std::vector<Climb> plan;
+      std::vector<float> slots(streamed ? size_t(2 * levels * p.stride) : 0);
+      for (int64_t i = begin; i < end; ++i) {
+        plan_climb(p, leaves.data() + starts[size_t(i)], leaves.data() + starts[size_t(i) + 1], levels,
+                   streamed ? slots.data() : nullptr, plan);
+        for (size_t k = 0; k < plan.size(); ++k) {
+          const Climb &now = plan[k], &soon = plan[std::min(k + kClimbAhead, plan.size() - 1)];
+          if (streamed)
+            body.climb(now.to, now.kept, now.a, now.b, soon.a, soon.b, p.stride);
+          else
+            body.add(now.to, now.a, now.b, p.stride);
+        }
+      }
+      std::atomic_thread_fence(std::memory_order_seq_cst);  // streamed numbers before the end of the loop
+    });
+  }
+  std::vector<int64_t> nodes;
+  for (size_t i = 0; i + 1 < starts.size(); ++i) {
+    nodes.push_back(((int64_t(1) << p.depth) + leaves[starts[i]]) >> levels);
+  }
+  while (!nodes.empty() && nodes.front() > 1) {
+    for (int64_t& node : nodes) node >>= 1;
+    nodes.erase(std::unique(nodes.begin(), nodes.end()), nodes.end());
+    for (const int64_t node : nodes) add_children(body, p, node);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ draws
 void descend(const Bodies& body, const KernelTreeWork& work, int64_t first_row, int64_t end_row, int64_t count) {
   if (count == 0) return;
   parallel_for_shared(end_row - first_row, 8,
@@ -169,8 +262,8 @@ void launch_kernel_tree_leaves(const KernelTreeLeavesParams& p) {
         if (p.fresh != nullptr) std::copy_n(p.fresh + i * p.dim, p.dim, p.rows + p.ids[i] * p.dim);
       }
       if (p.peaks != nullptr && (i + 1 == p.count || leaf_of(i + 1) != leaf)) {
-        float most = 0.0f, *peak = p.peaks + leaves + 1 + leaf;
-        for (int64_t c = 0; c < p.stride; ++c) most = max_nan(most, sum[c] < 0.0f ? -sum[c] : sum[c]);
+        float* const peak = p.peaks + leaves + 1 + leaf;
+        const float most = body.peak(sum, p.stride);
         p.peaks[leaf] = most;
         *peak = max_nan(*peak, most);
       }
@@ -180,33 +273,12 @@ void launch_kernel_tree_leaves(const KernelTreeLeavesParams& p) {
 
 void launch_kernel_tree_parents(const KernelTreeParentsParams& p) {
   const Bodies body = bodies();
+  if (p.leaves != nullptr) return climb(body, p);
   const int64_t chunk = std::max<int64_t>(1, 65536 / (p.stride * int64_t(sizeof(float))));
-  std::vector<int64_t> nodes;
-  int64_t count = p.count;
-  if (p.leaves != nullptr) {
-    const int64_t* from = std::lower_bound(p.leaves, p.leaves + count, int64_t(0));  // -1 is no leaf
-    count -= from - p.leaves;
-    nodes.resize(size_t(count));
-    for (int64_t i = 0; i < count; ++i) nodes[size_t(i)] = (int64_t(1) << p.depth) + from[i];
-  }
   for (int level = p.depth - 1; level >= 0; --level) {
     const int64_t first = int64_t(1) << level;
-    if (p.leaves != nullptr) {
-      size_t kept = 0;
-      for (size_t i = 0; i < size_t(count); ++i) {
-        const int64_t parent = nodes[i] >> 1;
-        if (kept == 0 || nodes[kept - 1] != parent) nodes[kept++] = parent;
-      }
-      count = int64_t(kept);
-    } else {
-      count = (count + 1) / 2;
-    }
-    parallel_for_shared(count, chunk, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t node = p.leaves != nullptr ? nodes[size_t(i)] : first + i;
-        const float* left = p.sums + 2 * node * p.stride;
-        body.add(p.sums + node * p.stride, left, left + p.stride, p.stride);
-      }
+    parallel_for_shared(first, chunk, [&](int64_t begin, int64_t end) {
+      for (int64_t node = first + begin; node < first + end; ++node) add_children(body, p, node);
     });
   }
 }

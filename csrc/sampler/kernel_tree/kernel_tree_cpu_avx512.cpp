@@ -15,9 +15,16 @@ void kernel_tree_add_avx512(float* to, const float* a, const float* b, int64_t w
   kernel_tree_add(to, a, b, width);
 }
 
+void kernel_tree_climb_avx512(float* to, float* kept, const float* a, const float* b, const float* next_a,
+                              const float* next_b, int64_t width) {
+  kernel_tree_climb(to, kept, a, b, next_a, next_b, width);
+}
+
 void kernel_tree_change_avx512(float* to, const float* a, const float* b, int64_t width) {
   kernel_tree_change(to, a, b, width);
 }
+
+float kernel_tree_peak_avx512(const float* sums, int64_t width) { return kernel_tree_peak(sums, width); }
 
 void kernel_tree_total_avx512(float* to, const float* rows, int64_t count, int64_t width) {
   kernel_tree_total(to, rows, count, width);

@@ -418,8 +418,41 @@ inline void kernel_tree_subtree(const KernelTreeWork& work, KernelTreeGroup root
 inline void kernel_tree_add(float* to, const float* a, const float* b, int64_t width) {
   for (int64_t c = 0; c < width; ++c) to[c] = a[c] + b[c];
 }
+// kept = a + b, and past the caches to = kept; brings two rows that come later into the cache. All but `kept`, which
+// need not be aligned, lie at multiples of 64 bytes.
+inline void kernel_tree_climb(float* to, float* kept, const float* a, const float* b, const float* next_a,
+                              const float* next_b, int64_t width) {
+#if defined(__AVX2__)
+  for (int64_t c = 0; c < width; c += kKernelTreeAlign) {
+    __builtin_prefetch(next_a + c);
+    __builtin_prefetch(next_b + c);
+#pragma GCC unroll 2
+    for (int u = 0; u < kKernelTreeAlign; u += Vec::kSize) {
+      const Vec sum = Vec::load(a + c + u) + Vec::load(b + c + u);
+      sum.store(kept + c + u);
+      sum.stream(to + c + u);
+    }
+  }
+#else
+  (void)next_a, (void)next_b;
+  for (int64_t c = 0; c < width; ++c) to[c] = kept[c] = a[c] + b[c];
+#endif
+}
 inline void kernel_tree_change(float* to, const float* a, const float* b, int64_t width) {
   for (int64_t c = 0; c < width; ++c) to[c] += a[c] - b[c];
+}
+// The largest |number|, nan if there is one.
+inline float kernel_tree_peak(const float* sums, int64_t width) {
+  float most[kKernelTreeAlign] = {};
+  for (int64_t c = 0; c < width; c += kKernelTreeAlign) {
+    for (int j = 0; j < kKernelTreeAlign; ++j) {
+      const float size = sums[c + j] < 0.0f ? -sums[c + j] : sums[c + j];
+      most[j] = size <= most[j] ? most[j] : most[j] == most[j] ? size : most[j];
+    }
+  }
+  float result = 0.0f;
+  for (int j = 0; j < kKernelTreeAlign; ++j) result = max_nan(result, most[j]);
+  return result;
 }
 inline void kernel_tree_total(float* to, const float* rows, int64_t count, int64_t width) {
   for (int64_t c = 0; c < width; c += kKernelTreeAlign) {

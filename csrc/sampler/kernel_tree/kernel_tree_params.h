@@ -129,8 +129,16 @@ void kernel_tree_subtree_avx512(const KernelTreeWork& work, KernelTreeGroup root
 // to = a + b, to += a - b, to = sum of `count` rows: `width` numbers.
 void kernel_tree_add_avx2(float* to, const float* a, const float* b, int64_t width);
 void kernel_tree_add_avx512(float* to, const float* a, const float* b, int64_t width);
+// kept = to = a + b, `to` past the caches; `next_a` and `next_b` are wanted soon.
+void kernel_tree_climb_avx2(float* to, float* kept, const float* a, const float* b, const float* next_a,
+                            const float* next_b, int64_t width);
+void kernel_tree_climb_avx512(float* to, float* kept, const float* a, const float* b, const float* next_a,
+                              const float* next_b, int64_t width);
 void kernel_tree_change_avx2(float* to, const float* a, const float* b, int64_t width);
 void kernel_tree_change_avx512(float* to, const float* a, const float* b, int64_t width);
+// Largest |number| of `width`, nan if there is one.
+float kernel_tree_peak_avx2(const float* sums, int64_t width);
+float kernel_tree_peak_avx512(const float* sums, int64_t width);
 void kernel_tree_total_avx2(float* to, const float* rows, int64_t count, int64_t width);
 void kernel_tree_total_avx512(float* to, const float* rows, int64_t count, int64_t width);
 }  // namespace cpu

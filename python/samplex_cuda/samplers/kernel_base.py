@@ -288,18 +288,22 @@ class KernelSampler(DeviceFollowing):
         shrunk = self.kind == "positive" and self._shift > 32.0 + self._decay(self._own(rows, bias, slice(None)))
         everything = 2 * ids.shape[0] >= self.num_classes or shrunk
         before = self.rows[ids, :width]
-        self._mixed, self._peaks = True, None
-        for part in self._chunks(ids.shape[0]):
+        self._mixed = True
+        peaks = None if everything else self._leaf_peaks()
+        for part in self._chunks(ids.shape[0], changed=True):
             some, new = ids[part], self._own(rows, bias, order[part])
             if not everything:
                 old = self._features(before[part], self._shift)
-                ops.kernel_tree_update(self.sums, self._features(new, self._shift), old, some, self.leaf_size)
+                phi = self._features(new, self._shift)
+                ops.kernel_tree_update(self.sums, phi, old, some, self.leaf_size, peaks=peaks)
             self.rows[some, :width] = new
         if everything:
             fine = self._sum_up(False)
         else:
-            self._sum_lost_leaves((ids // self.leaf_size).unique_consecutive())
-            ops.kernel_tree_parents(self.sums, ids // self.leaf_size)
+            leaves = ids // self.leaf_size
+            if peaks is not None:
+                self._sum_lost_leaves(leaves.unique_consecutive(), peaks)
+            ops.kernel_tree_parents(self.sums, leaves)
             fine = self._measure()
         if not fine:
             self.rows[ids, :width] = before
@@ -307,24 +311,14 @@ class KernelSampler(DeviceFollowing):
             self._refuse_rows("rows", rows, bias)
         self._mixed = False
 
-    def _sum_lost_leaves(self, touched: Tensor) -> None:
+    def _sum_lost_leaves(self, touched: Tensor, peaks: Tensor) -> None:
         """Sums leaves anew that were much larger before: (others + large) - large has lost the digits of the others."""
-        leaves = self.sums.shape[0] // 2
-        if self.kind in ("rff", "orf"):
-            return  # all features are of one size
-        if self._peak is None:
-            self._peak = torch.linalg.vector_norm(self.sums[leaves:], math.inf, 1)
-        lost = []
-        for part in touched.split(self._rows_at_a_time()):
-            now = torch.linalg.vector_norm(self.sums[leaves + part], math.inf, 1)
-            peak = torch.maximum(self._peak[part], now)
-            self._peak[part] = peak
-            lost.append(part[peak > LOST * now])
-        for leaf in torch.cat(lost).tolist():
+        lost = touched[peaks[1, touched] > LOST * peaks[0, touched]]
+        for leaf in lost.tolist():
             own = self.rows[leaf * self.leaf_size : (leaf + 1) * self.leaf_size, : self.dim + self.has_bias]
             phi = self._features(own.contiguous(), self._shift)
             ops.kernel_tree_build(self.sums, phi, leaf * self.leaf_size, self.leaf_size)
-            self._peak[leaf] = self.sums[leaves + leaf].abs().amax()
+            peaks[:, leaf] = self.sums[self.sums.shape[0] // 2 + leaf].abs().amax()
 
     def _measure(self) -> bool:
         """Whether the sums of all classes are in range; how long a query may be then."""
@@ -381,7 +375,7 @@ class KernelSampler(DeviceFollowing):
             def own(part: slice) -> Tensor:
                 return self.rows[part, :width].contiguous()
 
-        self._mixed, self._peak, self._peaks = True, None, None
+        self._mixed, self._peaks = True, None
         shift = 0.0
         if self.kind == "positive":
             # A common factor of all features changes no probability. It keeps the exponents of long rows, about
@@ -444,7 +438,7 @@ class KernelSampler(DeviceFollowing):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         with self._lock:
             super()._load_from_state_dict(state_dict, prefix, *args)
-            self._peak, self._peaks, self._mixed = None, None, False
+            self._peaks, self._mixed = None, False
             self._measure()
             if prefix + "shift" in state_dict:
                 self._shift = float(self.shift)
@@ -466,7 +460,7 @@ class KernelSampler(DeviceFollowing):
     def _apply(self, fn: Any, recurse: bool = True) -> KernelSampler:
         kept = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
-        self._peak = self._peaks = self._mail = self._notices = None
+        self._peaks = self._mail = self._notices = None
         self._longest = float(self._longest)
         # `.to(bfloat16)` or `.half()` of a model is not about the sampler: its law, and with it log_q, would change.
         for name, t in kept.items():

@@ -63,17 +63,17 @@ class DeviceFollowing(KernelRows):
         super().__init__()
         self._mail: Mailbox | None = None  # what the device sends: share of clipped mass, number of notices
         self._notices: Tensor | None = None  # on the device: rows that were refused, or that ask for another shift
-        self._peak: Tensor | None = None  # [leaves] largest sum that each leaf has had since it was summed anew
-        self._peaks: Tensor | None = None  # [2, leaves + 1] largest sum of each leaf, now and since then, for `follow`
+        # [2, leaves + 1] largest sum of each leaf, now and ever since it was summed anew
+        self._peaks: Tensor | None = None
 
     def _post(self) -> Mailbox:
         if self._mail is None:
             self._mail = Mailbox(2, self.rows.device)
         return self._mail
 
-    def _chunks(self, count: int) -> Iterator[slice]:
+    def _chunks(self, count: int, changed: bool = False) -> Iterator[slice]:
         """Rows whose features are made at once: whole leaves."""
-        leaf = max(1, self._rows_at_a_time() // self.leaf_size) * self.leaf_size
+        leaf = max(1, self._rows_at_a_time(changed) // self.leaf_size) * self.leaf_size
         return (slice(begin, min(begin + leaf, count)) for begin in range(0, count, leaf))
 
     # -------------------------------------------------------------------------------------------- follow
@@ -96,7 +96,7 @@ class DeviceFollowing(KernelRows):
         with self._held():
             if self._notices is None:
                 self._notices = torch.zeros((), device=self.rows.device)
-            self._mixed, self._peak = True, None
+            self._mixed = True
             # New and old features of some rows, or new ones of all.
             if 2 * ids.shape[0] >= self.num_classes:
                 self._follow_all(weight, bias)

@@ -112,9 +112,10 @@ class KernelRows(Sampler):
             rows = torch.cat([rows, bias.detach()[which].to(torch.float32).unsqueeze(1)], 1)
         return rows.contiguous()
 
-    def _rows_at_a_time(self) -> int:
-        """Rows of features that are held at once."""
-        return max(1, chunking.chunk_bytes(self.sums.device, "features") // (self.sums.shape[1] * 4))
+    def _rows_at_a_time(self, changed: bool = False) -> int:
+        """Rows of features that are held at once; of `changed` rows, old and new ones."""
+        size = chunking.chunk_bytes(self.sums.device, "changed features" if changed else "features")
+        return max(1, size // (self.sums.shape[1] * 4))
 
     def _fits(self, rows: Tensor, phi: Tensor | None) -> Tensor:
         """[n] bool: whether the sums of all classes stay in range with such rows [n, width] and their features."""
