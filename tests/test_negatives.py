@@ -240,6 +240,59 @@ def test_a_column_of_a_file_reaches_the_head(tmp_path, monkeypatch):
     assert Trainer.resume(tmp_path / "run", settings=["training.epochs=2"]).fit().status == "finished"
 
 
+def test_log_q_of_a_column_reaches_the_head(tmp_path, monkeypatch):
+    """By the command line, ragged, padded; the loss is that of the same negatives given by hand."""
+    train, log_q = dense(), -np.random.default_rng(1).random((120, 6)).astype(np.float32)
+    np.savez(tmp_path / "train.npz", x=train.x, y=train.targets(torch.arange(120)).numpy(), drawn=table())
+    np.save(tmp_path / "log_q.npy", log_q)
+    settings = [
+        f"data.path={tmp_path / 'train.npz'}", "data.negatives=drawn", f"data.negatives_log_q={tmp_path / 'log_q.npy'}",
+        "training.epochs=1",
+    ]  # fmt: skip
+    run = config.override(Config(), settings)
+    first, _ = open_data(run)
+    rows = first.rows.numpy()
+    want = log_q[rows][table()[rows] >= 0]
+    assert first.negatives_log_q(torch.arange(len(first))).tolist() == want.tolist()
+    seen = []
+    forward = sx.SampledClassifier.forward
+
+    def spy(self, h, y, *, negatives=None, **options):
+        if self.training:
+            seen.append(negatives)
+        return forward(self, h, y, negatives=negatives, **options)
+
+    monkeypatch.setattr(sx.SampledClassifier, "forward", spy)
+    assert Trainer(run, run_dir=tmp_path / "run").fit().status == "finished"
+    assert seen
+    assert all(given.log_q.shape == given.ids[1].shape for given in seen)
+    assert sorted(torch.cat([given.log_q for given in seen]).tolist()) == sorted(want.tolist())
+
+
+def test_wrong_log_q_of_data_is_refused(tmp_path):
+    train = dense()
+    train.set_negatives(table(), np.full((120, 6), -1.0))
+    before = train.fingerprint()
+    for log_q, text in (
+        (np.full((120, 5), -1.0), r"log_q must be \[120, 6\] like the negatives"),
+        (np.full((120, 6), np.nan), "finite and at most 0, got nan"),
+        (np.full((120, 6), 0.5), "finite and at most 0, got 0.5"),
+        (np.full((120, 6), -1), "array of numbers"),
+        ((np.arange(121), np.full(120, -1.0)), "as many numbers in each row"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            train.set_negatives(table(), log_q)
+    assert train.fingerprint() == before
+    train.set_negatives(table())
+    assert train.negatives_log_q(torch.arange(3)) is None
+    assert train.fingerprint() != before
+    with pytest.raises(ConfigError, match="negatives_log_q must be empty without"):
+        config.override(Config(), ["data.negatives_log_q=q"]).check()
+    np.save(tmp_path / "q.npy", np.zeros(3, dtype=int))
+    with pytest.raises(ValueError, match="must be floating point"):
+        data.read_negatives("train.svm", str(tmp_path / "q.npy"), log_q=True)
+
+
 def test_an_npy_file_beside_the_data_and_a_parquet_column(tmp_path):
     np.save(tmp_path / "shown.npy", table(3))
     found = data.read_negatives("train.svm", str(tmp_path / "shown.npy"))
@@ -247,11 +300,14 @@ def test_an_npy_file_beside_the_data_and_a_parquet_column(tmp_path):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
-    cells = [[1, 2], [], [5]]
+    cells, log_q = [[1, 2], [], [5]], [[-1.0, -2.0], [], [-0.5]]
     columns = {"x": [[0.0], [1.0], [2.0]], "y": [0, 1, 2], "shown": pa.array(cells, pa.list_(pa.int64()))}
+    columns["q"] = pa.array(log_q, pa.list_(pa.float32()))
     pyarrow.parquet.write_table(pa.table(columns), tmp_path / "train.parquet")
     indptr, ids = data.read_negatives(tmp_path / "train.parquet", "shown")
     assert (indptr.tolist(), ids.tolist()) == ([0, 2, 2, 3], [1, 2, 5])
+    _, found = data.read_negatives(tmp_path / "train.parquet", "q", log_q=True)
+    assert found.tolist() == [-1.0, -2.0, -0.5]
 
 
 def test_wrong_columns_are_refused(tmp_path):

@@ -87,6 +87,9 @@ def train(
     restart: Annotated[
         bool, typer.Option("--restart", help="With --resume: begin at step 0 if every checkpoint is damaged.")
     ] = False,
+    grow: Annotated[
+        bool, typer.Option("--grow", help="With --resume: the data may have grown, by rows and by new classes.")
+    ] = False,
     trust_model: Trust = None,
     as_json: Json = False,
 ) -> None:
@@ -106,6 +109,8 @@ def train(
         )
     if restart and resume is None:
         raise typer.BadParameter("goes with --resume only", param_hint="--restart")
+    if grow and resume is None:
+        raise typer.BadParameter("goes with --resume only", param_hint="--grow")
     if resume is None and config is None and data is None and not any(s.startswith("data.path") for s in setting or []):
         raise typer.BadParameter("give CONFIG.toml, --data, or --resume", param_hint="CONFIG")
     settings = settings_of(
@@ -128,6 +133,7 @@ def train(
             run_dir=out,
             resume=resume,
             restart=restart,
+            grow=grow,
             trust_model=trust_model,
         ),
     )

@@ -236,6 +236,7 @@ def train(
     run_dir: Path | None,
     resume: Path | None,
     restart: bool = False,
+    grow: bool = False,
     trust_model: str | None = None,
 ) -> tuple[dict[str, Any], int]:
     """Trains; returns the JSON object and the exit code.
@@ -267,7 +268,7 @@ def train(
                 check_device(configs.override(read_config(folder), settings).training.device)
             with _hint(out, folder, trust_model), checked(), out.busy(f"resuming {folder}"):
                 trainer = Trainer.resume(
-                    folder, settings=settings, trust_model=trust_model, restart=restart, on_event=display
+                    folder, settings=settings, trust_model=trust_model, restart=restart, grow=grow, on_event=display
                 )
         else:
             chosen = configs.load(config) if config is not None else configs.Config()

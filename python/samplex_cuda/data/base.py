@@ -49,6 +49,27 @@ def _as_array(where: str, name: str, a: Any, dims: tuple[int, ...], kinds: str) 
     return a
 
 
+def _log_q_of(where: str, log_q: Any, indptr: Array, there: Array | None) -> Array:
+    """log q of each negative, [n], from one in the shape of the negatives."""
+    if isinstance(log_q, tuple):
+        offsets, log_q = _as_array(where, "offsets of log_q", log_q[0], (1,), "iu"), log_q[1]
+        if not np.array_equal(offsets, indptr):
+            row = int(np.argmax(offsets != indptr)) - 1 if offsets.shape == indptr.shape else len(indptr) - 1
+            raise ValueError(
+                f"{where}: log_q must have as many numbers in each row as there are negatives, got others at row {row}"
+            )
+    values = _as_array(where, "log_q", log_q, (1, 2), "f")
+    if there is not None and values.shape in (there.shape, there.shape[:1]):
+        values = values.reshape(there.shape)[there] if values.size == there.size else values
+    if values.shape != (int(indptr[-1]),):
+        shape = [int(indptr[-1])] if there is None else list(there.shape)
+        raise ValueError(f"{where}: log_q must be {shape} like the negatives, got {_describe(values)}")
+    if len(values) and not (np.isfinite(values).all() and values.max() <= 1e-3):
+        wrong = values[~(np.isfinite(values) & (values <= 1e-3))][0]
+        raise ValueError(f"{where}: log_q must be log-probabilities, finite and at most 0, got {wrong}")
+    return values.astype(np.float32)
+
+
 def _check_rule(where: str, rule: str) -> str:
     if rule not in LABEL_RULES:
         raise ValueError(f"{where}: label_rule must be one of {', '.join(LABEL_RULES)}, got {rule!r}")
@@ -176,6 +197,7 @@ class Dataset:
     _counts: Tensor | None = None
     _fingerprint: str | None = None
     _negatives: tuple[Array, Array] | None = None  # CSR of the stored rows
+    _log_q: Array | None = None  # of each of their ids
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -261,25 +283,54 @@ class Dataset:
         """
         if self._negatives is None:
             return None
-        indptr, ids = self._negatives
+        offsets, place = self._named(rows)
+        return offsets, _long(np.asarray(self._negatives[1][place], dtype=np.int64))
+
+    def negatives_log_q(self, rows: Tensor) -> Tensor | None:
+        """The log-probability of each id of `negatives(rows)` under the distribution it was drawn from.
+
+        Args:
+            rows: int64 [B], in [0, len).
+
+        Returns:
+            float32 [n]; None for negatives that are uncorrected.
+
+        Example:
+            >>> import torch
+            >>> from samplex_cuda import data
+            >>> train = data.Dense(torch.eye(3), torch.tensor([2, 1, 0]))
+            >>> train.set_negatives([[0, 1], [2, 0], [1, 2]], log_q=[[-1.0, -1.0], [-0.5, -2.0], [-1.0, -1.0]])
+            >>> train.negatives_log_q(torch.tensor([1]))
+            tensor([-0.5000, -2.0000])
+        """
+        if self._log_q is None:
+            return None
+        return torch.from_numpy(np.asarray(self._log_q[self._named(rows)[1]], dtype=np.float32))
+
+    def _named(self, rows: Tensor) -> tuple[Tensor, Array]:
+        """Offsets of the negatives of rows, and their places among all of them."""
+        assert self._negatives is not None
+        indptr = self._negatives[0]
         stored = self._stored_rows(self._rows(rows))
         starts = np.asarray(indptr[stored], dtype=np.int64)
         lengths = np.asarray(indptr[stored + 1], dtype=np.int64) - starts
-        found = np.asarray(ids[_gather(starts, lengths)], dtype=np.int64)
-        return _long(np.concatenate([[0], np.cumsum(lengths)])), _long(found)
+        return _long(np.concatenate([[0], np.cumsum(lengths)])), _gather(starts, lengths)
 
-    def set_negatives(self, negatives: Any) -> None:
+    def set_negatives(self, negatives: Any, log_q: Any = None) -> None:
         """Name the negatives of every row.
 
         Args:
             negatives: integers [N] or [N, m] padded with -100, or a CSR pair (offsets [N + 1], ids [n]); N counts the
                 rows of the file, also those that a label rule drops.
+            log_q: the log-probability of each of them, in the shape of `negatives` (with anything where that is
+                padded), or [n]; with a CSR pair also such a pair, with the same offsets. None: uncorrected.
         """
         where, rows = "set_negatives", self._stored_count()
         if isinstance(negatives, tuple):
             indptr = _as_array(where, "offsets", negatives[0], (1,), "iu")
             ids = _as_array(where, "ids", negatives[1], (1,), "iu")
             _check_indptr(where, "offsets", indptr, len(ids))
+            there = None
         else:
             table = _as_array(where, "negatives", negatives, (1, 2), "iu")
             table = table[:, None] if table.ndim == 1 else table
@@ -290,7 +341,8 @@ class Dataset:
         if len(ids) and not (ids.min() >= 0 and ids.max() < self.num_classes):
             wrong = ids[(ids < 0) | (ids >= self.num_classes)][0]
             raise ValueError(f"{where}: negatives must be in [0, {self.num_classes}), got {wrong}")
-        self._negatives, self._fingerprint = (indptr, ids), None
+        values = None if log_q is None else _log_q_of(where, log_q, indptr, there)
+        self._negatives, self._log_q, self._fingerprint = (indptr, ids), values, None
 
     def _stored_rows(self, rows: Array) -> Array:
         """Rows of the file, of rows of the data set."""
@@ -342,6 +394,8 @@ class Dataset:
             if self._negatives is not None:
                 for name, part in zip(("negative_indptr", "negatives"), self._negatives, strict=True):
                     _hash_array(digest, name, np.ascontiguousarray(part))
+            if self._log_q is not None:
+                _hash_array(digest, "negatives_log_q", np.ascontiguousarray(self._log_q))
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 

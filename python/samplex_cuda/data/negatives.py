@@ -14,13 +14,14 @@ from samplex_cuda.data.parquet import parquet_lists
 __all__ = ["read_negatives"]
 
 
-def read_negatives(path: Path | str, column: str) -> Any:
-    """The negatives of each row, as `Dataset.set_negatives` takes them.
+def read_negatives(path: Path | str, column: str, *, log_q: bool = False) -> Any:
+    """The negatives of each row, or their log-probabilities, as `Dataset.set_negatives` takes them.
 
     Args:
         path: the data: a parquet file or folder, an npz file, or anything else.
         column: of a parquet file, a column of whole numbers or of lists of them; of an npz file, an array; otherwise
             the name of an npy file, [N] or [N, m] padded with -100.
+        log_q: the column holds floating-point numbers, the log-probability of each negative, in the same layout.
 
     Example:
         >>> import tempfile, numpy as np
@@ -36,9 +37,9 @@ def read_negatives(path: Path | str, column: str) -> Any:
     if not column.endswith(".npy"):
         if given.suffix == ".npz" and given.is_file():
             found = read_member(where, given, column)
-            return _whole(where, f"{given}: {column}", found)
+            return _whole(where, f"{given}: {column}", found, log_q)
         if given.suffix == ".parquet" or (given.is_dir() and any(given.glob("*.parquet"))):
-            return parquet_lists(where, given, column)
+            return parquet_lists(where, given, column, whole=not log_q)
         names = f", one of {', '.join(members(where, given))}" if given.suffix == ".npz" and given.is_file() else ""
         raise ValueError(
             f"{where}: negatives must be a column of a parquet or npz file, or the name of an npy file with a row for "
@@ -51,13 +52,13 @@ def read_negatives(path: Path | str, column: str) -> Any:
         table = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(f"{where}: {file}: it is no npy array ({error})") from error
-    return _whole(where, str(file), table)
+    return _whole(where, str(file), table, log_q)
 
 
-def _whole(where: str, what: str, table: np.ndarray) -> np.ndarray:
-    if table.ndim not in (1, 2) or table.dtype.kind not in "iu":
+def _whole(where: str, what: str, table: np.ndarray, log_q: bool) -> np.ndarray:
+    if table.ndim not in (1, 2) or table.dtype.kind not in ("f" if log_q else "iu"):
+        kind = "floating point" if log_q else "whole numbers"
         raise ValueError(
-            f"{where}: {what} must be whole numbers [N] or [N, m], padded with {PAD}, got {list(table.shape)} "
-            f"{table.dtype}"
+            f"{where}: {what} must be {kind} [N] or [N, m], padded with {PAD}, got {list(table.shape)} {table.dtype}"
         )
     return table

@@ -310,21 +310,23 @@ def parquet_file(
     return adopt(Dense(a["x"], ids, _observed(where, num_classes), label_rule=labels), found)
 
 
-def parquet_lists(where: str, path: Path, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """A column of whole numbers or lists of them as CSR (offsets [N + 1], ids), read into memory.
+def parquet_lists(where: str, path: Path, column: str, whole: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """A column of numbers or lists of them as CSR (offsets [N + 1], numbers), read into memory.
 
     Args:
         where: name for error messages.
         path: the file, or a folder of them.
         column: its name.
+        whole: whether they must be whole numbers; otherwise they become float32.
     """
     table = _Table(where, sorted(path.glob("*.parquet")) if path.is_dir() else [path])
-    table.check(column, "whole numbers or lists of them", listed=None, whole=True)
-    ends, parts, total = [np.zeros(1, dtype=np.int64)], [np.empty(0, dtype=np.int64)], 0
+    table.check(column, f"{'whole ' if whole else ''}numbers or lists of them", listed=None, whole=whole)
+    dtype: Any = np.int64 if whole else np.float32
+    ends, parts, total = [np.zeros(1, dtype=np.int64)], [np.empty(0, dtype=dtype)], 0
     for _, _, columns in table.parts([column]):
         ids, lengths = columns[0]
         sizes = np.ones(len(ids), dtype=np.int64) if lengths is None else np.asarray(lengths, dtype=np.int64)
         ends.append(total + np.cumsum(sizes))
-        parts.append(np.asarray(ids, dtype=np.int64))
+        parts.append(np.asarray(ids, dtype=dtype))
         total += len(ids)
     return np.concatenate(ends), np.concatenate(parts)

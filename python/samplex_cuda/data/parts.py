@@ -84,7 +84,11 @@ class Subset(Dataset):
         """See `Dataset.negatives`."""
         return self.base.negatives(self._inner(rows))
 
-    def set_negatives(self, negatives: Any) -> None:
+    def negatives_log_q(self, rows: Tensor) -> Tensor | None:
+        """See `Dataset.negatives_log_q`."""
+        return self.base.negatives_log_q(self._inner(rows))
+
+    def set_negatives(self, negatives: Any, log_q: Any = None) -> None:
         """Refused: the whole data set has them."""
         raise ValueError("set_negatives: a part of a data set must get its negatives from the whole, got a Subset")
 

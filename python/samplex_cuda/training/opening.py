@@ -27,7 +27,8 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
     form, columns = d.format or None, config.training.batch_size
     train = data.open_like(d.path, format=form, default_columns=columns, **d.options)
     if d.negatives:
-        train.set_negatives(data.read_negatives(d.path, d.negatives))
+        log_q = data.read_negatives(d.path, d.negatives_log_q, log_q=True) if d.negatives_log_q else None
+        train.set_negatives(data.read_negatives(d.path, d.negatives), log_q)
     if d.valid:
         return train, data.open_like(d.valid, train, format=form, default_columns=columns, **d.options)
     if not d.valid_fraction:

@@ -126,8 +126,10 @@ def environment(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def check_meta(path: Path, meta: dict[str, Any], config: Config, train: Dataset, device: torch.device) -> str:
-    """Refuses a checkpoint that a run with this configuration and data cannot go on from.
+def check_meta(
+    path: Path, meta: dict[str, Any], config: Config, train: Dataset, device: torch.device, grow: bool = False
+) -> str:
+    """Refuses a checkpoint that a run with this configuration and data cannot go on from; `grow`: data may be others.
 
     Returns what is another now of that which the last bits depend on; empty: nothing.
     """
@@ -140,9 +142,11 @@ def check_meta(path: Path, meta: dict[str, Any], config: Config, train: Dataset,
     old, optimizers, used, _ = tables
     where = f"trainer: {path.parent.parent}"
     got = train.fingerprint()
-    if got != wanted:
+    if got != wanted and not grow:
         raise RunError(
-            f"{where}: the training data must be those of the run (fingerprint {wanted[:12]}), got others ({got[:12]})"
+            f"{where}: the training data must be those of the run (fingerprint {wanted[:12]}), got others "
+            f"({got[:12]}); data that have grown, with the same ids and maybe more classes, are taken with --grow "
+            "(in Python grow=True)"
         )
     for key, owner in (("name", "head"), ("encoder", "encoder")):
         asked = getattr(config.optimizer, key)

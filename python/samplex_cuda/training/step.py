@@ -160,10 +160,12 @@ class Stepper:
         return [{name: value.to(self.device) for name, value in batch.items()} for batch in found]
 
     def _named(self, batch: dict[str, Tensor]) -> Negatives:
-        """The negatives that the data name for each row, uncorrected."""
-        found = self.train.negatives(batch["index"].cpu())
+        """The negatives that the data name for each row, with log q where the data have it."""
+        rows = batch["index"].cpu()
+        found, log_q = self.train.negatives(rows), self.train.negatives_log_q(rows)
         assert found is not None
-        return Negatives((found[0].to(self.device), found[1].to(self.device)))
+        pair = found[0].to(self.device), found[1].to(self.device)
+        return Negatives(pair, None if log_q is None else log_q.to(self.device))
 
     def _hard(self, head: SampledClassifier, h: Tensor, y: Tensor, features: Tensor | None, key: Tensor) -> Tensor:
         """Hard negatives of each row; other randomness than the draws."""

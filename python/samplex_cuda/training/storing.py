@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda.training import checkpoint
+from samplex_cuda.training.growing import check_growth, grown
 from samplex_cuda.training.run_folder import RunError
 from samplex_cuda.training.state import (
     UNFIT,
@@ -72,14 +73,23 @@ class Whole:
         """Makes the model and takes over a checkpoint that is whole; what the last bits depend on and is another."""
         t = self.trainer
         tensors, meta = load_state(path)
-        changed = check_meta(path, meta, t.config, t.train, t.device)
-        t.make(fit=False)
+        changed = check_meta(path, meta, t.config, t.train, t.device, t.grow)
+        grow = meta["data"]["fingerprint"] != t.train.fingerprint()
+        if grow:
+            check_growth(t, path, meta["data"])
+        t.make(fit=grow)  # a sampler is that of the new data
         try:
             upgrade(tensors, meta)
+            if grow:
+                grown(t, tensors, meta)
             self._take(tensors, meta)
             self._begin(meta)
+        except RunError:
+            raise
         except UNFIT as error:
             raise unfit(t.run_dir, path, error) from None
+        if grow:
+            t.head.mark_changed()  # a sampler that follows the table has not seen the rows
         return changed
 
     def _take(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:

@@ -95,6 +95,8 @@ class Trainer:
         ('finished', 8)
     """
 
+    grow = False  # whether the data of a checkpoint may have been others
+
     def __init__(
         self,
         config: Config,
@@ -134,6 +136,7 @@ class Trainer:
         settings: Iterable[str] = (),
         trust_model: str | None = None,
         restart: bool = False,
+        grow: bool = False,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> Trainer:
         """A trainer that goes on from the newest whole checkpoint of a run; from the start if it never saved one.
@@ -143,12 +146,15 @@ class Trainer:
 
         Args:
             run_dir: the run folder.
-            train: the training data of before; None: opened from the configuration.
+            train: the training data of before, or with `grow` those that it has become; None: opened from the
+                configuration.
             valid: the validation data of before.
             settings: keys to change, as in `config.override`: e.g. `training.epochs=20`. The old configuration is kept
                 beside the new one.
             trust_model: as in the class.
             restart: begin at step 0 where every checkpoint is damaged; they are moved to `damaged/`.
+            grow: the training data may be others, with the same ids and maybe more classes: their rows and optimizer
+                state begin anew, all others go on, in a new epoch. See docs/changing_classes.md.
             on_event: as in the class.
 
         Example:
@@ -164,6 +170,7 @@ class Trainer:
         self = cls.__new__(cls)
         check_links(run_dir)
         self._prepare(config, train, valid, run_dir, trust_model, on_event)
+        self.grow = grow
         try:
             with self.ranks.lock(run_dir):
                 found, refused = self.ranks.lead(lambda: self._find(restart))
@@ -226,9 +233,9 @@ class Trainer:
         if train is None:
             train, valid = self.ranks.in_turn(lambda: open_data(config))
             # The run folder must be good from anywhere.
-            for name in ("path", "valid", "negatives"):
+            for name in ("path", "valid", "negatives", "negatives_log_q"):
                 path = getattr(config.data, name)
-                file = name != "negatives" or path.endswith(".npy")  # else a column
+                file = not name.startswith("negatives") or path.endswith(".npy")  # else a column
                 if path and file and Path(path).exists():
                     setattr(config.data, name, str(Path(path).absolute()))
         if len(train) < 1:

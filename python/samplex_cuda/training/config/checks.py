@@ -252,6 +252,8 @@ def check_together(source: str, c: Config) -> None:
         fail("head", "mask_known", f"false with {named}", True)
     if c.data.negatives and (not (needs.draws and needs.excludes_target) or needs.target_log_q or needs.prior):
         fail("data", "negatives", f"empty with {named}", c.data.negatives)
+    if c.data.negatives_log_q and not c.data.negatives:
+        fail("data", "negatives_log_q", "empty without data.negatives", c.data.negatives_log_q)
     for key, option in LOSS_OPTIONS.items():
         # A key whose default is not "off" may stay in a file whose loss has no use for it.
         default, value = type(c.head)().__dict__[key], getattr(c.head, key)

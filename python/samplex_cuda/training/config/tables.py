@@ -50,8 +50,12 @@ class Data:
     valid_fraction: float = _key(0.1, "the part, where `valid` is empty; 0: no validation", least=0.0, below=1.0)
     seed: int = _key(0, "of the split")
     negatives: str = _key(
-        "", "negatives that the training data name, uncorrected, instead of the sampler's draws: a column of a parquet "
-        "or npz file, or an npy file [N, m] padded with -100",
+        "", "negatives that the training data name, instead of the sampler's draws: a column of a parquet or npz file, "
+        "or an npy file [N, m] padded with -100",
+    )  # fmt: skip
+    negatives_log_q: str = _key(
+        "", "their log-probabilities under the distribution they were drawn from, in the same layout; empty: "
+        "uncorrected",
     )  # fmt: skip
     options: dict[str, Any] = _key({}, "a table of further arguments of `samplex_cuda.data.open`")
 

@@ -1,0 +1,87 @@
+"""A run that goes on with more classes: a checkpoint of fewer rows in tables of more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from samplex_cuda import samplers
+from samplex_cuda.training.run_folder import RunError
+from samplex_cuda.training.state import put_model, put_optimizers
+
+if TYPE_CHECKING:
+    from samplex_cuda.training.trainer import Trainer
+
+__all__ = ["check_growth", "grown"]
+
+_KINDS = ("dense", "sparse", "interactions")  # whose class numbers are those of the file
+_FROM_DATA = (samplers.Uniform, samplers.LogUniform, samplers.Unigram, samplers.InBatch)
+_SIZES = ("num_classes", "num_features", "index_base")
+
+
+def check_growth(trainer: Trainer, path: Path, old: dict[str, Any]) -> None:
+    """Refuses data that a run cannot grow into.
+
+    Args:
+        trainer: with the new data.
+        path: of the checkpoint.
+        old: what it says of its data.
+    """
+    train, where = trainer.train, f"trainer: {trainer.run_dir}"
+    if trainer.ranks.world > 1 or trainer.config.training.shard != "none":
+        raise RunError(f"{where}: grow must be False with several ranks or training.shard, got True")
+    if train.kind not in _KINDS or train.kind != old["kind"]:
+        raise RunError(
+            f"{where}: grow needs {old['kind']} data as before, of a kind whose class numbers are those of the file "
+            f"({', '.join(_KINDS)}), got {train.kind}"
+        )
+    for name in _SIZES:
+        before, now = old.get(name), getattr(train, name, None)
+        if isinstance(before, int) and not (now == before or (name != "index_base" and now and now > before)):
+            raise RunError(
+                f"{where}: grow must keep every id, so {name} must be at least {before}, got {now}; classes that no "
+                "longer occur stay (num_classes in data.options)"
+                if name != "index_base"
+                else f"{where}: grow must keep every id, so index_base must be {before}, got {now}"
+            )
+
+
+def grown(trainer: Trainer, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    """Rows of a checkpoint put before the new rows of the trainer's model, which was made from the new data.
+
+    New rows and their optimizer state are as at the start of a run. A sampler that counts the data is that of the new
+    data; one that follows the class table is built anew from it.
+
+    Args:
+        trainer: with a model of the new size.
+        tensors: of the checkpoint; changed in place.
+        meta: of the checkpoint; changed in place.
+    """
+    head: Any = trainer.head
+    if head.sampler is not None and not (isinstance(head.sampler, _FROM_DATA) or head.sampler.follows_rows):
+        raise RunError(
+            f"trainer: {trainer.run_dir}: grow needs a sampler that is made from class counts or from the class table, "
+            f"got {trainer.config.sampler.name}, which is fitted: set sampler.name=unigram, or begin a new run"
+        )
+    fresh: dict[str, Tensor] = {}
+    put_model(fresh, trainer.encoder, head)
+    put_optimizers(fresh, trainer.optimizers)
+    for name in list(tensors):
+        old = tensors[name]
+        if name.startswith(("head.sampler.", "carried.")) or name == "head.sampler_lag":
+            del tensors[name]
+            continue
+        made = fresh.get(name.removeprefix("average.") if name.startswith("average.") else name)
+        if made is None or made.shape == old.shape or made.dim() != old.dim() or made.dim() == 0:
+            continue
+        if made.shape[1:] == old.shape[1:] and made.shape[0] > old.shape[0]:
+            made = made.detach().cpu().to(old.dtype, copy=True)
+            made[: old.shape[0]] = old
+            tensors[name] = made
+    tensors.update({name: t for name, t in fresh.items() if name.startswith("head.sampler.")})
+    progress = dict(meta["progress"])
+    # Another epoch begins: the place in that of before means nothing in other data, nor does the best value.
+    progress |= {"epoch": progress["epoch"] + (progress["batch"] > 0), "batch": 0, "best": None, "bad": 0}
+    meta["progress"] = progress
