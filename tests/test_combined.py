@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
+import types
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import samplex_cuda as sx
 from samplex_cuda.optim import Combined, RowAdam, RowGradient, RowSGD, torch_clip
@@ -283,4 +286,76 @@ def test_torch_clipping_of_a_fused_head_warns_once(name, monkeypatch):
         warnings.simplefilter("error")
         clip(model.parameters(), 1.0)  # said once
     monkeypatch.setitem(torch_clip._state, "warned", False)
-    clip(model.encoder.parameters(), 1.0)  # no row is skipped
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clip(model.encoder.parameters(), 1.0)  # no row is skipped
+        if name == "clip_grad_norm_":
+            clip(model.parameters(), float("inf"))  # nothing is clipped: somebody measures
+
+
+CLIPS = {
+    "norm": (clip_grad_norm_, (1.0,)),
+    "value": (clip_grad_value_, (1.0,)),
+    "with_norm": (torch.nn.utils.clip_grads_with_norm_, (1.0, torch.tensor(2.0))),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_functions_that_were_imported_before_warn_too(name, monkeypatch):
+    """Names bound before the first head was fused, of every function of torch that clips."""
+    clip, given = CLIPS[name]
+    model = Model()
+    model.head.fuse_optimizer(RowSGD(model.head.parameters(), lr=0.1))
+    model(*batch(0)).backward()
+    monkeypatch.setitem(torch_clip._state, "warned", False)
+    with pytest.warns(UserWarning, match=r"not clipped.*sx.optim.Combined"):
+        clip(model.parameters(), *given)
+
+
+@pytest.mark.parametrize("undecorated", [False, True])
+def test_the_watch_is_put_inside(undecorated):
+    """Torch's decorator keeps its function in a cell; without one the names are exchanged."""
+    module = types.SimpleNamespace()
+
+    def plain(parameters, most):
+        return "clipped"
+
+    def outer(function):
+        @functools.wraps(function)
+        def wrapped(*args):
+            return function(*args)
+
+        return wrapped
+
+    module.clip = before = plain if undecorated else outer(plain)
+    torch_clip._put_inside(module, "clip", "clip", lambda p: False)
+    assert (module.clip is before) == (not undecorated)
+    assert module.clip([torch.zeros(1)], 1.0) == "clipped"
+
+
+def test_a_fused_head_inside_combined():
+    """`Combined` takes the fused head's rows in its state and scheduler; other tables are updated in step()."""
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        head = sx.SampledClassifier(D, C, sx.samplers.Uniform(C), num_samples=6)
+        table = torch.nn.Embedding(9, D, sparse=True)
+        encoder = torch.nn.Linear(D, D)
+        rows = RowAdam([*head.parameters(), table.weight], lr=0.1)
+        optimizer = Combined(dense=torch.optim.SGD(encoder.parameters(), lr=0.1), rows=rows)
+        if fused:
+            head.fuse_optimizer(optimizer, accumulate=2)
+        for step in range(5):
+            head(encoder(table(torch.arange(4) + step)), torch.arange(4) * 3, key=sx.Key(3, step)).backward()
+            if step % 2 or step == 4:
+                if fused:
+                    assert head.fused.pending == int(step == 4)
+                    head.fused.flush()
+                    assert head.fused.pending == 0
+                    assert head.weight.grad is None
+                optimizer.step()
+                optimizer.zero_grad()
+        assert int(rows.state[head.weight]["step"]) == 3
+        ends.append([*head.parameters(), table.weight, *encoder.parameters()])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

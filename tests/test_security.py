@@ -83,7 +83,7 @@ def trap(tmp_path, monkeypatch):
     sys.modules.pop("a_trap", None)
 
 
-@pytest.mark.parametrize("command", ["evaluate", "predict", "diagnose", "resume"])
+@pytest.mark.parametrize("command", ["evaluate", "predict", "diagnose", "export", "resume"])
 @pytest.mark.parametrize("where", ["meta.json", "both"])
 def test_opening_a_run_folder_runs_no_code(run_dir, tmp_path, trap, command, where):
     forge(run_dir, named("a_trap:Net"))
@@ -94,6 +94,7 @@ def test_opening_a_run_folder_runs_no_code(run_dir, tmp_path, trap, command, whe
         "evaluate": ["evaluate", run_dir],
         "predict": ["predict", run_dir, DATA, "--out", tmp_path / "top.jsonl"],
         "diagnose": ["diagnose", run_dir],
+        "export": ["export", run_dir, "--out", tmp_path / "served.pt2"],
         "resume": ["train", "--resume", run_dir],
     }[command]
     result = samplex(*words, code=1)

@@ -77,8 +77,9 @@ def test_chunks_of_an_exported_program(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_aot_inductor_package(tmp_path):
-    model = Server()
+@pytest.mark.parametrize("case", ["exact", "tree", "tree_with_prior"])
+def test_aot_inductor_package(case, tmp_path):
+    model = Server(**CASES[case])
     path = torch._inductor.aoti_compile_and_package(exported(model), package_path=str(tmp_path / "model.pt2"))
     compare(model, torch._inductor.aoti_load_package(path))
 

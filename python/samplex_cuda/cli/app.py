@@ -40,6 +40,20 @@ class Shard(str, enum.Enum):
     classes = "classes"
 
 
+class ProgramKind(str, enum.Enum):
+    """What is written."""
+
+    export = "export"
+    aoti = "aoti"
+
+
+class Candidates(str, enum.Enum):
+    """How classes are searched."""
+
+    exact = "exact"
+    tree = "tree"
+
+
 class Part(str, enum.Enum):
     """Which part of the data of a run."""
 
@@ -227,6 +241,43 @@ def predict(
             batch_size=batch_size,
             exclude_history=exclude_history,
             device=device,
+            trust_model=trust_model,
+        ),
+    )
+
+
+@app.command(epilog="Example: samplex export runs/first --out served.pt2 -k 10")
+def export(
+    run_dir: RunDir,
+    out: Annotated[Path, typer.Option(metavar="FILE.pt2", help="The program; FILE.json says what it takes.")],
+    k: Annotated[int, typer.Option("-k", min=1, help="Classes for each row.")] = 10,
+    kind: Annotated[
+        ProgramKind,
+        typer.Option("--as", help="A program of torch.export, or a package that AOTInductor compiles for this machine."),
+    ] = ProgramKind.export,
+    candidates: Annotated[
+        Candidates, typer.Option(help="Search all classes, or those that the model's tree names.")
+    ] = Candidates.exact,
+    length: Annotated[int, typer.Option(min=0, help="Text: the tokens of a prompt, always so many.")] = 0,
+    which: WhichOption = Which.best,
+    trust_model: Trust = None,
+    as_json: Json = False,
+) -> None:
+    """Encoder and top classes of a run as one program with an open batch size."""
+    from samplex_cuda.cli.export import export as work
+
+    common.run(
+        "export",
+        as_json,
+        lambda o: work(
+            o,
+            run_dir,
+            target=out,
+            k=k,
+            kind=kind.value,
+            candidates=candidates.value,
+            which=which.value,
+            length=length,
             trust_model=trust_model,
         ),
     )

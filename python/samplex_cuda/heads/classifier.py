@@ -29,7 +29,7 @@ from samplex_cuda.tables import empty_table
 
 if TYPE_CHECKING:
     from samplex_cuda.distributed import ShardedClassifier
-    from samplex_cuda.optim import RowOptimizer
+    from samplex_cuda.optim import Combined, RowOptimizer
 
 __all__ = ["LossSpec", "SampledClassifier"]
 
@@ -390,7 +390,9 @@ class SampledClassifier(StepOfHead):
         return loss if form.reduction or len(lead) == 1 else loss.reshape(lead)
 
     # -------------------------------------------------------------------------------------------- the optimizer
-    def fuse_optimizer(self, optimizer: RowOptimizer | None, accumulate: int = 1, *, grad_scaler: Any = None) -> None:
+    def fuse_optimizer(
+        self, optimizer: RowOptimizer | Combined | None, accumulate: int = 1, *, grad_scaler: Any = None
+    ) -> None:
         """Let `optimizer` update this head inside backward: no gradient of the class table is ever stored.
 
         From then on `weight.grad` and `bias.grad` stay None, and `optimizer.step()` has nothing to do. The rate is read
@@ -399,10 +401,10 @@ class SampledClassifier(StepOfHead):
         or has changed between a forward and its backward, backward raises. See docs/optim.md.
 
         Args:
-            optimizer: `sx.optim.RowSGD`, `RowAdagrad` or `RowAdam` of this head's parameters and no others; None undoes
-                the fusion.
+            optimizer: `sx.optim.RowSGD`, `RowAdagrad` or `RowAdam` of this head's parameters and no others; or a
+                `Combined` with one of them, whose `step()` updates all that is not this head's. None undoes the fusion.
             accumulate: every k-th backward updates, with the gradients of all k summed. Until then ids, coefficients
-                and `h` are kept, never [C, d].
+                and `h` are kept, never [C, d]. `fused.flush()` updates earlier.
             grad_scaler: a `torch.amp.GradScaler` that scales the loss: gradients are divided by its scale, and an
                 update with an inf or nan in it is left out. Its `step` and `update` go on with the encoder's optimizer.
 

@@ -24,6 +24,7 @@ from samplex_cuda.ops.loss_types import Entries, LossGrad
 from samplex_cuda.ops.row_gradients import entries, loss_update_
 from samplex_cuda.ops.row_rules import row_update_
 from samplex_cuda.optim.base import RowOptimizer, RowStep
+from samplex_cuda.optim.combined import Combined
 from samplex_cuda.optim.torch_clip import watch_torch_clip
 from samplex_cuda.optim.writes import writing, written
 
@@ -81,7 +82,8 @@ class Fusion:
     Args:
         weight: [C, d], the class table.
         bias: [C] or None.
-        optimizer: a row optimizer that owns them and nothing else.
+        optimizer: a row optimizer that owns them and nothing else; or a `Combined`, whose row optimizer owns them: its
+            `step` updates the rest.
         accumulate: how many backwards make one update.
         grad_scaler: whose scale the loss was multiplied by.
         on_late_update: called with the ids of an update that also changed rows of earlier backwards.
@@ -99,11 +101,14 @@ class Fusion:
         self,
         weight: Tensor,
         bias: Tensor | None,
-        optimizer: RowOptimizer,
+        optimizer: RowOptimizer | Combined,
         accumulate: int = 1,
         grad_scaler: Any = None,
         on_late_update: Callable[[list[Tensor]], None] | None = None,
     ) -> None:
+        others_too = isinstance(optimizer, Combined)  # its step() updates them
+        if isinstance(optimizer, Combined):
+            optimizer = optimizer.rows
         if not isinstance(optimizer, RowOptimizer):
             raise TypeError(f"{_NAME}: optimizer must be one of samplex_cuda.optim, got {type(optimizer).__name__}")
         check_int(_NAME, "accumulate", accumulate)
@@ -118,7 +123,7 @@ class Fusion:
             if not any(p is q for q in owned):
                 raise ValueError(f"{_NAME}: optimizer must own head.{name}, got one without it")
         others = [q for q in owned if not any(q is p for p in wanted.values())]
-        if others:
+        if others and not others_too:
             raise ValueError(
                 f"{_NAME}: optimizer must own head.weight and head.bias alone (give the rest of the model its own "
                 f"optimizer), got {len(others)} other parameters, the first {list(others[0].shape)}"
@@ -279,6 +284,29 @@ class Fusion:
             # Own copies: h and the ids belong to the caller again once backward is over.
             self._kept += [(e.clone(), now, a[2]) for e, a in zip(_ordered(arrived, now), arrived, strict=True)]
             return
+        self._finish(arrived, now)
+
+    def flush(self) -> None:
+        """The update of fewer than `accumulate` backwards, as at the end of an epoch; nothing if there are none.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+            >>> head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1), accumulate=4)
+            >>> head(torch.randn(4, 8), torch.arange(4)).backward()
+            >>> before = head.weight.detach().clone()
+            >>> head.fused.flush()
+            >>> head.fused.pending, torch.equal(head.weight, before)
+            (0, False)
+        """
+        with self._lock, torch.no_grad():
+            if self._kept:
+                writing(self._tables)
+                self._finish([], _stream_of(self.weight))
+                written(self._tables)
+
+    def _finish(self, arrived: list[_Arrived], now: Any) -> None:
+        """Updates the rows with what was kept and with `arrived`."""
         if self._kept:
             arrived, self._kept = self._kept + arrived, []
         found_inf, self._found_inf, self._backwards = self._found_inf, None, 0

@@ -7,6 +7,7 @@ fused head has none. Torch offers no hook there, so its function is wrapped when
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,25 +30,44 @@ def watch_torch_clip(is_fused: Callable[[Tensor], bool]) -> None:
         return
     _state["watched"] = True
     module: Any = torch.nn.utils.clip_grad
-    # `clip_grad_norm_` looks this up at each call, also where somebody imported it by name before.
-    if hasattr(module, "_clip_grads_with_norm_"):
-        module._clip_grads_with_norm_ = _watching(module._clip_grads_with_norm_, "clip_grad_norm_", is_fused)
-    module.clip_grad_value_ = _watching(module.clip_grad_value_, "clip_grad_value_", is_fused)
-    torch.nn.utils.clip_grad_value_ = module.clip_grad_value_
+    # `clip_grad_norm_` ends in the first of them, which is `torch.nn.utils.clip_grads_with_norm_` too.
+    for name, said in (("_clip_grads_with_norm_", "clip_grad_norm_"), ("clip_grad_value_", "clip_grad_value_")):
+        if hasattr(module, name):
+            _put_inside(module, name, said, is_fused)
+
+
+def _put_inside(module: Any, name: str, said: str, is_fused: Callable[[Tensor], bool]) -> None:
+    """Wraps a function of torch for everybody who has imported it, by whatever name.
+
+    Torch's functions are decorated: what the decorator calls is exchanged. Without a decorator, the name is.
+    """
+    found = getattr(module, name)
+    inside = getattr(found, "__wrapped__", None)
+    for cell in getattr(found, "__closure__", None) or ():
+        if inside is not None and cell.cell_contents is inside:
+            cell.cell_contents = _watching(inside, said, is_fused)
+            return
+    watched = _watching(found, said, is_fused)
+    for owner in (module, torch.nn.utils):
+        for other in (name, name.lstrip("_")):
+            if getattr(owner, other, None) is found:
+                setattr(owner, other, watched)
 
 
 def _watching(clip: Any, name: str, is_fused: Callable[[Tensor], bool]) -> Any:
     @functools.wraps(clip)
     def watched(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if not _state["warned"] and any(is_fused(p) for p in parameters):
+        most = args[0] if args else next(iter(kwargs.values()), 0.0)
+        # With a norm of inf nothing is clipped: somebody measures, e.g. the Trainer of transformers.
+        if not _state["warned"] and most != math.inf and any(is_fused(p) for p in parameters):
             _state["warned"] = True
             warnings.warn(
                 f"torch.nn.utils.{name}: parameters must not belong to a head with a fused optimizer: its class rows "
                 "were updated inside backward and are not clipped. Leave the head unfused, and clip with "
                 "sx.optim.Combined (its row gradients are clipped by torch too) or sx.optim.clip_grad_norm_",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         return clip(parameters, *args, **kwargs)
 

@@ -418,16 +418,22 @@ class Sequence(Encoder):
         """h [B, d]."""
         history = batch["history"]
         sparse = self.sparse and self.training
+        if torch.compiler.is_exporting():  # a program must not depend on how many items there are
+            x = F.embedding(history.clamp(min=0), self.table).masked_fill(~(history >= 0).unsqueeze(-1), 0.0)
         if self.pooling == "mean":
-            ids, offsets = _histories(history)
-            h = F.embedding_bag(ids, self.table, offsets, mode="mean", sparse=sparse, include_last_offset=True)
+            if torch.compiler.is_exporting():
+                h = x.sum(1) / (history >= 0).sum(1, keepdim=True).clamp(min=1)
+            else:
+                ids, offsets = _histories(history)
+                h = F.embedding_bag(ids, self.table, offsets, mode="mean", sparse=sparse, include_last_offset=True)
             h = self.dropout(h)
             return self._out(h if self.body is None else self.body(_fit_dtype(h, self.body)))
         there = history >= 0
-        # Only items that are there: padding must not touch a row.
-        found = F.embedding(history[there], self.table, sparse=sparse)
-        x = found.new_zeros(*history.shape, found.shape[1])
-        x[there] = found
+        if not torch.compiler.is_exporting():
+            # Only items that are there: padding must not touch a row.
+            found = F.embedding(history[there], self.table, sparse=sparse)
+            x = found.new_zeros(*history.shape, found.shape[1])
+            x[there] = found
         if self.pooling == "gru":
             out = self.rnn(_fit_dtype(self.dropout(x), self.rnn))[0][:, -1]
             return self._out(out if self.body is None else self.body(out))
@@ -439,7 +445,7 @@ class Sequence(Encoder):
         # A place before the history has nothing to attend to but itself; it is hidden from all others.
         mask = (later | hidden[:, None, :]) & ~torch.eye(width, dtype=torch.bool, device=x.device)
         heads = self.body.layers[0].self_attn.num_heads
-        return self._out(self.body(x, mask=mask.repeat_interleave(heads, 0))[:, -1])
+        return self._out(self.body(x, mask=mask.repeat_interleave(heads, 0), is_causal=False)[:, -1])
 
     def tables(self) -> list[nn.Parameter]:
         """The table, where its gradients are rows."""
