@@ -28,7 +28,19 @@ from samplex_cuda.cli import common
 from samplex_cuda.cli import train as training
 from samplex_cuda.training import checkpoint, load_model, read_metrics
 
-COMMANDS = "train evaluate predict export fit-tree diagnose bench reproduce info demo config".split()
+COMMANDS = [
+    "train",
+    "evaluate",
+    "predict",
+    "export",
+    "fit-tree",
+    "diagnose",
+    "bench",
+    "reproduce",
+    "info",
+    "demo",
+    "config",
+]
 DATA = "builtin:classes=200,dim=8,examples=1200"
 
 

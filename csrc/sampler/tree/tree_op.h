@@ -34,8 +34,8 @@ inline TreeTable tree_table_of(const char* op, const char* arg, const Tensor& x,
   TreeTable table{};
   table.nodes = in_any(nodes);
   // Kernels read nodes 16 bytes at a time. CPU code takes them from any address.
-  check_value((nodes.is_cpu() && cpu_backend() == Backend::kCpu) || reinterpret_cast<uintptr_t>(table.nodes) % 32 == 0, op,
-              ": nodes must be aligned to 32 bytes on a GPU, got a view that ", "is not");
+  check_value((nodes.is_cpu() && cpu_backend() == Backend::kCpu) || reinterpret_cast<uintptr_t>(table.nodes) % 32 == 0,
+              op, ": nodes must be aligned to 32 bytes on a GPU, got a view that ", "is not");
   table.leaf_class = in<int64_t>(leaf_class);
   table.class_leaf = in<int64_t>(class_leaf);
   table.num_classes = classes;

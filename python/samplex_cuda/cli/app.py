@@ -253,7 +253,9 @@ def export(
     k: Annotated[int, typer.Option("-k", min=1, help="Classes for each row.")] = 10,
     kind: Annotated[
         ProgramKind,
-        typer.Option("--as", help="A program of torch.export, or a package that AOTInductor compiles for this machine."),
+        typer.Option(
+            "--as", help="A program of torch.export, or a package that AOTInductor compiles for this machine."
+        ),
     ] = ProgramKind.export,
     candidates: Annotated[
         Candidates, typer.Option(help="Search all classes, or those that the model's tree names.")

@@ -230,7 +230,9 @@ def _compare(served: Served, path: Path, kind: str, batches: list[Any]) -> None:
             found, wanted = run(*given)[0].double(), served(*given)[0].double()
         if not torch.allclose(found, wanted, rtol=close, atol=close, equal_nan=True):
             worst = float((found - wanted).abs().max())
-            raise UserError(f"{path}: logits of the program must be those of the model, got a difference of {worst:.2g}")
+            raise UserError(
+                f"{path}: logits of the program must be those of the model, got a difference of {worst:.2g}"
+            )
 
 
 def _put(path: Path, facts: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -99,7 +98,7 @@ def replace_lm_head(
     if not isinstance(out, nn.Linear):
         got = "None" if out is None else type(out).__name__
         raise TypeError(f"replace_lm_head: model must have an nn.Linear as output embeddings, got {got}")
-    embedding = model.get_input_embeddings()
+    embedding: Any = model.get_input_embeddings()
     tied = getattr(embedding, "weight", None) is out.weight
     if tied and not isinstance(embedding, nn.Embedding):
         raise TypeError(f"replace_lm_head: a tied embedding must be an nn.Embedding, got {type(embedding).__name__}")

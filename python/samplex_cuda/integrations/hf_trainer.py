@@ -58,7 +58,7 @@ def make_optimizer(
 
 
 class _WithSampler(Combined):
-    """`Combined` whose state holds that of a head's sampler: a Trainer's checkpoint of the model has no place for it."""
+    """`Combined` with the state of a head's sampler, for which a Trainer's checkpoint of the model has no place."""
 
     head: LMHead
 

@@ -55,7 +55,7 @@ class SampledSoftmaxLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.normalize = model, normalize
-        dim = model.get_embedding_dimension()
+        dim: Any = model.get_embedding_dimension()
         self.head = SampledClassifier(dim, num_classes, sampler, num_samples, shared=shared, **options)
         self.head.to(model.device)
 
