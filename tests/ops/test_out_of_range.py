@@ -13,7 +13,7 @@ import softmax_cases
 import torch
 from loss_cases import run_ours
 
-from samplex_cuda import _native, functional
+from samplex_cuda import _native, functional, losses
 from samplex_cuda.prediction import softmax_sums
 
 CLASSES, ROW = 40, 2
@@ -211,3 +211,53 @@ def test_full_softmax(value, device):
     target = torch.tensor([[1], [value], [2]], device=device)
     _, positive, _ = softmax_sums(h, weight, target, chunk_size=16)
     assert positive.isnan().flatten().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_midx(weighted, value, device):
+    import test_midx_sample as midx
+
+    made, _ = midx.tables(device, weighted=weighted, batch=3)
+    inside = 0 <= value < midx.C
+    ids = torch.tensor([[0, value], [1, 2], [3, 4]], device=device)
+    plain = ops.midx_log_prob(torch.tensor([[0, 5], [1, 2], [3, 4]], device=device), *made, 0.1)
+    log_q = ops.midx_log_prob(ids, *made, 0.1)
+    keep = torch.tensor([[True, False], [True, True], [True, True]])
+    assert torch.equal(log_q[keep], plain[keep])
+    assert inside or bool(log_q[0, 1].isnan())
+    # Excluded classes that do not ascend: whatever the draws are, they are classes.
+    exclude = torch.tensor([[3, value, 2, 2]] * 3, device=device)
+    for seed in range(3):
+        drawn, _ = ops.midx_sample(torch.tensor([seed, 0], device=device), 9, *made, 0.1, False, exclude)
+        assert ((drawn >= 0) & (drawn < midx.C)).all()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("field", ["target", "ids"])
+@pytest.mark.parametrize("value", BAD)
+def test_unit_rows(shared, field, value, device):
+    """Cosine logits with a margin: the length of a row that is not there is not asked for either."""
+    g = torch.Generator().manual_seed(3)
+    h, weight = torch.randn(4, 8, generator=g).to(device), torch.randn(CLASSES, 8, generator=g).to(device)
+    shape = (6,) if shared else (4, 6)
+    given = {"target": torch.tensor([1, 2, 3, 4]), "ids": torch.randint(CLASSES, shape, generator=g)}
+    margin = losses.ArcFace(0.5)
+
+    def loss(ids):
+        placed = {name: t.to(device) for name, t in ids.items()}
+        log_q = torch.full(shape, -2.0, device=device)
+        return functional.sampled_softmax(
+            h, weight, placed["target"], placed["ids"], log_q, reduction="none", normalize=True, margin=margin
+        )
+
+    good = loss(given)
+    given[field][1 if shared or field == "target" else (1, 2)] = value
+    bad = loss(given)
+    assert good.isfinite().all()
+    if shared and field == "ids":
+        assert bad.isnan().all()
+        return
+    assert bad.isnan().tolist() == [False, True, False, False]
+    others = torch.tensor([0, 2, 3])
+    assert torch.equal(bad[others], good[others])
