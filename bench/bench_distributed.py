@@ -98,6 +98,40 @@ def warm_up() -> None:
     head(torch.randn(2, 8, requires_grad=True), torch.zeros(2, dtype=torch.int64)).backward()
 
 
+def in_collectives(step: Any, count: int) -> tuple[float, int]:
+    """Milliseconds of a step inside of torch.distributed, and how many calls it makes."""
+    names, spent, calls = ("all_gather_single", "all_reduce", "all_to_all_single"), 0.0, 0
+    real = {name: getattr(dist, name) for name in names}
+
+    def timed(call: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            nonlocal spent, calls
+            begin = time.perf_counter()
+            made = call(*args, **options)
+            spent, calls = spent + 1e3 * (time.perf_counter() - begin), calls + 1
+            return made
+
+        return run
+
+    for name in names:
+        setattr(dist, name, timed(real[name]))
+    for _ in range(count):
+        step()
+    for name in names:
+        setattr(dist, name, real[name])
+    return spent / count, calls // count
+
+
+def empty_call(count: int) -> float:
+    """Milliseconds of an all-reduce of one number."""
+    one = torch.zeros(1)
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(count):
+        dist.all_reduce(one)
+    return 1e3 * (time.perf_counter() - begin) / count
+
+
 def on_rank(rank: int, world: int, port: int, threads: int, seconds: float, order: str, route: str, out: Any) -> None:
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
@@ -131,15 +165,16 @@ def on_rank(rank: int, world: int, port: int, threads: int, seconds: float, orde
         begin = time.perf_counter()
         step()
         times.append(1e3 * (time.perf_counter() - begin))
-    out.put((rank, sent, used, times, exchange.unique))
+    inside = (*in_collectives(step, 100), empty_call(300)) if seconds else (0.0, 0, 0.0)
+    out.put((rank, sent, used, times, exchange.unique, inside))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def run_ranks(
     world: int, threads: int, seconds: float, route: str = "summed_logits", order: str = "spread"
-) -> list[tuple[int, int, int, list[float], float]]:
-    """(rank, bytes of a step, memory above idle, times, share of unique classes) of each rank."""
+) -> list[tuple[int, int, int, list[float], float, tuple[float, int, float]]]:
+    """(rank, bytes of a step, memory above idle, times, share of unique classes, time in collectives) of each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -203,11 +238,11 @@ def alone(seconds: float) -> list[float]:
     return step_times(stepper(head, BATCH, sx.Key(9)), seconds)
 
 
-def time_row(row_id: str, text: str, mine: list[float], other: list[float]) -> Row:
+def time_row(row_id: str, text: str, mine: list[float], other: list[float], note: str = "") -> Row:
     return Row(
         row_id, text, statistics.median(mine) / statistics.median(other), "ratio",
         "tests/test_distributed.py compares losses, gradients and tables with one process", ours=Timing.of(mine),
-        other=Timing.of(other), other_name="one process, 2 threads, not sharded", config=CONFIG,
+        other=Timing.of(other), other_name="one process, 2 threads, not sharded", note=note, config=CONFIG,
     )  # fmt: skip
 
 
@@ -231,7 +266,11 @@ def main() -> int:
             report.add(balance_row(order))
     if wanted(options, "ranks_2"):
         mine = max((f[3] for f in ranks[2]), key=statistics.median)
-        report.add(time_row("ranks_2", "step on 2 ranks x 1 thread / one process x 2 threads", mine, alone(seconds)))
+        spent, calls, empty = (statistics.mean(f[5][i] for f in ranks[2]) for i in range(3))
+        note = f"{spent:.2f} ms of it in {calls:.0f} collectives, waits for the other rank among them; an all-reduce of "
+        note += f"4 bytes takes {empty:.2f} ms"
+        text = "step on 2 ranks x 1 thread / one process x 2 threads"
+        report.add(time_row("ranks_2", text, mine, alone(seconds), note))
     if wanted(options, "one_rank"):
         mine = run_ranks(1, 2, seconds)[0][3]
         report.add(time_row("one_rank", "step on 1 rank x 2 threads / the head not sharded", mine, alone(seconds)))

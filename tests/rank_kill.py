@@ -22,10 +22,10 @@ EVERY = 3  # steps between two checkpoints
 
 
 def settings(encoder: str, steps: int) -> list[str]:
-    """Of the run."""
+    """Of the run; torchrun ends the ranks that wait for a dead one, and a machine that pauses all of them does not."""
     return [f"training.shard_encoder={encoder}", f"training.steps={steps}", "training.epochs=100000",
             f"training.checkpoint_every={EVERY}", "training.eval_every=8", "training.keep=2",
-            "training.rank_timeout=60"]  # fmt: skip
+            "training.rank_timeout=900"]  # fmt: skip
 
 
 def die(folder: Path, about: dict[str, Any], delay: float) -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import samplex_cuda as sx
+from samplex_cuda.distributed import ShardedClassifier
 from samplex_cuda.distributed.fetch import pair_capacity
 from samplex_cuda.distributed.routes import Sizes, bytes_sent
 
@@ -49,6 +50,9 @@ class LiveBytes(TorchDispatchMode):
 def fake_ranks(monkeypatch):
     """A group of 64 ranks in which nobody answers, and CPU tensors that take the way of a GPU."""
     monkeypatch.setattr("samplex_cuda._device.host_waits", lambda _: True)
+    fill = ShardedClassifier._fill  # of all rows it takes thousands of blocks, each of them alike
+    few = lambda head, pair: fill(head, pair) if head.num_classes < 10**6 else None  # noqa: E731
+    monkeypatch.setattr(ShardedClassifier, "_fill", few)
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=WORLD)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
@@ -89,6 +93,36 @@ def test_a_step_on_64_ranks(fake_ranks, shared, route):
     print(f"{route}: {held.peak / 1e6:.0f} MB beside {2 * table / 1e6:.0f} MB of table and state")
     assert held.peak < (5 * queries + 20 * logits if route in ("summed_logits", "online_softmax") else 4 * rows)
     assert held.peak < 0.1 * 2 * table
+
+
+def test_first_rows_ask_for_no_number(fake_ranks):
+    head = sx.SampledClassifier(DIM, 10**5 + 1, sx.samplers.LogUniform(10**5 + 1), DRAWS, device="meta")
+    head = head.shard(encoder="average", order="spread", key=torch.tensor([1, 2]))
+    assert head.weight.shape == (-(-(10**5 + 1) // WORLD), DIM)
+
+
+@pytest.mark.parametrize("negatives", ["drawn", "drawn once", "own"])
+def test_a_step_on_the_sphere_on_64_ranks(fake_ranks, negatives):
+    """Lengths of rows, margins, weights of targets and the caller's negatives ask for no number either."""
+    loss = sx.losses.SampledSoftmax(margin=sx.losses.ArcFace())
+    head = sx.SampledClassifier(
+        DIM, CLASSES, sx.samplers.LogUniform(CLASSES), DRAWS, loss, normalize=True, scale=8.0,
+        shared=negatives == "drawn once", device="meta",
+    ).shard(encoder="average", batch_capacity=BATCH, order="spread", key=torch.tensor([1, 2]))  # fmt: skip
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+    h, y = torch.randn(BATCH, DIM, requires_grad=True), torch.randint(CLASSES, (BATCH, 2))
+    given = {"negatives": sx.Negatives(torch.randint(CLASSES, (BATCH, DRAWS)))} if negatives == "own" else {}
+    for _ in range(2):
+        head.exchange.sent, h.grad = 0, None
+        loss = head(h, y, key=torch.tensor([1, 2]), target_weight=torch.rand(BATCH, 2), **given)
+        loss.backward()
+    assert loss.shape == ()
+    assert h.grad.shape == h.shape
+    assert head.weight.grad is None
+    # Two targets in place of one, with their weights; ids and log q of the caller's negatives.
+    more = (WORLD - 1) * BATCH * (8 + 8 + 8 + 12 * DRAWS * (negatives == "own"))
+    wanted = bytes_sent("summed_logits", Sizes(WORLD, BATCH, DRAWS, DIM)) + more
+    assert head.exchange.sent == pytest.approx(wanted, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["quadratic", "rff"])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["inverse_at", "own_draw", "refuse_head", "target_shares", "widened", "with_margin"]
 
 _NAME = "SampledClassifier"
-_BLOCK = 4096  # class rows that are held at a time
+_BLOCK, _NUMBERS = 4096, 1 << 24  # class rows that are held at a time; on a GPU numbers, for few kernels
 
 
 def inverse_at(weight: Tensor, rows: Tensor) -> Tensor:
@@ -44,7 +44,8 @@ def inverse_at(weight: Tensor, rows: Tensor) -> Tensor:
     if not weight.shape[0]:
         return found.view(rows.shape)
     if _device.host_waits(flat):
-        parts = [inverse_norms(weight[some.clamp_min(0)]) for some in flat.split(_BLOCK)]
+        block = max(_BLOCK, _NUMBERS // weight.shape[1])
+        parts = [inverse_norms(weight[some.clamp_min(0)]) for some in flat.split(block)]
         return torch.where(flat >= 0, torch.cat(parts) if parts else found, 0.0).view(rows.shape)
     for at in (flat >= 0).nonzero().squeeze(1).split(_BLOCK):
         found[at] = inverse_norms(weight[flat[at]])
