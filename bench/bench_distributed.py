@@ -267,7 +267,9 @@ def main() -> int:
     if wanted(options, "ranks_2"):
         mine = max((f[3] for f in ranks[2]), key=statistics.median)
         spent, calls, empty = (statistics.mean(f[5][i] for f in ranks[2]) for i in range(3))
-        note = f"{spent:.2f} ms of it in {calls:.0f} collectives, waits for the other rank among them; an all-reduce of "
+        note = (
+            f"{spent:.2f} ms of it in {calls:.0f} collectives, waits for the other rank among them; an all-reduce of "
+        )
         note += f"4 bytes takes {empty:.2f} ms"
         text = "step on 2 ranks x 1 thread / one process x 2 threads"
         report.add(time_row("ranks_2", text, mine, alone(seconds), note))
