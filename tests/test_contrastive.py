@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -441,3 +442,35 @@ q, bank, own = torch.zeros(3, 4), torch.zeros(9, 4), torch.tensor([0, 1, 2])
 def test_errors(call, kind, error):
     with pytest.raises(kind, match=f"^contrastive: {error}"):
         call()
+
+
+# ------------------------------------------------------------------------------------------------ small batches
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("what", ["plain", "log_q", "key_ids", "both", "underflow"])
+def test_a_small_batch_goes_its_own_way_to_the_same_numbers(monkeypatch, what, reduction):
+    """On a CPU a small in-batch loss is three products; the general kernels must give the same."""
+    generator = torch.Generator().manual_seed(0)
+    scale = 40.0 if what == "underflow" else 0.5
+    options = {"scale": scale, "reduction": reduction}
+    if what in ("log_q", "both"):
+        options["log_q"] = -torch.rand(20, generator=generator) * 9
+    if what in ("key_ids", "both"):
+        options["key_ids"] = torch.randint(0, 8, (20,), generator=generator)
+    found = []
+    for most in (1 << 17, 0):
+        monkeypatch.setattr(sys.modules[contrastive.__module__], "MOST_SCORES", most)
+        generator.manual_seed(1)
+        sides = [torch.randn(20, 6, generator=generator).requires_grad_() for _ in range(2)]
+        loss = contrastive(*sides, **options)
+        assert ("SmallBatch" in type(loss.grad_fn).__name__) == (most > 0)
+        weights = torch.linspace(0.5, 2.0, max(loss.numel(), 1))
+        once = torch.autograd.grad((loss.reshape(-1) * weights).sum(), sides, retain_graph=True)
+        again = torch.autograd.grad((loss.reshape(-1) * weights).sum(), sides, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+        with pytest.raises(RuntimeError, match="double backward"):
+            torch.autograd.grad(loss.sum(), sides, create_graph=True)
+        found.append((loss.detach(), *once))
+    if what == "underflow":
+        assert found[0][0].max() > 100
+    for small, general in zip(*found, strict=True):
+        torch.testing.assert_close(small, general, rtol=1e-5, atol=1e-5)

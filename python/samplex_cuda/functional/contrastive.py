@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from samplex_cuda._checks import check_choice, check_dense, check_number, describe, op_error
+from samplex_cuda.functional._small_batch import MOST_SCORES, small_batch_loss
 from samplex_cuda.losses import SampledSoftmax
 from samplex_cuda.ops.fused_loss import run_loss
 from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, LossGrad, Sink, acc_dtype
 from samplex_cuda.ops.row_gradients import entries
 from samplex_cuda.ops.subset_sample import subset_sample
+from samplex_cuda.ops.transforms import transformed
 from samplex_cuda.optim.fusion import fusion_of
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import MAX_SAMPLES
@@ -129,6 +132,14 @@ def contrastive(
         True
     """
     in_batch = positives is None
+    if (
+        positives is negatives is num_negatives is sampler is key is query_log_q is group is queue is None
+        and not (exact or symmetric or sparse)
+        and _is_small(queries, keys, log_q, key_ids, scale, reduction)
+    ):  # what is left of a small step is checks and products
+        n = keys.shape[0]
+        shift = None if log_q is None else log_q.detach() + math.log(max(n - 1, 1))
+        return small_batch_loss(queries, keys, shift, key_ids, scale, reduction)
     queries = _check(queries, keys, positives, key_ids, reduction)
     scale = check_number("contrastive", "scale", scale, -math.inf)
     if not (sampler is None or hasattr(sampler, "sample")):
@@ -341,6 +352,45 @@ def _subset(positives: Tensor, num_negatives: int | None, n: int, key: Key | Ten
         return subset_sample(pair, positives.shape[0], num_negatives, n, positives.contiguous())
     except RuntimeError as error:
         raise _renamed(op_error(error)) from None
+
+
+def _is_small(
+    queries: Tensor, keys: Tensor, log_q: Tensor | None, key_ids: Tensor | None, scale: float, reduction: str
+) -> bool:
+    """Whether a batch is small and as plain as can be; one with a fault is not, and the general way says what it is."""
+    return (
+        type(queries) is Tensor
+        and isinstance(keys, Tensor)
+        and queries.dim() == 2
+        and queries.shape == keys.shape
+        and 0 < queries.shape[0] ** 2 <= MOST_SCORES
+        and queries.dtype is keys.dtype
+        and keys.dtype in (torch.float32, torch.float64)
+        and queries.is_cpu
+        and keys.is_cpu
+        and queries.layout is keys.layout is torch.strided
+        and (
+            log_q is None
+            or (type(log_q) is Tensor and log_q.shape == keys.shape[:1] and log_q.dtype is keys.dtype and log_q.is_cpu)
+        )
+        and (
+            key_ids is None
+            or (
+                type(key_ids) is Tensor
+                and key_ids.shape == keys.shape[:1]
+                and key_ids.dtype is torch.int64
+                and key_ids.is_cpu
+            )
+        )
+        and type(scale) is float
+        and math.isfinite(scale)
+        and reduction in REDUCTIONS
+        and not torch.compiler.is_compiling()
+        and not transformed()
+        and forward_ad._current_level < 0
+        and not torch.is_autocast_enabled("cpu")
+        and fusion_of(keys) is None
+    )
 
 
 @functools.lru_cache(maxsize=8)  # a small step is as long as a few calls of torch
