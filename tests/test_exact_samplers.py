@@ -468,7 +468,7 @@ def test_errors():
         (lambda: sx.samplers.Softmax([1.0]), ValueError, "softmax: weight must be .* got list"),
         (lambda: sx.samplers.Softmax(weight[:0]), ValueError, "softmax: weight must have at least one class"),
         (lambda: sx.samplers.Softmax(weight, bias[:3]), ValueError, r"softmax: bias must be \[700\] floating point"),
-        (lambda: sx.samplers.Softmax(weight, scale=float("nan")), ValueError, "softmax: scale must be a finite number"),
+        (lambda: sx.samplers.Softmax(weight, scale=float("nan")), ValueError, "softmax: scale must be finite, got nan"),
         (lambda: sx.samplers.Softmax(weight, chunk_size=0), ValueError, "softmax: chunk_size must be an int of at"),
         (lambda: sx.samplers.Quartic(weight, alpha=-1), ValueError, "quartic: alpha must be finite and at least 0"),
         (lambda: softmax.sample(None, 3), ValueError, r"softmax: h must be \[\*, 5\], got None"),

@@ -289,7 +289,7 @@ def test_errors():
         (
             lambda: make("static").log_prob(H, torch.zeros(2, 2, dtype=torch.int64)),
             ValueError,
-            r"mixture: ids must be \[B, n\] with B = 3, got \[2, 2\] int64",
+            r"mixture: ids must be \[B\], \[B, n\] or \[n\] with B = 3, got \[2, 2\] int64",
         ),
         (lambda: make("static").log_prob(H, torch.tensor([0.0])), TypeError, "mixture: ids must be int64"),
         (lambda: make("static").log_prob(H, torch.tensor([C])), IndexError, r"ids must be in \[0, 40\)"),

@@ -118,10 +118,7 @@ class ShardedSampler(Sampler):
         """Log-probability of given ids; see `Sampler.log_prob`."""
         check_int64(self._op, "ids", ids)
         batch = ids.shape[0] if h is None and exclude is None else self._check_batch(h, None, exclude)
-        one = ids.dim() == 1 and ids.shape[0] == batch
-        if ids.dim() not in (1, 2) or (ids.dim() == 2 and ids.shape[0] != batch):
-            raise ValueError(f"{self._op}: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
-        wanted = ids.unsqueeze(1) if one else ids.expand(batch, ids.shape[-1])
+        wanted, one = self._wanted(ids, batch)
         out = self._score_slots(h, self.layout.slot(wanted), self._excluded_slots(exclude, batch))
         return out.squeeze(1) if one else out
 

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from samplex_cuda._checks import check_dense, check_tensor, describe
 from samplex_cuda.draw import Draw
-from samplex_cuda.ops.static_sample import uniform_sample
+from samplex_cuda.ops.static_sample import sort_exclude, uniform_sample
 from samplex_cuda.rng import Key, fold_in, key_tensor
 
 __all__ = ["Exclude", "Sampler", "distinct_ids"]
 
 # int64 [B] | [B, P] padded with -1 | CSR pair (offsets [B + 1], ids [nnz])
 Exclude: TypeAlias = Tensor | tuple[Tensor, Tensor]
+# The same as the ops take it: (exclude, exclude_offsets).
+Excluded: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 MAX_BATCH = 1 << 32
 MAX_SAMPLES = 1 << 24
@@ -390,6 +392,35 @@ class Sampler(torch.nn.Module):
         if batch_size > MAX_BATCH:
             raise ValueError(f"{self._op}: batch_size must be at most 2^32, got {batch_size}")
         return batch_size
+
+    def _queries(self, h: Tensor | None, dim: int, device: torch.device, place: str, batch_size: int | None) -> Tensor:
+        """h [*, dim] as [B, dim], on the device where `place` says what is."""
+        if h is None or not isinstance(h, Tensor) or h.dim() < 1 or h.shape[-1] != dim:
+            raise ValueError(f"{self._op}: h must be [*, {dim}], got {describe(h)}")
+        if not h.is_floating_point():
+            raise TypeError(f"{self._op}: h must be floating point, got {describe(h)}")
+        if h.device != device:
+            raise ValueError(f"{self._op}: h must be on {device}, where {place} is, got {h.device}")
+        self._check_batch(h, batch_size, None)
+        return h.detach().reshape(-1, dim)
+
+    def _wanted(self, ids: Tensor, batch: int) -> tuple[Tensor, bool]:
+        """Ids given to `log_prob` as [B, n], and whether the answer is to be [B]."""
+        if ids.dim() == 2 and ids.shape[0] == batch:
+            return ids.contiguous(), False
+        if ids.dim() != 1:
+            raise ValueError(f"{self._op}: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
+        if ids.shape[0] == batch:
+            return ids.unsqueeze(1).contiguous(), True
+        return ids.expand(batch, -1).contiguous(), False
+
+    def _check_stratified(self, stratified: bool, shared: bool) -> None:
+        if stratified and not shared:
+            raise ValueError(f"{self._op}: stratified must be False without shared=True, got True")
+
+    def _excluded(self, exclude: Exclude | None, rows: Tensor) -> Excluded:
+        """Classes that `rows` [B, ...] must not draw as the ops take them, after the checks."""
+        return sort_exclude(self._check_exclude(exclude, rows.device, rows.shape[0]))
 
     def _check_exclude(self, exclude: Exclude | None, device: torch.device, batch: int) -> Exclude | None:
         if exclude is None:

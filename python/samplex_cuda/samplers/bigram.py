@@ -12,7 +12,7 @@ from torch import Tensor
 from samplex_cuda._checks import call, check_int, check_number, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import bigram_sample as ops
-from samplex_cuda.ops.static_sample import build_alias, sort_exclude
+from samplex_cuda.ops.static_sample import build_alias
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
 from samplex_cuda.samplers.stored import bigram_error
@@ -175,9 +175,9 @@ class Bigram(Sampler):
             self._check_context(h, context, batch_size)
             return self._sample_shared(h, count, key, exclude, context, batch_size)
         rows = self._check_context(h, context, batch_size)
-        flat, starts = sort_exclude(self._check_exclude(exclude, rows.device, rows.shape[0]))
+        excluded = self._excluded(exclude, rows)
         pair = key_tensor(self._op, key, rows.device)
-        return Draw(*call(ops.bigram_sample, pair, rows, count, *self._tables(), flat, starts))
+        return Draw(*call(ops.bigram_sample, pair, rows, count, *self._tables(), *excluded))
 
     def log_prob(
         self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None
@@ -185,16 +185,9 @@ class Bigram(Sampler):
         """Log-probability of given ids, the same numbers as the log_q of a draw; see `Sampler.log_prob`."""
         check_int64(self._op, "ids", ids)
         rows = self._check_context(h, context, None)
-        batch = rows.shape[0]
-        if ids.dim() == 2 and ids.shape[0] == batch:
-            wanted = ids
-        elif ids.dim() == 1:
-            wanted = ids.unsqueeze(1) if ids.shape[0] == batch else ids.expand(batch, -1)
-        else:
-            raise ValueError(f"bigram: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
-        flat, starts = sort_exclude(self._check_exclude(exclude, rows.device, batch))
-        out = call(ops.bigram_log_prob, wanted.contiguous(), rows, *self._tables(), flat, starts)
-        return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
+        wanted, single = self._wanted(ids, rows.shape[0])
+        out = call(ops.bigram_log_prob, wanted, rows, *self._tables(), *self._excluded(exclude, rows))
+        return out.squeeze(1) if single else out
 
     def log_prob_all(self, h: Tensor | None = None, *, context: Tensor | None = None) -> Tensor:
         """Log-probability of every class, [B, C] float32."""

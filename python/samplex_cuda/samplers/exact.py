@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,14 +33,11 @@ from samplex_cuda.ops.exact_sample import (
 from samplex_cuda.ops.static_sample import sort_exclude
 from samplex_cuda.products import wide_dtype
 from samplex_cuda.rng import Key, key_tensor
-from samplex_cuda.samplers.base import MAX_SAMPLES, Exclude, Sampler, check_int64
+from samplex_cuda.samplers.base import MAX_SAMPLES, Exclude, Excluded, Sampler, check_int64
 from samplex_cuda.samplers.stored import finite_error, shape_error
-from samplex_cuda.samplers.table_rows import last_of_equal, replace_rows
+from samplex_cuda.samplers.table_rows import check_changes, check_table, last_of_equal, replace_rows
 
 __all__ = ["ExactSampler", "Quartic", "Softmax"]
-
-# (exclude, exclude_offsets) of the ops.
-_Lists: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 
 class ExactSampler(Sampler):
@@ -65,13 +62,11 @@ class ExactSampler(Sampler):
         chunk_size: int | None = None,
     ) -> None:
         super().__init__()
-        self._check_table(weight, bias)
-        if not isinstance(scale, int | float) or isinstance(scale, bool) or not -float("inf") < scale < float("inf"):
-            raise ValueError(f"{self._op}: scale must be a finite number, got {scale!r}")
+        check_table(self._op, weight, bias)
         if chunk_size is not None:
             check_int(self._op, "chunk_size", chunk_size)
         self.num_classes, self.dim = weight.shape
-        self.scale = float(scale)
+        self.scale = check_number(self._op, "scale", scale, -math.inf)
         self.chunk_size = chunk_size
         # In a tuple: a parameter of a model must not become a parameter of the sampler too.
         self._source = None if copy else (weight, bias)
@@ -131,13 +126,7 @@ class ExactSampler(Sampler):
         """Log-probability of given ids, the same numbers as the log_q of a draw; see `Sampler.log_prob`."""
         check_int64(self._op, "ids", ids)
         flat = self._check_h(h, None)
-        batch = flat.shape[0]
-        if ids.dim() == 2 and ids.shape[0] == batch:
-            wanted = ids
-        elif ids.dim() == 1:
-            wanted = ids.unsqueeze(1) if ids.shape[0] == batch else ids.expand(batch, -1)
-        else:
-            raise ValueError(f"{self._op}: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
+        wanted, single = self._wanted(ids, flat.shape[0])
         if ids.device != flat.device:
             raise ValueError(f"{self._op}: ids must be on {flat.device}, got {ids.device}")
         if not _device.host_waits(wanted):
@@ -147,8 +136,8 @@ class ExactSampler(Sampler):
         if out.numel():
             for rows, part, _, mass in self._masses(flat, excluded):
                 lse = self._lse(mass, part, rows.start)
-                out[rows] = self._log_q(part, lse, wanted[rows].contiguous(), excluded, rows.start)
-        return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
+                out[rows] = self._log_q(part, lse, wanted[rows], excluded, rows.start)
+        return out.squeeze(1) if single else out
 
     @torch.no_grad()
     def log_prob_all(self, h: Tensor | None = None) -> Tensor:
@@ -176,16 +165,7 @@ class ExactSampler(Sampler):
         """
         check_int64(self._op, "ids", ids)
         table, table_bias = self._table()
-        if ids.dim() != 1:
-            raise ValueError(f"{self._op}: ids must be [n], got {describe(ids)}")
-        if not isinstance(rows, Tensor) or rows.shape != (ids.shape[0], self.dim) or not rows.is_floating_point():
-            raise ValueError(
-                f"{self._op}: rows must be [{ids.shape[0]}, {self.dim}] floating point, got {describe(rows)}"
-            )
-        check_dense(self._op, "rows", rows)
-        if bias is not None and (table_bias is None or bias.shape != ids.shape):
-            wanted = "None" if table_bias is None else f"[{ids.shape[0]}]"
-            raise ValueError(f"{self._op}: bias must be {wanted}, got {describe(bias)}")
+        check_changes(self._op, ids, rows, bias, self.dim, table_bias is not None)
         if _device.host_waits(table):
             self._update_on_device(ids, rows, bias)
             return
@@ -254,7 +234,7 @@ class ExactSampler(Sampler):
     @torch.no_grad()
     def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Take over the whole class table [C, d] (and bias [C]); with `copy=False` there is nothing to do."""
-        self._check_table(weight, bias)
+        check_table(self._op, weight, bias)
         check_dense(self._op, "weight", weight)
         table, table_bias = self._table()
         if weight.shape != table.shape:
@@ -302,7 +282,7 @@ class ExactSampler(Sampler):
         weight, bias = self._table()
         return logit_chunks(h, weight, bias, self.scale, False, chunk_size=self.chunk_size, multiple=BLOCK)
 
-    def _mass(self, h: Tensor, *lists: _Lists, row: int = 0) -> list[Tensor]:
+    def _mass(self, h: Tensor, *lists: Excluded, row: int = 0) -> list[Tensor]:
         """Log of the weight of each block of classes, [B, ceil(C / 256)] float64, without each of `lists`.
 
         `h` is a block of `row_blocks`.
@@ -320,7 +300,7 @@ class ExactSampler(Sampler):
                 exact_mass(chunk.dots, chunk.bias, chunk.first, self.num_classes, *self._law(), *excluded, row, mass)
         return masses
 
-    def _masses(self, h: Tensor, excluded: _Lists) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    def _masses(self, h: Tensor, excluded: Excluded) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """(rows, h of these rows as the ops take it, h as a factor, masses of their blocks), some rows at a time."""
         weight, _ = self._table()
         wide = wide_dtype(h, weight)
@@ -334,7 +314,7 @@ class ExactSampler(Sampler):
         self._check_lse(lse, h, first)
         return lse
 
-    def _log_q(self, h: Tensor, lse: Tensor, ids: Tensor, excluded: _Lists, row: int) -> Tensor:
+    def _log_q(self, h: Tensor, lse: Tensor, ids: Tensor, excluded: Excluded, row: int) -> Tensor:
         """log q [B, n] float32 of ids [B, n]."""
         weight, bias = self._rows()
         kind, scale, alpha = self._law()
@@ -366,27 +346,9 @@ class ExactSampler(Sampler):
                 )
 
     # -------------------------------------------------------------------------------------------- checks
-    def _check_table(self, weight: Tensor, bias: Tensor | None) -> None:
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-            raise ValueError(f"{self._op}: weight must be [C, d] floating point, got {describe(weight)}")
-        if weight.shape[0] < 1:
-            raise ValueError(f"{self._op}: weight must have at least one class, got {describe(weight)}")
-        if bias is not None and (
-            not isinstance(bias, Tensor) or bias.shape != weight.shape[:1] or not bias.is_floating_point()
-        ):
-            raise ValueError(f"{self._op}: bias must be [{weight.shape[0]}] floating point, got {describe(bias)}")
-
     def _check_h(self, h: Tensor | None, batch_size: int | None) -> Tensor:
         """h as [B, d]."""
-        weight, _ = self._table()
-        if h is None or not isinstance(h, Tensor) or h.dim() < 1 or h.shape[-1] != self.dim:
-            raise ValueError(f"{self._op}: h must be [*, {self.dim}], got {describe(h)}")
-        if not h.is_floating_point():
-            raise TypeError(f"{self._op}: h must be floating point, got {describe(h)}")
-        if h.device != weight.device:
-            raise ValueError(f"{self._op}: h must be on {weight.device}, where the class table is, got {h.device}")
-        self._check_batch(h, batch_size, None)
-        return h.detach().reshape(-1, self.dim)
+        return self._queries(h, self.dim, self._table()[0].device, "the class table", batch_size)
 
     def _check_range(self, name: str, ids: Tensor, least: int) -> None:
         """IndexError for an id that is not a class. The ops pass over one, so on CUDA a draw need not look."""
@@ -412,12 +374,9 @@ class ExactSampler(Sampler):
                 return wrong
         return None
 
-    def _excluded(self, exclude: Exclude | None, h: Tensor) -> _Lists:
-        """The excluded ids as the ops take them, after the checks."""
-        exclude = self._check_exclude(exclude, h.device, h.shape[0])
-        if exclude is None:
-            return None, None
-        if not _device.host_waits(h):
+    def _excluded(self, exclude: Exclude | None, rows: Tensor) -> Excluded:
+        exclude = self._check_exclude(exclude, rows.device, rows.shape[0])
+        if exclude is not None and not _device.host_waits(rows):
             if not isinstance(exclude, Tensor):
                 self._check_offsets(*exclude)
             self._check_range("exclude", exclude if isinstance(exclude, Tensor) else exclude[1], -1)

@@ -19,7 +19,6 @@ from samplex_cuda import _device, chunking, rff
 from samplex_cuda._checks import call, check_number, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import kernel_tree as ops
-from samplex_cuda.ops.static_sample import sort_exclude
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, check_int64
 from samplex_cuda.samplers.kernel_follow import LOST, DeviceFollowing
@@ -152,10 +151,10 @@ class KernelSampler(DeviceFollowing):
     ) -> Draw:
         query, phi = self._query(h)
         self._check_batch(query, batch_size, None)
-        flat, offsets = sort_exclude(self._check_exclude(exclude, query.device, query.shape[0]))
+        excluded = self._excluded(exclude, query)
         pair = key_tensor(self._op, key, query.device)
         ids, log_q, clipped = call(
-            ops.kernel_tree_sample, pair, query, phi, self.rows, self.sums, *self._law(), count, flat, offsets
+            ops.kernel_tree_sample, pair, query, phi, self.rows, self.sums, *self._law(), count, *excluded
         )
         self._watch(clipped)
         return Draw(ids, log_q)
@@ -170,20 +169,12 @@ class KernelSampler(DeviceFollowing):
 
     def _log_prob(self, h: Tensor | None, ids: Tensor, exclude: Exclude | None) -> Tensor:
         query, phi = self._query(h)
-        batch = query.shape[0]
         if ids.device != query.device:
             raise ValueError(f"{self._op}: ids must be on {query.device}, got {ids.device}")
-        if ids.dim() == 2 and ids.shape[0] == batch:
-            wanted = ids
-        elif ids.dim() == 1:
-            wanted = ids.unsqueeze(1) if ids.shape[0] == batch else ids.expand(batch, -1)
-        else:
-            raise ValueError(f"{self._op}: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
-        flat, offsets = sort_exclude(self._check_exclude(exclude, query.device, batch))
-        out = call(
-            ops.kernel_tree_log_prob, query, phi, wanted.contiguous(), self.rows, self.sums, *self._law(), flat, offsets
-        )
-        return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
+        wanted, single = self._wanted(ids, query.shape[0])
+        excluded = self._excluded(exclude, query)
+        out = call(ops.kernel_tree_log_prob, query, phi, wanted, self.rows, self.sums, *self._law(), *excluded)
+        return out.squeeze(1) if single else out
 
     def log_prob_all(self, h: Tensor | None = None) -> Tensor:
         """Log-probability of every class, [B, C] float32, in chunks of classes."""

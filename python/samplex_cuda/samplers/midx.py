@@ -12,13 +12,12 @@ from samplex_cuda import _device, chunking
 from samplex_cuda._checks import call, check_choice, check_dense, check_int, check_number, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import midx_sample as ops
-from samplex_cuda.ops.static_sample import sort_exclude
 from samplex_cuda.products import product
 from samplex_cuda.rng import Key, fold_in, key_tensor, uniform_at
 from samplex_cuda.samplers.base import Exclude, Sampler, _no_law, check_int64, distinct_ids
 from samplex_cuda.samplers.kmeans import ROWS_PER_CODE, assign, kmeans
 from samplex_cuda.samplers.stored import finite_error, shape_error
-from samplex_cuda.samplers.table_rows import last_of_equal, replace_rows
+from samplex_cuda.samplers.table_rows import check_changes, check_table, last_of_equal, replace_rows
 
 __all__ = ["MIDX"]
 
@@ -95,8 +94,7 @@ class MIDX(Sampler):
         key: Key | Tensor | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-            raise ValueError(f"midx: weight must be [C, d] floating point, got {describe(weight)}")
+        check_table(self._op, weight, bias)
         self.num_classes, self.dim = weight.shape
         if not 1 <= self.num_classes < 1 << 31 or self.dim < 1:
             raise ValueError(f"midx: weight must be [C, d] with C in [1, 2^31) and d >= 1, got {describe(weight)}")
@@ -109,7 +107,7 @@ class MIDX(Sampler):
         self.num_codes = min(num_codes, self.num_classes)
         self.kind, self.scale, self.epsilon = kind, float(scale), float(epsilon)
         self.has_bias = bias is not None
-        self._check_table(weight, bias)
+        check_dense(self._op, "weight", weight)
         if counts is not None:
             counts = self._check_counts(counts, weight.device)
         self._table: tuple[Tensor, Tensor | None] | None = None  # for `refresh`
@@ -153,8 +151,7 @@ class MIDX(Sampler):
         parts of that mean, in the order of the cells: they are not independent and vary less.
         """
         count = self._check_count(num_samples)
-        if stratified and not shared:
-            raise ValueError("midx: stratified must be False without shared=True, got True")
+        self._check_stratified(stratified, shared)
         flat = self._check_h(h, batch_size)
         if shared:
             self._check_shared(exclude)
@@ -174,15 +171,9 @@ class MIDX(Sampler):
         """Log-probability of given ids, the same numbers as the log_q of a draw; see `Sampler.log_prob`."""
         check_int64(self._op, "ids", ids)
         flat = self._check_h(h, None)
-        batch = flat.shape[0]
-        if ids.dim() == 2 and ids.shape[0] == batch:
-            wanted = ids
-        elif ids.dim() == 1:
-            wanted = ids.unsqueeze(1) if ids.shape[0] == batch else ids.expand(batch, -1)
-        else:
-            raise ValueError(f"midx: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
-        out = call(ops.midx_log_prob, wanted.contiguous(), *self._law(flat), *self._excluded(exclude, flat))
-        return out.squeeze(1) if ids.dim() == 1 and ids.shape[0] == batch else out
+        wanted, single = self._wanted(ids, flat.shape[0])
+        out = call(ops.midx_log_prob, wanted, *self._law(flat), *self._excluded(exclude, flat))
+        return out.squeeze(1) if single else out
 
     @torch.no_grad()
     def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
@@ -257,18 +248,7 @@ class MIDX(Sampler):
             True
         """
         check_int64(self._op, "ids", ids)
-        if ids.dim() != 1:
-            raise ValueError(f"midx: ids must be [n], got {describe(ids)}")
-        if not isinstance(rows, Tensor) or rows.shape != (ids.shape[0], self.dim) or not rows.is_floating_point():
-            raise ValueError(f"midx: rows must be [{ids.shape[0]}, {self.dim}] floating point, got {describe(rows)}")
-        check_dense("midx", "rows", rows)
-        if bias is not None and (
-            self.bias is None or not isinstance(bias, Tensor) or bias.shape != ids.shape or not bias.is_floating_point()
-        ):
-            wanted = "None" if self.bias is None else f"[{ids.shape[0]}]"
-            raise ValueError(f"midx: bias must be {wanted}, got {describe(bias)}")
-        if bias is not None:
-            check_dense("midx", "bias", bias)
+        check_changes(self._op, ids, rows, bias, self.dim, self.bias is not None)
         for name, t in (("ids", ids), ("rows", rows)):
             if t.device != self.cell.device:
                 raise ValueError(f"midx: {name} must be on {self.cell.device}, where the index is, got {t.device}")
@@ -463,15 +443,10 @@ class MIDX(Sampler):
 
     # -------------------------------------------------------------------------------------------- checks
     def _check_table(self, weight: Tensor, bias: Tensor | None) -> None:
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-            raise ValueError(f"midx: weight must be [C, d] floating point, got {describe(weight)}")
+        check_table(self._op, weight, bias)
         check_dense(self._op, "weight", weight)
-        if bias is None:
-            return
-        if not self.has_bias:
+        if bias is not None and not self.has_bias:
             raise ValueError(f"midx: bias must be None, got {describe(bias)}")
-        if not isinstance(bias, Tensor) or bias.shape != weight.shape[:1] or not bias.is_floating_point():
-            raise ValueError(f"midx: bias must be [{weight.shape[0]}] floating point, got {describe(bias)}")
 
     def _check_counts(self, counts: Tensor, device: torch.device) -> Tensor:
         counts = torch.as_tensor(counts, dtype=torch.float64, device=device)
@@ -488,17 +463,8 @@ class MIDX(Sampler):
 
     def _check_h(self, h: Tensor | None, batch_size: int | None) -> Tensor:
         """h as [B, d] float32."""
-        if h is None or not isinstance(h, Tensor) or h.dim() < 1 or h.shape[-1] != self.dim:
-            raise ValueError(f"midx: h must be [*, {self.dim}], got {describe(h)}")
-        if not h.is_floating_point():
-            raise TypeError(f"midx: h must be floating point, got {describe(h)}")
-        if h.device != self.cell.device:
-            raise ValueError(f"midx: h must be on {self.cell.device}, where the index is, got {h.device}")
-        self._check_batch(h, batch_size, None)
-        return check_dense(self._op, "h", h).detach().reshape(-1, self.dim).float()
-
-    def _excluded(self, exclude: Exclude | None, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return sort_exclude(self._check_exclude(exclude, flat.device, flat.shape[0]))
+        flat = self._queries(h, self.dim, self.cell.device, "the index", batch_size)
+        return check_dense(self._op, "h", flat).float()
 
     # -------------------------------------------------------------------------------------------- module
     def _stored_error(self, found: dict[str, Any]) -> str | None:

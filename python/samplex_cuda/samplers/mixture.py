@@ -143,11 +143,8 @@ class Mixture(Sampler):
             raise ValueError(f"mixture: ids must be [B], [B, n] or [n], got {describe(ids)}")
         alone = h is None and exclude is None and context is None
         batch = ids.shape[0] if alone else self._rows(h, context, None, exclude)[0]
-        if ids.dim() == 2 and ids.shape[0] != batch:
-            raise ValueError(f"mixture: ids must be [B, n] with B = {batch}, got {describe(ids)}")
+        wanted, single = self._wanted(ids, batch)
         exclude = self._check_exclude(exclude, ids.device, batch)
-        single = ids.dim() == 1 and ids.shape[0] == batch
-        wanted = ids.unsqueeze(1) if single else ids.expand(batch, -1) if ids.dim() == 1 else ids
         out = self._log_q(h, wanted, self._log_weights(h, exclude, context, batch), exclude, context)
         return out.squeeze(1) if single else out
 

@@ -5,7 +5,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["last_of_equal", "replace_rows"]
+from samplex_cuda._checks import check_dense, describe
+
+__all__ = ["check_changes", "check_table", "last_of_equal", "replace_rows"]
+
+
+def check_table(op: str, weight: Tensor, bias: Tensor | None) -> None:
+    """ValueError unless `weight` [C, d], C >= 1, and `bias` [C] are floating point.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.samplers.table_rows import check_table
+        >>> check_table("softmax", torch.zeros(3, 2), torch.zeros(2))
+        Traceback (most recent call last):
+            ...
+        ValueError: softmax: bias must be [3] floating point, got [2] float32 on cpu
+    """
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        raise ValueError(f"{op}: weight must be [C, d] floating point, got {describe(weight)}")
+    if weight.shape[0] < 1:
+        raise ValueError(f"{op}: weight must have at least one class, got {describe(weight)}")
+    if bias is not None and (
+        not isinstance(bias, Tensor) or bias.shape != weight.shape[:1] or not bias.is_floating_point()
+    ):
+        raise ValueError(f"{op}: bias must be [{weight.shape[0]}] floating point, got {describe(bias)}")
+
+
+def check_changes(op: str, ids: Tensor, rows: Tensor, bias: Tensor | None, dim: int, has_bias: bool) -> None:
+    """ValueError unless int64 ids [n], rows [n, dim] and bias [n] or None are what `update` takes.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.samplers.table_rows import check_changes
+        >>> check_changes("midx", torch.tensor([1, 2]), torch.zeros(2, 4), None, 3, False)
+        Traceback (most recent call last):
+            ...
+        ValueError: midx: rows must be [2, 3] floating point, got [2, 4] float32 on cpu
+    """
+    if ids.dim() != 1:
+        raise ValueError(f"{op}: ids must be [n], got {describe(ids)}")
+    if not isinstance(rows, Tensor) or rows.shape != (ids.shape[0], dim) or not rows.is_floating_point():
+        raise ValueError(f"{op}: rows must be [{ids.shape[0]}, {dim}] floating point, got {describe(rows)}")
+    check_dense(op, "rows", rows)
+    if bias is None:
+        return
+    if not has_bias or not isinstance(bias, Tensor) or bias.shape != ids.shape or not bias.is_floating_point():
+        wanted = f"[{ids.shape[0]}] floating point" if has_bias else "None"
+        raise ValueError(f"{op}: bias must be {wanted}, got {describe(bias)}")
+    check_dense(op, "bias", bias)
 
 
 def last_of_equal(ids: Tensor) -> Tensor:

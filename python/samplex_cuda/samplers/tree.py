@@ -266,8 +266,7 @@ class Tree(Sampler):
         False, and copies of a class lie side by side.
         """
         count = self._check_count(num_samples)
-        if stratified and not shared:
-            raise ValueError("tree: stratified must be False without shared=True, got True")
+        self._check_stratified(stratified, shared)
         x = self.project(h)
         self._check_batch(x, batch_size, None)
         if shared:
@@ -320,16 +319,6 @@ class Tree(Sampler):
         model = self.mean, self.projection, *self._tables()
         draws, log_q, scores = call(ops.tree_sample_and_score, pair, x, *model, count, wanted)
         return Draw(draws, log_q), scores
-
-    def _wanted(self, ids: Tensor, batch: int) -> tuple[Tensor, bool]:
-        """Given ids as [B, n], and whether the answer is to be [B]."""
-        if ids.dim() == 2 and ids.shape[0] == batch:
-            return ids.contiguous(), False
-        if ids.dim() != 1:
-            raise ValueError(f"tree: ids must be [B], [B, n] or [n] with B = {batch}, got {describe(ids)}")
-        if ids.shape[0] == batch:
-            return ids.unsqueeze(1).contiguous(), True
-        return ids.expand(batch, -1).contiguous(), False
 
     def log_prob_all(self, h: Tensor | None = None) -> Tensor:
         """Log-probability of every class, [B, C] float32."""
