@@ -101,6 +101,27 @@ def test_no_list_of_loss_names_elsewhere(room):
         assert named <= {"sampled_softmax"}, f"{path.name} names {named}"
 
 
+def test_no_code_asks_which_loss_it_is():
+    """Neither by comparing a name nor by the class, outside of the losses and the ops behind them."""
+    classes = {type(sx.losses.resolve(name)).__name__ for name in sx.losses.names() if name != "augment_reduce"}
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        where = path.relative_to(PACKAGE)
+        if where.parts[0] in ("losses", "ops", "functional", "reference", "reproduce"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            asked = set()
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                asked = {side.value for side in sides if isinstance(side, ast.Constant)} & set(sx.losses.names())
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                asked = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+                asked |= {n.attr for n in ast.walk(node.args[1]) if isinstance(n, ast.Attribute)}
+                asked &= classes
+            found += [f"{where}:{node.lineno}"] if asked else []
+    assert found == []
+
+
 # ------------------------------------------------------------------------------------------------ outside the package
 class Hinge(sx.losses.ScoreLoss):
     """Mean over the draws of relu(1 + draw - target): not in the package."""
@@ -345,3 +366,9 @@ def test_a_refit_after_loading_fits_as_before():
     old = {name: value for name, value in tree.state_dict().items() if name != "fit_options"}
     loaded.load_state_dict(old)  # a checkpoint of 0.1
     assert torch.equal(tree.nodes, loaded.nodes)
+
+
+def test_a_loss_says_whether_its_parts_join():
+    assert sx.losses.SampledSoftmax().joins
+    assert not sx.losses.SampledSoftmax(label_smoothing=0.1).joins
+    assert not any(sx.losses.by_name(name).joins for name in ("negative_sampling", "nce", "one_vs_each"))

@@ -208,13 +208,13 @@ def test_hits_go_in_chunks(monkeypatch):
     [
         (lambda: metrics.mrr(IDS.float(), TARGETS), r"mrr: ids must be \[N, K\] int64, got \[4, 4\] float32"),
         (lambda: metrics.mrr(IDS, TARGETS[:2]), r"mrr: targets must be \[4\] or \[4, P\] int64, got \[2, 3\] int64"),
-        (lambda: metrics.recall_at_k(IDS, TARGETS, 5), r"recall_at_k: k must be an int in \[1, 4\], .* got 5"),
+        (lambda: metrics.recall_at_k(IDS, TARGETS, 5), r"recall_at_k: k must be an int in \[1, 4\], got 5"),
         (lambda: metrics.recall_at_k(IDS, TARGETS, 0), r"recall_at_k: k must be an int in \[1, 4\]"),
         (lambda: metrics.mrr(IDS, TARGETS, empty="one"), r"mrr: empty must be 'skip' or 'zero', got 'one'"),
         (lambda: metrics.psp_at_k(IDS, TARGETS, 1, torch.zeros(10)), r"propensities must be above 0, got 0.0"),
         (lambda: metrics.propensities(torch.ones(3), 0), r"num_examples must be an int of at least 1, got 0"),
         (lambda: metrics.propensities(torch.ones(3), 5, b=0), r"b must be finite and above 0, got 0"),
-        (lambda: metrics.Evaluator(k=()), r"Evaluator: k must be ints of at least 1, got \(\)"),
+        (lambda: metrics.Evaluator(k=()), "Evaluator: k must be one or more ints, got none"),
         (
             lambda: metrics.Evaluator(k=(9,)).update(IDS, TARGETS),
             r"ids must have at least 9 columns, got \[4, 4\] int64",

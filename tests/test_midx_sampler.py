@@ -376,7 +376,11 @@ def test_errors():
         (lambda: sampler.update(ids, h[:1]), ValueError, r"midx: rows must be \[2, 6\] floating point, got \[1, 6\]"),
         (lambda: sampler.update(ids + C, h), IndexError, r"midx: ids must be in \[0, 120\), got 122"),
         (lambda: sampler.update(ids, h / 0), ValueError, "midx: rows must be finite, got nan or inf"),
-        (lambda: sampler.update(ids, h, torch.zeros(3)), ValueError, r"midx: bias must be \[2\] floating point, got \[3\]"),
+        (
+            lambda: sampler.update(ids, h, torch.zeros(3)),
+            ValueError,
+            r"midx: bias must be \[2\] floating point, got \[3\]",
+        ),
         (lambda: sampler.rebuild(weight[:5]), ValueError, r"midx: weight must be \[120, 6\], got \[5, 6\]"),
         (lambda: MIDX(weight, 4).rebuild(weight, weight[:, 0]), ValueError, r"midx: bias must be None, got \[120\]"),
     ]:

@@ -31,7 +31,7 @@ from training_cases import case
 
 from samplex_cuda import data
 from samplex_cuda.data import cache as data_cache
-from samplex_cuda.training import Trainer, checkpoint, read_metrics
+from samplex_cuda.training import Trainer, checkpoint, read_metrics, safe_files
 
 EVERY = 3  # steps between two checkpoints
 FURTHEST = 9  # steps that a start does, about, before its kill
@@ -69,7 +69,7 @@ def train(folder: Path, steps: int, suicide: int, report: int) -> None:
     tell = os.write
     trainer = trainer_of(folder, steps)
     tell(report, f"{trainer.progress.step}\n".encode())
-    checkpoint._CHUNK = 1024  # many writes, so that a kill finds one
+    safe_files._CHUNK = 1024  # many writes, so that a kill finds one
     count = 0
 
     def deadly(real: Callable[..., Any]) -> Callable[..., Any]:

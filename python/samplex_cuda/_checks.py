@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,10 +48,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def describe(value: object) -> str:
-    """What an error says it got: `[3, 32] float16 on cpu` for a tensor, the type and value of anything else."""
+    """What an error says it got: `[3, 32] float16 on cpu` for a tensor, `[3, 32] float64` for an array, the type or the
+    value of anything else.
+    """
     if isinstance(value, Tensor):
         layout = "" if value.layout is torch.strided else f" {str(value.layout).removeprefix('torch.')}"
         return f"{list(value.shape)} {dtype_name(value.dtype)}{layout} on {value.device}"
+    if isinstance(value, np.ndarray):
+        return f"{list(value.shape)} {value.dtype}"
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     return type(value).__name__

@@ -59,9 +59,7 @@ def _check(where: str, ids: Tensor, targets: Tensor, empty: str = "skip") -> Ten
 
 
 def _check_k(where: str, k: object, width: int) -> int:
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= width:
-        raise ValueError(f"{where}: k must be an int in [1, {width}], as many as ids has columns, got {k!r}")
-    return k
+    return check_int(where, "k", k, 1, width)
 
 
 def _count(targets: Tensor) -> Tensor:
@@ -341,8 +339,9 @@ class Evaluator:
         self, k: Sequence[int] = (1, 3, 5), propensities: Tensor | None = None, *, empty: str = "skip"
     ) -> None:
         ks = tuple(k)
-        if not ks or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in ks):
-            raise ValueError(f"Evaluator: k must be ints of at least 1, got {k!r}")
+        if not ks:
+            raise ValueError("Evaluator: k must be one or more ints, got none")
+        ks = tuple(check_int("Evaluator", "each k", n) for n in ks)
         if empty not in ("skip", "zero"):
             raise ValueError(f"Evaluator: empty must be 'skip' or 'zero', got {empty!r}")
         self.k = tuple(sorted(set(ks)))

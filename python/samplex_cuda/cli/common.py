@@ -20,8 +20,9 @@ from rich.table import Table
 
 from samplex_cuda.data.cache import SourceChangedError
 from samplex_cuda.data.lines import BadLineError
-from samplex_cuda.training import CheckpointError, Config, ConfigError, NonFiniteLossError, RunError, checkpoint
+from samplex_cuda.training import CheckpointError, Config, ConfigError, NonFiniteLossError, RunError
 from samplex_cuda.training.ranks import RanksError, launched
+from samplex_cuda.training.safe_files import sync_directory
 
 __all__ = [
     "INTERRUPTED",
@@ -329,6 +330,6 @@ def beside(path: Path, write: Callable[[Path], None]) -> None:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        checkpoint._sync_directory(path.parent)
+        sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import check_int
+from samplex_cuda._checks import check_int, describe
 from samplex_cuda.data.base import (
     PAD,
     Array,
@@ -18,7 +18,6 @@ from samplex_cuda.data.base import (
     _as_array,
     _check_indptr,
     _classes,
-    _describe,
     _gather,
     _labels_of,
     _long,
@@ -144,7 +143,7 @@ class Sparse(_Labelled):
         _check_indptr("Sparse", "indptr", self.indptr, len(self.indices))
         if self.values is not None and len(self.values) != len(self.indices):
             raise ValueError(
-                f"Sparse: values must be [{len(self.indices)}] to fit indices, got {_describe(self.values)}"
+                f"Sparse: values must be [{len(self.indices)}] to fit indices, got {describe(self.values)}"
             )
         y = labels if label_indptr is None else (label_indptr, labels)
         self.num_features = check_int("Sparse", "num_features", num_features, 1)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import check_int
+from samplex_cuda._checks import check_int, describe
 
 __all__ = ["PAD", "Dataset"]
 
@@ -29,13 +29,6 @@ _HASH_PIECE = 1 << 20
 
 
 # ------------------------------------------------------------------------------------------------ helpers
-def _describe(a: Any) -> str:
-    """Shape and dtype as error messages print them."""
-    if isinstance(a, np.ndarray | Tensor):
-        return f"{list(a.shape)} {str(a.dtype).removeprefix('torch.')}"
-    return type(a).__name__
-
-
 def _as_array(where: str, name: str, a: Any, dims: tuple[int, ...], kinds: str) -> Array:
     """`a` as a numpy array that shares its memory; kinds: letters of `dtype.kind`."""
     if isinstance(a, Tensor):
@@ -45,7 +38,7 @@ def _as_array(where: str, name: str, a: Any, dims: tuple[int, ...], kinds: str) 
     if a.ndim not in dims or a.dtype.kind not in kinds:
         shape = " or ".join(f"{n}-dimensional" for n in dims)
         what = "integers" if kinds == "iu" else "numbers"
-        raise ValueError(f"{where}: {name} must be a {shape} array of {what}, got {_describe(a)}")
+        raise ValueError(f"{where}: {name} must be a {shape} array of {what}, got {describe(a)}")
     return a
 
 
@@ -407,7 +400,7 @@ class Dataset:
         """Checked row numbers as int64 numpy [B]."""
         where = f"{type(self).__name__}.batch"
         if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
-            raise ValueError(f"{where}: rows must be [B] int64, got {_describe(rows)}")
+            raise ValueError(f"{where}: rows must be [B] int64, got {describe(rows)}")
         found = rows.cpu().numpy()
         if len(found) and not (found.min() >= 0 and found.max() < len(self)):
             wrong = found[(found < 0) | (found >= len(self))][0]
@@ -544,12 +537,12 @@ def _labels_of(where: str, name: str, y: Any, rows: int, rule: str) -> _Labels:
         indptr = _as_array(where, "label_indptr", y[0], (1,), "iu")
         ids = _as_array(where, name, y[1], (1,), "iu")
         if len(indptr) != rows + 1:
-            raise ValueError(f"{where}: label_indptr must be [{rows + 1}], got {_describe(indptr)}")
+            raise ValueError(f"{where}: label_indptr must be [{rows + 1}], got {describe(indptr)}")
         _check_indptr(where, "label_indptr", indptr, len(ids))
         return _Labels(where, rule, indptr=indptr, ids=ids)
     table = _as_array(where, name, y, (1, 2), "iu")
     if len(table) != rows or (table.ndim == 2 and table.shape[1] == 0):
-        raise ValueError(f"{where}: {name} must be [{rows}] or [{rows}, P], got {_describe(table)}")
+        raise ValueError(f"{where}: {name} must be [{rows}] or [{rows}, P], got {describe(table)}")
     return _Labels(where, rule, table=table)
 
 

@@ -9,8 +9,9 @@
 See docs/diagnostics.md.
 """
 
+from samplex_cuda.diagnostics.candidates import Candidate, default_candidates, other_ways
 from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
-from samplex_cuda.diagnostics.run import Candidate, default_candidates, diagnose, other_ways
+from samplex_cuda.diagnostics.run import diagnose
 from samplex_cuda.heads.leak import leak
 
 __all__ = ["Candidate", "Diagnosis", "Law", "Point", "default_candidates", "diagnose", "leak", "other_ways"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samplex_cuda._checks import check_choice
-from samplex_cuda.losses import Loss, SampledSoftmax
+from samplex_cuda.losses import Loss
 
 if TYPE_CHECKING:
     from samplex_cuda.heads.classifier import SampledClassifier
@@ -76,7 +76,7 @@ def unfit(route: str, head: SampledClassifier, balanced: bool, sampler: Any) -> 
         return f"loss must sample classes, got {loss!r}"
     if route != "summed_logits" and (head.normalize or not getattr(loss, "corrected", True)):
         return f"head must have normalize=False and a corrected loss, got normalize={head.normalize} and {loss!r}"
-    if route == "online_softmax" and not (isinstance(loss, SampledSoftmax) and not loss.label_smoothing):
+    if route == "online_softmax" and not loss.joins:
         return f"loss must be SampledSoftmax without label smoothing, got {loss!r}"
     if route in ("rows_to_queries", "shared_rows"):
         if loss.needs.example_index:

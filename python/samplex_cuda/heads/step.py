@@ -8,7 +8,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
-from samplex_cuda import _device, losses
+from samplex_cuda import _device
 from samplex_cuda._checks import check_dense, check_tensor, describe, op_error, shape_text
 from samplex_cuda.draw import COPIES, Draw, Negatives
 from samplex_cuda.functional._inputs import known_positives
@@ -302,7 +302,7 @@ class StepOfHead(ClassesOfHead):
 
     def _hard_negatives(self, spec: LossSpec, hard: Any, target: Tensor, lead: torch.Size) -> Draw:
         """Hard negatives in the form the ops take."""
-        plain = isinstance(spec.loss, losses.SampledSoftmax) and not spec.loss.label_smoothing
+        plain = spec.loss.joins
         if not plain or target.dim() != 1 or self.class_weight is not None:
             raise ValueError(
                 f"{_NAME}: hard must be None unless the loss is sampled_softmax without smoothing, with one target per "

@@ -77,6 +77,9 @@ class Loss:
     """Whether this loss makes sense for rows on the unit sphere alone."""
     takes_target_weight: ClassVar[bool] = False
     """Whether targets can have weights."""
+    joins: ClassVar[bool] = False
+    """Whether a row's loss is a log-sum-exp minus the target's logit: parts of the classes can then be joined, hard
+    negatives counted on top, and the value compared with the exact NLL."""
 
     def __repr__(self) -> str:
         """The class and the options that are not at their defaults."""

@@ -61,6 +61,11 @@ class SampledSoftmax(Loss):
         return self.margin is not None
 
     @property
+    def joins(self) -> bool:  # type: ignore[override]
+        """See `Loss.joins`: smoothing adds the logits of all draws."""
+        return not self.label_smoothing
+
+    @property
     def _margin(self) -> tuple[float, ...]:
         return () if self.margin is None else self.margin.numbers()
 

@@ -1,12 +1,18 @@
-"""The data of a configuration."""
+"""The data of a configuration, and whether the two fit each other."""
 
 from __future__ import annotations
+
+from pathlib import Path
+
+import torch
 
 from samplex_cuda import data
 from samplex_cuda.data import Dataset
 from samplex_cuda.training.config import Config, ConfigError
+from samplex_cuda.training.config.tables import Training
+from samplex_cuda.training.evaluation import check_metrics
 
-__all__ = ["open_data"]
+__all__ = ["check_fit", "check_monitor", "from_anywhere", "open_data"]
 
 
 def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
@@ -39,3 +45,40 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
             f"config: [data] valid_fraction must leave examples on both sides of {len(train)}, got {d.valid_fraction}"
         )
     return first, second
+
+
+def check_monitor(training: Training) -> None:
+    """ConfigError for a metric that there is not, or a monitored one that is not computed."""
+    if training.monitor not in training.metrics and (training.patience or training.monitor != "nll"):
+        raise ConfigError(
+            f"config: [training] monitor must be one of metrics {training.metrics}, got {training.monitor!r}"
+        )
+    try:
+        check_metrics("config: [training] metrics", training.metrics)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def from_anywhere(config: Config) -> None:
+    """Makes the data paths absolute: the run folder must be good from any working directory."""
+    for name in ("path", "valid", "negatives", "negatives_log_q"):
+        path = getattr(config.data, name)
+        file = not name.startswith("negatives") or path.endswith(".npy")  # else a column
+        if path and file and Path(path).exists():
+            setattr(config.data, name, str(Path(path).absolute()))
+
+
+def check_fit(config: Config, train: Dataset) -> None:
+    """ConfigError where the configuration asks for what the data do not have; makes the sampler's path absolute."""
+    if config.sampler.path and Path(config.sampler.path).exists():
+        config.sampler.path = str(Path(config.sampler.path).absolute())
+    if config.head.mask_known and train.known(torch.empty(0, dtype=torch.int64)) is None:
+        raise ConfigError(
+            f"config: [head] mask_known must be false for these {train.kind} data: no example has positives "
+            "besides its targets; got true"
+        )
+    if config.data.negatives and train.negatives(torch.empty(0, dtype=torch.int64)) is None:
+        raise ConfigError(
+            "config: [data] negatives must be empty for data that name none (call set_negatives on a data set that "
+            f"was not opened by the trainer), got {config.data.negatives!r}"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from samplex_cuda.training import config as configs
 from samplex_cuda.training.checkpoint import CheckpointError
 from samplex_cuda.training.config import Config, ConfigError
 from samplex_cuda.training.config.checks import MODELS
+from samplex_cuda.training.config.tables import Training
 from samplex_cuda.training.run_folder import RunError, check_links
 
 __all__ = [
@@ -40,6 +42,8 @@ __all__ = [
 
 # What modules, optimizers and samplers raise for state that is not theirs.
 UNFIT = (RuntimeError, KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+
+_LOWER_IS_BETTER = ("nll", "perplexity", "loss")
 
 
 @dataclasses.dataclass
@@ -74,6 +78,32 @@ class Progress:
     skipped_in_a_row: int = 0
     averaged: int = 0
     seconds: float = 0.0
+
+    def judge(self, metrics: dict[str, float], training: Training) -> bool:
+        """Whether these metrics are the best so far; counts the evaluations that were not.
+
+        Args:
+            metrics: of an evaluation at `step`.
+            training: what is monitored, and which way.
+
+        Example:
+            >>> from samplex_cuda.training import Config, Progress
+            >>> progress = Progress()
+            >>> [progress.judge({"nll": nll}, Config().training) for nll in (3.0, 2.0, 2.5)], progress.bad
+            ([True, True, False], 1)
+        """
+        if training.monitor not in metrics:
+            return False
+        value, best = metrics[training.monitor], self.best
+        lower = training.monitor_mode == "min"
+        if training.monitor_mode == "auto":
+            lower = training.monitor in _LOWER_IS_BETTER
+        gain = math.inf if best is None else (best - value if lower else value - best)
+        better = math.isfinite(value) and gain > (0.0 if best is None else training.min_delta)
+        self.bad = 0 if better else self.bad + 1
+        if better:
+            self.best, self.best_step = value, self.step
+        return better
 
 
 class Described(Dataset):

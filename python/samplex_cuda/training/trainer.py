@@ -25,10 +25,10 @@ from samplex_cuda.training import checkpoint, models
 from samplex_cuda.training import config as configs
 from samplex_cuda.training.averaging import averaged_parameters, swapped, update_average
 from samplex_cuda.training.checkpoint import CheckpointError
-from samplex_cuda.training.config import Config, ConfigError
-from samplex_cuda.training.evaluation import check_metrics, evaluate
+from samplex_cuda.training.config import Config
+from samplex_cuda.training.evaluation import evaluate
 from samplex_cuda.training.interrupts import Interrupts, own_generators
-from samplex_cuda.training.opening import open_data
+from samplex_cuda.training.opening import check_fit, check_monitor, from_anywhere, open_data
 from samplex_cuda.training.ranks import join
 from samplex_cuda.training.result import NonFiniteLossError, Result
 from samplex_cuda.training.run_folder import (
@@ -52,7 +52,6 @@ from samplex_cuda.training.watch import check_model
 __all__ = ["Trainer"]
 
 _DRAWS = 0x5A3D_0000_0000_0000  # keys of draws meet those of nothing else under the same seed
-_LOWER_IS_BETTER = ("nll", "perplexity", "loss")
 
 
 class _InterruptedError(Exception):
@@ -221,39 +220,18 @@ class Trainer:
         config = config.check().resolved()
         models.check_trusted(config.model.name, trust_model)
         self.trust_model = trust_model
-        t = config.training
-        if t.monitor not in t.metrics and (t.patience or t.monitor != "nll"):
-            raise ConfigError(f"config: [training] monitor must be one of metrics {t.metrics}, got {t.monitor!r}")
-        try:
-            check_metrics("config: [training] metrics", t.metrics)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        check_monitor(config.training)
         self.ranks = join(config)
         self.config, self.run_dir, self.on_event = config, Path(run_dir), on_event if self.ranks.leads else None
         if train is None:
             train, valid = self.ranks.in_turn(lambda: open_data(config))
-            # The run folder must be good from anywhere.
-            for name in ("path", "valid", "negatives", "negatives_log_q"):
-                path = getattr(config.data, name)
-                file = not name.startswith("negatives") or path.endswith(".npy")  # else a column
-                if path and file and Path(path).exists():
-                    setattr(config.data, name, str(Path(path).absolute()))
+            from_anywhere(config)
         if len(train) < 1:
             raise ValueError("trainer: train must have at least 1 example, got none")
         self.ranks.agree({"run folder": str(self.run_dir), "training data": train.fingerprint()})
         self.train, self.valid = train, valid
-        if config.sampler.path and Path(config.sampler.path).exists():
-            config.sampler.path = str(Path(config.sampler.path).absolute())
-        if config.head.mask_known and train.known(torch.empty(0, dtype=torch.int64)) is None:
-            raise ConfigError(
-                f"config: [head] mask_known must be false for these {train.kind} data: no example has positives "
-                "besides its targets; got true"
-            )
-        if config.data.negatives and train.negatives(torch.empty(0, dtype=torch.int64)) is None:
-            raise ConfigError(
-                "config: [data] negatives must be empty for data that name none (call set_negatives on a data set that "
-                f"was not opened by the trainer), got {config.data.negatives!r}"
-            )
+        check_fit(config, train)
+        t = config.training
         if t.threads:
             torch.set_num_threads(t.threads)
         self.device = torch.device(t.device)
@@ -530,14 +508,13 @@ class Trainer:
         """Notes what is wrong with the model, if anything: a loss that falls is no proof that it learns."""
         p = self.progress
         sampled = p.loss_sum / p.loss_count if p.loss_count else self._last_loss
-        comparable = self.config.head.loss == "sampled_softmax" and not self.config.head.label_smoothing
         with self._averaged(), torch.random.fork_rng(devices=[]):
             self.warnings = check_model(
                 self.encoder,
                 self.head,
                 self.train,
                 self.batch_size,
-                sampled=sampled if comparable else None,
+                sampled=sampled if self.head.loss.joins else None,
                 nll=self.metrics.get("nll"),
                 ranks=self.ranks,
             )
@@ -553,15 +530,7 @@ class Trainer:
         seconds = time.perf_counter() - begin
         self._watch = time.perf_counter()
         p.last_eval = p.step
-        better = False
-        if t.monitor in self.metrics:
-            value = self.metrics[t.monitor]
-            lower = t.monitor_mode == "min" or (t.monitor_mode == "auto" and t.monitor in _LOWER_IS_BETTER)
-            gain = math.inf if p.best is None else (p.best - value if lower else value - p.best)
-            better = math.isfinite(value) and gain > (0.0 if p.best is None else t.min_delta)
-            p.bad = 0 if better else p.bad + 1
-            if better:
-                p.best, p.best_step = value, p.step
+        better = p.judge(self.metrics, t)
         record = {"kind": "eval", "step": p.step, "epoch": p.epoch, **self.metrics, "seconds": round(p.seconds, 3)}
         self._record(record)
         useless = self.metrics.get("nll", 0.0) > math.log(self.head.num_classes)

@@ -241,7 +241,7 @@ def check_together(source: str, c: Config) -> None:
         if c.training.shard != "none":
             fail("head", "unique", f"false with training.shard = {shown(c.training.shard)}", c.head.unique)
     if c.head.hard:
-        if c.head.loss != "sampled_softmax" or c.head.label_smoothing:
+        if not loss.joins:
             fail("head", "hard", f"0 with {named} (sampled_softmax without smoothing takes them)", c.head.hard)
         if c.head.hard_source == "tree" and c.sampler.name != "tree":
             wanted = f"pool or exact with the sampler {c.sampler.name}, which is not a tree"
