@@ -1,7 +1,5 @@
 """The kernel tree against its specification on every backend: law, draws, exclusion, clipping, sums, errors."""
 
-# ruff: noqa: E501  (tables of messages)
-
 from __future__ import annotations
 
 import dataclasses
@@ -9,78 +7,16 @@ import math
 
 import pytest
 import torch
+from kernel_tree_cases import SHAPES, Case, make
 from torch import Tensor
 
 from samplex_cuda import _native
 from samplex_cuda.ops import kernel_tree as ops
-from samplex_cuda.ops.static_sample import sort_exclude
 from samplex_cuda.reference import kernel_tree as reference
 
 KERNELS = ["gaussian", "exponential", "quadratic"]
 # Rounding of a float product in any order, as a share of the sum of its terms' sizes (docs/kernel_tree.md).
 BAND = 2.0**-20
-
-
-@dataclasses.dataclass
-class Case:
-    """A tree over random rows with features of any sign, and what the specification says of it."""
-
-    h: Tensor
-    phi: Tensor
-    rows: Tensor
-    sums: Tensor
-    leaf_size: int
-    kernel: str
-    scale: float
-    epsilon: float
-    log_tree: Tensor
-
-    def tables(self, device: torch.device) -> tuple:
-        return (
-            self.rows.to(device),
-            self.sums.to(device),
-            self.leaf_size,
-            self.kernel,
-            self.scale,
-            self.epsilon,
-        )
-
-    def sample(self, device, count, exclude=None, key=(3, 2**40)):
-        flat, offsets = sort_exclude(None if exclude is None else move(exclude, device))
-        pair = torch.tensor(key, device=device)
-        return ops.kernel_tree_sample(
-            pair, self.h.to(device), self.phi.to(device), *self.tables(device), count, flat, offsets
-        )
-
-    def log_prob(self, device, ids=None, exclude=None):
-        flat, offsets = sort_exclude(None if exclude is None else move(exclude, device))
-        if ids is None:
-            ids = torch.arange(self.rows.shape[0]).expand(self.h.shape[0], -1).contiguous()
-        return ops.kernel_tree_log_prob(
-            self.h.to(device), self.phi.to(device), ids.to(device), *self.tables(device), flat, offsets
-        )
-
-
-def move(exclude, device):
-    return exclude.to(device) if isinstance(exclude, Tensor) else tuple(t.to(device) for t in exclude)
-
-
-def make(
-    classes, leaf_size, *, dim=8, width=16, batch=4, kernel="gaussian", scale=1.0, epsilon=0.0, mean=1.0, seed=0
-) -> Case:
-    """Features around `mean`: at 1 nothing is negative, at 0.1 many estimates are."""
-    g = torch.Generator().manual_seed(seed + 100 * classes + leaf_size)
-    h, rows = torch.randn(batch, dim, generator=g), torch.randn(classes, dim, generator=g) * 0.7
-    if kernel == "quadratic":  # the floor of 1 a class would hide small values
-        mean = 3 * mean
-    phi_rows = mean + 0.3 * torch.randn(classes, width, generator=g)
-    phi = mean + 0.3 * torch.randn(batch, width, generator=g)
-    sums = reference.node_sums(phi_rows, leaf_size).float()
-    log_tree = reference.tree_law(h, phi, rows, sums, leaf_size, kernel, scale)
-    return Case(h, phi, rows, sums, leaf_size, kernel, scale, epsilon, log_tree)
-
-
-SHAPES = [(1, 1), (2, 1), (3, 3), (5, 2), (37, 1), (37, 4), (130, 1), (300, 7), (520, 1)]
 
 
 # ------------------------------------------------------------------------------------------------ the law
@@ -475,112 +411,6 @@ def test_many_rows_at_one_node(backend):
     torch.testing.assert_close(log_q.cpu().double(), case.log_tree.gather(1, ids.cpu()), rtol=1e-5, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------ sums
-@pytest.mark.parametrize("width", [16, 48, 160])
-@pytest.mark.parametrize(("classes", "leaf_size"), SHAPES)
-def test_build_is_the_sum(backend, classes, leaf_size, width):
-    phi = torch.randn(classes, width)
-    want = reference.node_sums(phi, leaf_size)
-    sums = torch.full(want.shape, 7.0, device=backend.device)
-    sums[want.shape[0] // 2 :] = 0
-    sums[0] = 0
-    step = max(1, classes // 3 // leaf_size) * leaf_size
-    for begin in range(0, classes, step):
-        ops.kernel_tree_build(sums, phi[begin : begin + step].to(backend.device), begin, leaf_size)
-    ops.kernel_tree_parents(sums)
-    torch.testing.assert_close(sums.cpu().double(), want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("classes", "leaf_size"), SHAPES)
-def test_update_is_a_build(backend, classes, leaf_size):
-    phi, new = torch.randn(classes, 32), torch.randn(classes, 32)
-    sums = reference.node_sums(phi, leaf_size).float().to(backend.device)
-    ids = torch.randperm(classes)[: max(1, classes // 3)].sort().values
-    old = phi[ids].clone()
-    before = sums.clone()
-    phi[ids] = new[ids]
-    ops.kernel_tree_update(*(t.to(backend.device) for t in (sums, new[ids], old, ids)), leaf_size)
-    ops.kernel_tree_parents(sums, (ids // leaf_size).to(backend.device))
-    torch.testing.assert_close(sums.cpu().double(), reference.node_sums(phi, leaf_size), rtol=1e-5, atol=1e-5)
-    leaves = sums.shape[0] // 2
-    touched = set()
-    for node in (leaves + ids // leaf_size).tolist():
-        while node:
-            touched.add(node)
-            node //= 2
-    rest = [i for i in range(2 * leaves) if i not in touched]
-    assert torch.equal(sums[rest], before[rest])
-
-
-@pytest.mark.parametrize(("classes", "leaf_size"), SHAPES)
-def test_update_skips_and_writes_rows(backend, classes, leaf_size):
-    """-1 and entries that are not taken change nothing; rows and the largest sums of the leaves come along."""
-    phi, new, rows, fresh = (torch.randn(classes, width) for width in (32, 32, 8, 8))
-    want_sums = reference.node_sums(phi, leaf_size).float()
-    leaves = want_sums.shape[0] // 2
-    found = torch.randperm(classes)[: max(1, classes // 2)].sort().values
-    ids = torch.cat([torch.full((5,), -1), found])
-    at = ids.clamp_min(0)
-    taken = torch.rand(ids.shape[0]) < 0.6
-    taken[:3] = True  # an id of -1 is none, taken or not
-    peaks = torch.full((2, leaves + 1), 0.5)
-    sums, rows_now, peaks_now = (t.clone().to(backend.device) for t in (want_sums, rows, peaks))
-    ops.kernel_tree_update(
-        *(t.to(backend.device) for t in (sums, new[at], phi[at], ids)),
-        leaf_size,
-        taken=taken.to(backend.device),
-        rows=rows_now,
-        fresh=fresh[at].to(backend.device),
-        peaks=peaks_now,
-    )
-    ops.kernel_tree_parents(sums, (ids // leaf_size).to(backend.device))
-    used = ids[taken & (ids >= 0)]
-    phi[used], rows[used] = new[used], fresh[used]
-    torch.testing.assert_close(sums.cpu().double(), reference.node_sums(phi, leaf_size), rtol=1e-5, atol=1e-5)
-    assert torch.equal(rows_now.cpu(), rows)
-    touched = (found // leaf_size).unique()
-    peaks[0, touched] = sums.cpu()[leaves + touched].abs().amax(1)
-    peaks[1] = torch.maximum(peaks[0], peaks[1])
-    assert torch.equal(peaks_now.cpu(), peaks)
-    before = sums.clone()
-    nothing = torch.full((3,), -1, device=backend.device)
-    some = torch.randn(3, 32, device=backend.device)
-    ops.kernel_tree_update(sums, some, some + 1, nothing, leaf_size)
-    ops.kernel_tree_parents(sums, nothing)
-    assert torch.equal(sums, before)
-
-
-def test_threads_share_an_update_by_leaves():
-    """Rows so long that a thread takes two at a time: the classes of a leaf then lie in the parts of several threads."""
-    phi, new = torch.randn(40, 32768), torch.randn(40, 32768)
-    for leaf_size in (5, 20):
-        sums = reference.node_sums(phi, leaf_size).float()
-        ids = torch.tensor([i for i in range(40) if i % 7])
-        changed = phi.clone()
-        changed[ids] = new[ids]
-        ops.kernel_tree_update(sums, new[ids], phi[ids], ids, leaf_size)
-        ops.kernel_tree_parents(sums, ids // leaf_size)
-        torch.testing.assert_close(sums.double(), reference.node_sums(changed, leaf_size), rtol=1e-5, atol=2e-5)
-
-
-def test_drift_is_bounded(backend):
-    """200 updates: the leaf adds up rounding errors, the nodes above do not multiply them."""
-    rounds = 20 if backend.emulated else 200
-    g = torch.Generator().manual_seed(0)
-    phi = torch.randn(40, 16, generator=g)
-    sums = reference.node_sums(phi, 2).float().to(backend.device)
-    for _ in range(rounds):
-        ids = torch.randperm(40, generator=g)[:9].sort().values
-        new = torch.randn(9, 16, generator=g)
-        ops.kernel_tree_update(*(t.to(backend.device) for t in (sums, new, phi[ids], ids)), 2)
-        ops.kernel_tree_parents(sums, (ids // 2).to(backend.device))
-        phi[ids] = new
-    error = (sums.cpu().double() - reference.node_sums(phi, 2)).abs()
-    # A leaf sees about rounds / 2 additions, each off by half an ulp of a number below 16.
-    assert error[32:].max() < rounds * 2.0**-21
-    assert error.max() < 8 * rounds * 2.0**-21
-
-
 # ------------------------------------------------------------------------------------------------ corners
 def test_empty_batch_and_no_draws(backend):
     case = make(10, 2)
@@ -639,76 +469,3 @@ def test_opcheck(backend):
     more = (taken, rows, rows[:2].clone(), peaks)
     torch.library.opcheck(calls.kernel_tree_update.default, (sums, delta, delta + 1, few, 2, *more), test_utils=checks)
     torch.library.opcheck(calls.kernel_tree_parents.default, (sums, few), test_utils=checks)
-
-
-# ------------------------------------------------------------------------------------------------ errors
-def update_with(ids=None, **options):
-    ids = torch.tensor([1, 2]) if ids is None else ids
-    ops.kernel_tree_update(torch.zeros(8, 16), torch.zeros(2, 16), torch.zeros(2, 16), ids, 2, **options)
-
-
-def sample_with(**changes):
-    case = make(10, 2)
-    arguments = {
-        "key": torch.tensor([0, 0]),
-        "h": case.h,
-        "phi": case.phi,
-        "rows": case.rows,
-        "sums": case.sums,
-        "leaf_size": 2,
-        "kernel": "gaussian",
-        "scale": 1.0,
-        "epsilon": 0.0,
-        "num_samples": 3,
-        "exclude": None,
-        "exclude_offsets": None,
-    }
-    return lambda: ops.kernel_tree_sample(**{**arguments, **changes})
-
-
-ERRORS = {
-    "h": (sample_with(h=torch.zeros(4, 16)), "kernel_tree_sample: h must be [B, dim] = [*, 8] float32"),
-    "phi": (sample_with(phi=torch.zeros(3, 16)), "phi must be [B, stride] = [4, 16] float32"),
-    "rows": (sample_with(rows=torch.zeros(10, 6)), "rows must be [n, dim] with n >= 1 and dim a multiple of 8, got [10, 6]"),
-    "no class": (sample_with(rows=torch.zeros(0, 8)), "rows must be [n, dim] with n >= 1"),
-    "sums": (sample_with(sums=torch.zeros(12, 16)), "sums must be [2 * leaves, stride] with leaves a power of two"),
-    "stride": (sample_with(sums=torch.zeros(16, 17)), "stride a multiple of 16, got [16, 17]"),
-    "size": (sample_with(sums=torch.zeros(32, 16)), "sums must be [2 * leaves, stride] with the power of two that holds 5 leaves of 2 classes"),
-    "dtype": (sample_with(sums=torch.zeros(16, 16, dtype=torch.float64)), "sums must be [2 * leaves, stride] = [*, *] float32"),
-    "leaf": (sample_with(leaf_size=11), "leaf_size must be in [1, n] = [1, 10], got 11"),
-    "scale": (sample_with(scale=0.0), "scale must be finite and positive, got 0"),
-    "nan scale": (sample_with(scale=math.nan), "scale must be finite and positive, got nan"),
-    "epsilon": (sample_with(epsilon=1.0), "epsilon must be in [0, 1), got 1"),
-    "samples": (sample_with(num_samples=-1), "num_samples must be in [0, 2^24], got -1"),
-    "key": (sample_with(key=torch.zeros(3, dtype=torch.int64)), "key must be [2] = [2] int64"),
-    "exclude": (sample_with(exclude=torch.tensor([[10]] * 4)), "exclude must be -1 or in [0, 10), got 10 in row 0"),
-    "order": (sample_with(exclude=torch.tensor([[3, 1]] * 4)), "exclude must ascend in each row, got 3 before 1 in row 0"),
-    "shape": (sample_with(exclude=torch.tensor([[3]])), "exclude must be [B, P] = [4, *] int64"),
-    "offsets": (sample_with(exclude=torch.tensor([3]), exclude_offsets=torch.tensor([0, 1, 1, 1, 2])), "exclude_offsets must ascend from 0 to 1"),
-    "alone": (sample_with(exclude_offsets=torch.tensor([0, 0, 0, 0, 0])), "exclude_offsets needs exclude"),
-    "ids": (lambda: make(10, 2).log_prob(torch.device("cpu"), torch.tensor([[10]] * 4)), "kernel_tree_log_prob: ids must be in [0, 10), got 10"),
-    "ids shape": (lambda: make(10, 2).log_prob(torch.device("cpu"), torch.tensor([[1]])), "ids must be [B, n] = [4, *] int64"),
-    "first": (lambda: ops.kernel_tree_build(torch.zeros(8, 16), torch.zeros(2, 16), 3, 2), "kernel_tree_build: first must be a multiple of leaf_size 2"),
-    "room": (lambda: ops.kernel_tree_build(torch.zeros(8, 16), torch.zeros(3, 16), 6, 2), "must lie in 4 leaves, got 6"),
-    "build phi": (lambda: ops.kernel_tree_build(torch.zeros(8, 16), torch.zeros(3, 15), 6, 2), "phi must be [n, stride] = [*, 16] float32"),
-    "twice": (lambda: ops.kernel_tree_update(torch.zeros(8, 16), torch.zeros(2, 16), torch.zeros(2, 16), torch.tensor([1, 1]), 2), "kernel_tree_update: ids must ascend without repeats"),
-    "outside": (lambda: ops.kernel_tree_update(torch.zeros(8, 16), torch.zeros(2, 16), torch.zeros(2, 16), torch.tensor([1, 8]), 2), "lie in 4 leaves of 2 classes, got 8 at position 1"),
-    "old": (lambda: ops.kernel_tree_update(torch.zeros(8, 16), torch.zeros(2, 16), torch.zeros(1, 16), torch.tensor([1, 2]), 2), "old must be [n, stride] = [2, 16]"),
-    "leaves": (lambda: ops.kernel_tree_parents(torch.zeros(8, 16), torch.tensor([4])), "kernel_tree_parents: leaves must ascend in [0, 4), -1 for none first, got 4 at position 0"),
-    "none last": (lambda: update_with(ids=torch.tensor([1, -1])), "ids must ascend without repeats, -1 for none first"),
-    "taken": (lambda: update_with(taken=torch.ones(3, dtype=torch.bool)), "taken must be [n] = [2] bool"),
-    "rows alone": (lambda: update_with(rows=torch.zeros(8, 8)), "rows and fresh must be given together"),
-    "fresh": (lambda: update_with(rows=torch.zeros(8, 8), fresh=torch.zeros(1, 8)), "fresh must be [n, dim] = [2, 8]"),
-    "few rows": (lambda: update_with(rows=torch.zeros(2, 8), fresh=torch.zeros(2, 8)), "ids must be below the number of rows, 2, got 2"),
-    "row width": (lambda: update_with(rows=torch.zeros(8, 6), fresh=torch.zeros(2, 6)), "rows must have columns in a multiple of 8"),
-    "row place": (lambda: update_with(rows=torch.zeros(65)[1:].view(8, 8), fresh=torch.zeros(2, 8)), "rows must be aligned to 16 bytes"),
-    "peaks": (lambda: update_with(peaks=torch.zeros(2, 4)), "peaks must be [2, leaves + 1] = [2, 5]"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_bad_input(name):
-    call, text = ERRORS[name]
-    with pytest.raises(RuntimeError) as caught:
-        call()
-    assert text in str(caught.value)

@@ -6,23 +6,29 @@ import math
 
 import pytest
 import torch
+from row_rules_cases import (
+    BETA1,
+    BETA2,
+    DECAY,
+    EPS,
+    LR,
+    OPS,
+    STEP,
+    acc,
+    entries,
+    numbers_of,
+    ours,
+    rule_numbers,
+    summed,
+)
 
 from samplex_cuda._checks import op_error
-from samplex_cuda._library import _native
 from samplex_cuda.ops.row_reduce import row_reduce
-from samplex_cuda.optim import rules
 from samplex_cuda.reference import row_rules as plain
-from samplex_cuda.reference.static_sample import philox_bits
 from samplex_cuda.testing import assert_close
 
-OPS = torch.ops.samplex
 RULES = ["sgd", "momentum", "nesterov", "adagrad", "row_adagrad", "adam", "adamw"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-LR, DECAY, EPS, BETA1, BETA2, STEP = 0.05, 0.01, 1e-6, 0.8, 0.95, 3
-
-
-def acc(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def states_of(rule: str, weight: torch.Tensor) -> list[torch.Tensor]:
@@ -32,21 +38,6 @@ def states_of(rule: str, weight: torch.Tensor) -> list[torch.Tensor]:
     shape = weight.shape[:1] if rule == "row_adagrad" else weight.shape
     made = [torch.rand(shape, generator=g, dtype=torch.float64) + 0.1 for _ in range(count)]
     return [s.to(acc(weight.dtype)).to(weight.device) for s in made]
-
-
-def numbers_of(rule: str, *, lr=LR, decay=DECAY) -> rules.Rule:
-    if rule in ("sgd", "momentum", "nesterov"):
-        return rules.sgd(lr, 0.0 if rule == "sgd" else BETA1, decay, rule == "nesterov")
-    if rule in ("adagrad", "row_adagrad"):
-        return rules.adagrad(lr, EPS, decay, rule == "row_adagrad")
-    return rules.adam(lr, (BETA1, BETA2), EPS, decay, rule == "adamw", STEP)
-
-
-def ours(rule, weight, states, row_ids, rows, count=None, key=None, **options) -> None:
-    # One number per row and one per class are the same for a vector of classes.
-    kind = "adagrad" if rule == "row_adagrad" and weight.dim() == 1 else rule
-    padded = [*states, None, None][:2]
-    OPS.row_apply_(weight, *padded, row_ids, rows, count, key, numbers_of(kind, **options))
 
 
 def expected(rule, weight, states, row_ids, rows) -> None:
@@ -70,23 +61,6 @@ def expected(rule, weight, states, row_ids, rows) -> None:
             weight_decay=DECAY,
             decoupled_weight_decay=rule == "adamw",
         )
-
-
-def rule_numbers(rule: str, decay: float = DECAY) -> list[float]:
-    """The numbers `row_update_` takes."""
-    kind = {"nesterov": "momentum", "adamw": "adam"}.get(rule, rule)
-    adam = kind == "adam"
-    return [
-        float(["sgd", "momentum", "adagrad", "row_adagrad", "adam"].index(kind)),
-        float(rule == "nesterov"),
-        LR / (1 - BETA1**STEP) if adam else LR,
-        0.0 if rule == "adamw" else decay,
-        1 - LR * decay if rule == "adamw" else 1.0,
-        EPS,
-        BETA1,
-        BETA2,
-        1 / math.sqrt(1 - BETA2**STEP) if adam else 0.0,
-    ]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -192,38 +166,6 @@ def test_a_nan_stays_in_its_row(backend):
 
 
 # ------------------------------------------------------------------------------------------------ entries of a loss
-def entries(classes, batch, k, d, dtype, device, *, shared=False):
-    g = torch.Generator().manual_seed(2)
-    ids_a = torch.randint(classes, (batch, 1), generator=g)
-    ids_b = torch.randint(classes, (k, 1) if shared else (batch, k), generator=g)
-    coef_a = torch.randn(batch, 1, generator=g).to(acc(dtype))
-    h = torch.randn(batch, d, generator=g).to(dtype)
-    ids_a[0, 0] = -100  # an ignored target
-    if shared:
-        coef_b, rows_b = None, torch.randn(k, d, generator=g).to(acc(dtype))
-        bias_b = torch.randn(k, generator=g).to(acc(dtype))
-    else:
-        coef_b, rows_b, bias_b = torch.randn(batch, k, generator=g).to(acc(dtype)), h, None
-        coef_b[-1, 0] = 0.0  # a masked draw
-    made = (ids_a, coef_a, h, ids_b, coef_b, rows_b, bias_b)
-    return [None if t is None else t.to(device) for t in made]
-
-
-def summed(e, classes):
-    """Row ids, row gradients and bias gradients in fp64."""
-    ids_a, coef_a, h, ids_b, coef_b, rows_b, bias_b = [None if t is None else t.cpu() for t in e]
-    wide = [t.double() for t in (coef_a, h, rows_b)]
-    coefs = torch.ones(ids_b.shape, dtype=torch.float64) if coef_b is None else coef_b.double()
-    dense = torch.zeros(classes, h.shape[1], dtype=torch.float64)
-    bias, hit = torch.zeros(classes, dtype=torch.float64), torch.zeros(classes, dtype=torch.bool)
-    own = coefs if bias_b is None else bias_b.double().view(-1, 1)
-    for ids, coef, rows, terms in ((ids_a, wide[0], wide[1], wide[0]), (ids_b, coefs, wide[2], own)):
-        keep = (ids >= 0) & (coef != 0)
-        dense.index_add_(0, ids[keep], (coef.unsqueeze(2) * rows.unsqueeze(1))[keep])
-        bias.index_add_(0, ids[keep], terms[keep])
-        hit[ids[keep]] = True
-    row_ids = hit.nonzero().flatten()
-    return row_ids, dense[row_ids], bias[row_ids]
 
 
 def run_entries(rule, dtype, classes, batch, k, d, backend, *, shared=False, bias_dtype=None, whole=False):
@@ -378,137 +320,6 @@ def test_a_table_beyond_the_cache_gets_the_bits_of_a_small_one(simd_level, rule,
     assert torch.equal(big[rest], before[rest])
     for state, of_one in zip(*states, strict=True):
         assert torch.equal(state[touched[real]], of_one[real])
-
-
-# ------------------------------------------------------------------------------------------------ stochastic rounding
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("start", [1.0, -1.0, 2e-6])
-def test_stochastic_rounding_is_right_on_average(backend, dtype, start):
-    """Every result is a neighbour, and the mean moves by the step that rounding to nearest would drop."""
-    if start == 2e-6 and dtype == torch.bfloat16:
-        start = 1e-30
-    classes, d = (64, 40) if backend.emulated else (512, 100)
-    below = torch.tensor(start, dtype=dtype)
-    gap = float((torch.nextafter(below, torch.tensor(9.0, dtype=dtype)) - below).abs())
-    weight = torch.full((classes, d), float(below), dtype=dtype, device=backend.device)
-    rows = torch.full((classes, d), -0.3 * gap / LR, dtype=torch.float32, device=backend.device)
-    key = torch.tensor([7, 1], device=backend.device)
-    ours("sgd", weight, [], None, rows, None, key, decay=0.0)
-    up = (weight.cpu().double() - float(below)) / gap
-    assert up.unique().numel() == 2
-    assert sorted(round(float(x), 3) for x in up.unique()) == [0.0, 1.0]
-    n = classes * d
-    assert abs(float(up.mean()) - 0.3) < 4 * math.sqrt(0.3 * 0.7 / n) + 2**-12
-    again = torch.full_like(weight, float(below))
-    ours("sgd", again, [], None, rows, None, key, decay=0.0)
-    assert torch.equal(weight, again)
-    ours("sgd", again.fill_(float(below)), [], None, rows, None, key + 1, decay=0.0)
-    assert not torch.equal(weight, again)
-    nearest = torch.full_like(weight, float(below))
-    ours("sgd", nearest, [], None, rows, None, None, decay=0.0)
-    assert nearest.eq(float(below)).all()  # the step vanishes
-
-
-def test_stochastic_rounding_has_the_same_bits_everywhere(backend):
-    """In both forms of the update: the noise belongs to the place, not to the thread."""
-    weight = torch.randn(20, 13).bfloat16()
-    e = entries(20, 6, 4, 13, torch.bfloat16, backend.device)
-    row_ids, rows, _ = summed(e, 20)
-    key = torch.tensor([3, 9])
-    given, moved = weight.to(backend.device, copy=True), weight.to(backend.device, copy=True)
-    device = backend.device
-    ours("sgd", given, [], row_ids.to(device), rows.float().to(device), None, key.to(device))
-    OPS.row_update_(moved, None, None, None, None, None, *e, key.to(device), *[rule_numbers("sgd")] * 2)
-    assert torch.equal(given, moved)
-
-
-def test_stochastic_rounding_goes_by_the_row_of_the_whole_table(backend):
-    """A part of a table, with its first row given, gets the bits that the whole table gets there."""
-    device, key = backend.device, torch.tensor([3, 9]).to(backend.device)
-    e = entries(20, 6, 4, 13, torch.bfloat16, device)
-    weight, bias = torch.randn(20, 13).bfloat16().to(device), torch.randn(20).bfloat16().to(device)
-    whole, whole_bias = weight.clone(), bias.clone()
-    numbers = [rule_numbers("sgd")] * 2
-    none = [None] * 2
-    OPS.row_update_(whole, *none, whole_bias, *none, *e, key, *numbers)
-    part, part_bias = weight[8:].clone(), bias[8:].clone()
-    inside = [torch.where(ids >= 8, ids - 8, -1) for ids in (e[0], e[3])]
-    local = (inside[0], *e[1:3], inside[1], *e[4:])
-    OPS.row_update_(part, *none, part_bias, *none, *local, key, *numbers, first_row=8)
-    assert torch.equal(part, whole[8:])
-    assert torch.equal(part_bias, whole_bias[8:])
-    other = weight[8:].clone()
-    OPS.row_update_(other, *none, bias[8:].clone(), *none, *local, key, *numbers)
-    assert not torch.equal(other, part)
-    given, rows = weight.clone(), torch.randn(12, 13, device=device)
-    OPS.row_apply_(given, None, None, torch.arange(8, 20, device=device), rows, None, key, rule_numbers("sgd"))
-    some = weight[8:].clone()
-    OPS.row_apply_(some, None, None, None, rows, None, key, rule_numbers("sgd"), first_row=8)
-    assert torch.equal(some, given[8:])
-    for wrong in (-1, 1 << 32):
-        with pytest.raises(RuntimeError, match="first_row must be at"):
-            OPS.row_apply_(some, None, None, None, rows, None, key, rule_numbers("sgd"), first_row=wrong)
-
-
-def awkward(d: int) -> torch.Tensor:
-    """fp32 numbers [200, d] of every size: ties between numbers of 16 bits, subnormals, inf, nan, both zeros."""
-    bits = torch.randint(-(2**31), 2**31, (200, d), dtype=torch.int64).to(torch.int32)
-    bits[::3] &= ~0xFFFF  # numbers of bf16, and ties half way between two
-    bits[1::6] |= 0x8000
-    bits[::4] &= ~0x1FFF  # of fp16
-    x = bits.view(torch.float32).clone()
-    x[50:100] = torch.randn(50, d) * 2.0 ** -torch.randint(0, 30, (50, d))
-    x[0, :6] = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-41])[: min(d, 6)]
-    return x
-
-
-@pytest.mark.parametrize("d", [1, 2, 3, 5, 8, 13, 32, 64, 130])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_has_the_same_bits_at_every_simd_level(simd_level, dtype, d):
-    """To nearest as torch rounds; by chance as the scalar code does. The update is w - lr * g with w = 0, lr = -1."""
-    x = awkward(d)
-    as_bits = torch.int16
-    nearest = torch.zeros(x.shape, dtype=dtype)
-    ours("sgd", nearest, [], None, x, None, None, lr=-1.0, decay=0.0)
-    want = x.to(dtype)
-    nan = want.isnan()
-    assert torch.equal(nearest.isnan(), nan)
-    # 0 - -0 is 0: the sign of a zero is not the subject
-    assert torch.equal((nearest + 0).view(as_bits)[~nan], (want + 0).view(as_bits)[~nan])
-    chance, key = torch.zeros(x.shape, dtype=dtype), torch.tensor([5, 6])
-    ours("sgd", chance, [], None, x, None, key, lr=-1.0, decay=0.0)
-    _native.set_simd_level("scalar")
-    scalar = torch.zeros(x.shape, dtype=dtype)
-    ours("sgd", scalar, [], None, x, None, key, lr=-1.0, decay=0.0)
-    assert torch.equal(chance.isnan(), nan)
-    assert torch.equal(scalar.isnan(), nan)
-    assert torch.equal(chance.view(as_bits)[~nan], scalar.view(as_bits)[~nan])
-    assert d < 8 or not torch.equal(chance[~nan], nearest[~nan])
-
-
-def test_random_bits_of_a_column_are_those_of_its_place(simd_level):
-    """Eight columns share the four words at (row, column / 8), the low half of a word first."""
-    rows, d, seed, offset = 6, 21, 5, 6
-    low = torch.randint(2**16, (rows, d))
-    x = (low + 0x3F800000).to(torch.int32).view(torch.float32)  # 1 and a part of the step to its neighbour
-    got = torch.zeros(rows, d, dtype=torch.bfloat16)
-    ours("sgd", got, [], None, x, None, torch.tensor([seed, offset]), lr=-1.0, decay=0.0)
-    for row in range(rows):
-        for column in range(d):
-            half = philox_bits(seed, offset, row, column // 8, 0)[column % 8 // 4]
-            noise = half >> (column % 4 * 16) & 0xFFFF
-            up = int(low[row, column]) + noise >= 2**16
-            assert float(got[row, column]) == (1.0078125 if up else 1.0)
-
-
-def test_stochastic_rounding_leaves_inf_and_nan(backend):
-    for dtype in (torch.bfloat16, torch.float16):
-        weight = torch.tensor([[math.inf, -math.inf, math.nan, 1.0]], dtype=dtype, device=backend.device)
-        key = torch.tensor([3, 9], device=backend.device)
-        ours("sgd", weight, [], None, torch.zeros_like(weight), None, key, decay=0.0)
-        assert weight[0, :2].tolist() == [math.inf, -math.inf]
-        assert weight[0, 2].isnan()
-        assert weight[0, 3] == 1
 
 
 # ------------------------------------------------------------------------------------------------ torch's own checks
