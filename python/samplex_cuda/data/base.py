@@ -56,7 +56,7 @@ def _log_q_of(where: str, log_q: Any, indptr: Array, there: Array | None) -> Arr
         values = values.reshape(there.shape)[there] if values.size == there.size else values
     if values.shape != (int(indptr[-1]),):
         shape = [int(indptr[-1])] if there is None else list(there.shape)
-        raise ValueError(f"{where}: log_q must be {shape} like the negatives, got {_describe(values)}")
+        raise ValueError(f"{where}: log_q must be {shape} like the negatives, got {describe(values)}")
     if len(values) and not (np.isfinite(values).all() and values.max() <= 1e-3):
         wrong = values[~(np.isfinite(values) & (values <= 1e-3))][0]
         raise ValueError(f"{where}: log_q must be log-probabilities, finite and at most 0, got {wrong}")
