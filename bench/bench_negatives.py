@@ -5,6 +5,9 @@ Rows (C = 1,000,000 classes, d = 128, B = 1,024, Adagrad on the touched rows):
   in_batch_head   the targets of the batch, corrected by a streaming estimate
   hard            64 draws per row and 8 given hard negatives in one normalizer
   in_batch_dup    towers, B = 4,096: all keys of the batch, duplicates masked, corrected
+  queue           towers, all keys of the batch and a queue of 4,096, duplicates masked, corrected
+  unique          256 distinct draws for the batch with their inclusion probability; eager takes the smallest of C
+                  exponential times
 
 The eager side has sparse gradients and `torch.optim.Adagrad`.
 """
@@ -153,6 +156,74 @@ def main() -> int:
         worst = max(check_close(part, a, b, 1e-4) for part, a, b in pairs)
         what = f"step, towers, in-batch with duplicates, B = {batch:,}, vs eager"
         row("in_batch_dup", what, towers, towers_eager, worst, 2.0, {"d": DIM, "B": batch})
+    if wanted(options, "queue"):
+        size = 4096
+        q, k = (torch.randn(BATCH, DIM, device=device).requires_grad_() for _ in range(2))
+        ids, old = (zipf.sample(None, n, shared=True).ids.to(device) for n in (BATCH, size))
+        log_q, old_log_q = (zipf.log_prob_shared(None, t.cpu()).to(device) for t in (ids, old))
+        held = torch.randn(size, DIM, device=device)
+        queue = sx.samplers.KeyQueue(size, DIM).to(device)
+        queue.push(held, old, old_log_q)
+
+        def queued(_: int) -> tuple[torch.Tensor, ...]:
+            loss = sx.functional.contrastive(q, k, key_ids=ids, log_q=log_q, scale=0.1, queue=queue)
+            return loss.detach(), *torch.autograd.grad(loss, (q, k))
+
+        def queued_eager(_: int) -> tuple[torch.Tensor, ...]:
+            every, labels = torch.cat([k, held]), torch.cat([ids, old])
+            s = 0.1 * (q @ every.T)
+            shift = torch.cat([log_q, old_log_q]) + math.log(BATCH + size - 1)
+            other = (s - shift).masked_fill(ids[:, None] == labels, -math.inf)
+            own = torch.eye(BATCH, BATCH + size, dtype=torch.bool, device=device)
+            loss = nnf.cross_entropy(torch.where(own, s, other), torch.arange(BATCH, device=device))
+            return loss.detach(), *torch.autograd.grad(loss, (q, k))
+
+        pairs = zip(("loss", "d_queries", "d_keys"), queued(0), queued_eager(0), strict=True)
+        worst = max(check_close(part, a, b, 1e-4) for part, a, b in pairs)
+        what = f"step, towers, B = {BATCH:,} and a queue of {size:,} keys, vs eager"
+        row("queue", what, queued, queued_eager, worst, 1.5, {"d": DIM, "B": BATCH, "queue": size})
+    if wanted(options, "unique"):
+        m, weights = 256, p.float().to(device)
+        unique = sx.SampledClassifier(DIM, CLASSES, zipf, m, bias=False, shared=True, unique=True, device=device)
+        unique.fuse_optimizer(sx.optim.RowAdagrad(unique.parameters(), lr=0.01))
+        copy = make_table(CLASSES, DIM, device=device)
+        with torch.no_grad():
+            copy.copy_(unique.weight)
+        copy.requires_grad_()
+        rule = torch.optim.Adagrad([copy], lr=0.01)
+        x = torch.randn(BATCH, DIM, device=device).requires_grad_()
+        y = zipf.sample(None, 1, batch_size=BATCH).ids[:, 0].to(device)
+        law = zipf.log_prob_all()[0].to(device)
+
+        def unique_ours(_: int) -> torch.Tensor:
+            x.grad = None
+            loss = unique(x, y)
+            loss.backward()
+            return loss.detach()
+
+        def drawn_loss(ids: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+            rows = nnf.embedding(ids, copy, sparse=True)
+            own = (x * nnf.embedding(y, copy, sparse=True)).sum(1, keepdim=True)
+            other = (x @ rows.T - log_q - math.log(m)).masked_fill(y[:, None] == ids, -math.inf)
+            return nnf.cross_entropy(torch.cat([own, other], 1), torch.zeros_like(y))
+
+        def unique_eager(_: int) -> torch.Tensor:
+            # Distinct classes by exponential times: those of the m smallest; pi from the (m + 1)-th.
+            times = torch.empty_like(weights).exponential_().div_(law.exp())
+            first, ids = times.topk(m + 1, largest=False)
+            ids = ids[:m]
+            log_q = torch.log(-torch.expm1(-law[ids].exp() * first[m])) - math.log(m)
+            x.grad = None
+            loss = drawn_loss(ids, log_q)
+            loss.backward()
+            rule.step()
+            rule.zero_grad()
+            return loss.detach()
+
+        draw = zipf.sample(None, m, shared=True, unique=True)
+        worst = check_close("loss", unique(x, y, negatives=draw), drawn_loss(draw.ids, draw.log_q), 1e-4)
+        what = f"step, {m} distinct draws for the batch, C = {CLASSES:,}, B = {BATCH:,}, vs eager with Adagrad"
+        row("unique", what, unique_ours, unique_eager, worst, 1.5, {"C": CLASSES, "d": DIM, "B": BATCH, "m": m})
     return report.finish(fail=not options.no_fail)
 
 
