@@ -152,6 +152,7 @@ def test_host_numbers_are_refused_while_a_graph_is_captured(monkeypatch):
     frozen = sx.optim.RowAdam(head.parameters(), lr=0.1)
     optimizer = sx.optim.RowAdam(head.parameters(), lr=0.1, capturable=True)
     monkeypatch.setattr(base, "is_capturing", lambda device: True)
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True)  # nothing else is asked about a capture
     with pytest.raises(
         RuntimeError, match="RowAdam: capturable must be True to capture a step in a CUDA graph, got Fal"
     ):
