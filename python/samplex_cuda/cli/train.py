@@ -185,6 +185,9 @@ class Display:
             best = "  (worse than equal probabilities)"
         self.out.say(f"step {event['step']:,}/{self.steps:,}  valid: {values}{best}")
 
+    def _on_choice(self, event: dict[str, Any]) -> None:
+        self.out.say(f"step {event['step']:,}/{self.steps:,}  {event['message']}")
+
     def _on_refused(self, event: dict[str, Any]) -> None:
         self.out.warn(f"{event['reason']}; {event['instead']}")
 

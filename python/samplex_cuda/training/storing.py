@@ -44,9 +44,11 @@ class Whole:
         found: dict[str, Any] = {
             "progress": dataclasses.asdict(t.progress),
             "metrics": t.metrics,
-            "config": t.config.as_dict(),
+            "config": (t.config if t.chooser is None else t.chooser.config_of(t.chooser.present)).as_dict(),
             "data": about(t.train),
         }
+        if t.chooser is not None and not kind:
+            found["chooser"] = t.chooser.state()
         return found | ({"kind": kind} if kind else {"environment": environment(t.device)})
 
     def save(self, path: Path) -> None:
@@ -77,11 +79,18 @@ class Whole:
         grow = meta["data"]["fingerprint"] != t.train.fingerprint()
         if grow:
             check_growth(t, path, meta["data"])
+            if t.chooser is not None:
+                raise RunError(
+                    f"trainer: {t.run_dir}: sampler.choose_every must be 0 in a run that grows, got "
+                    f"{t.config.sampler.choose_every}"
+                )
         t.make(fit=grow)  # a sampler is that of the new data
         try:
             upgrade(tensors, meta)
             if grow:
                 grown(t, tensors, meta)
+            if t.chooser is not None:
+                t.chooser.restore(meta["chooser"], t.encoder, t.head)
             self._take(tensors, meta)
             self._begin(meta)
         except RunError:

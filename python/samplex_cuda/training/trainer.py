@@ -25,6 +25,7 @@ from samplex_cuda.training import checkpoint, models
 from samplex_cuda.training import config as configs
 from samplex_cuda.training.averaging import averaged_parameters, swapped, update_average
 from samplex_cuda.training.checkpoint import CheckpointError
+from samplex_cuda.training.chooser import Chooser
 from samplex_cuda.training.config import Config
 from samplex_cuda.training.evaluation import evaluate
 from samplex_cuda.training.interrupts import Interrupts, own_generators
@@ -64,6 +65,8 @@ class Trainer:
         run/
             config.toml        the configuration, every key
             environment.json   versions, machine, what was built
+            costs.json         with `sampler.choose_every`: milliseconds of a step of each way to draw
+            choices.json       the choices made, with their reasons
             metrics.jsonl      a record every `log_every` steps and for each evaluation
             checkpoints/       the last `keep`
             best/              the weights of the best evaluation
@@ -79,8 +82,8 @@ class Trainer:
         trust_model: `model.name` again, where it is an import path; see `build`.
         on_event: called with a dict for everything that happens: event = "start", "progress" (each step), "train" (a
             record), "eval", "eval_progress", "checkpoint", "checkpoint_failed", "refused" (a damaged checkpoint),
-            "damaged" (where it was moved to), "cleaned", "nan", "best", "epoch", "fit", "warning",
-            "interrupted", "end".
+            "damaged" (where it was moved to), "cleaned", "nan", "best", "epoch", "fit", "choice",
+            "warning", "interrupted", "end".
 
     Example:
         >>> import tempfile, torch
@@ -255,6 +258,8 @@ class Trainer:
         self.keys = torch.tensor([t.seed ^ _DRAWS, 0], dtype=torch.int64)
         self._stepper = Stepper(config, train, size, self.keys, self.run_dir, self.ranks)
         self._store = self.ranks.store(self)
+        every = config.sampler.choose_every
+        self.chooser = Chooser(config, train, size, self.run_dir) if every else None
 
     def make(self, fit: bool) -> None:
         """Makes model and optimizers; without `fit` a checkpoint brings what would be fitted to the data."""
@@ -393,6 +398,8 @@ class Trainer:
         every = self.config.sampler.refit_steps
         if every and p.step and p.step % every == 0:  # a checkpoint of this step is before it
             self._refit()
+        if self.chooser is not None and (chosen := self.chooser.step(p.step, self.encoder, self.head)):
+            self._event("choice", step=p.step, message=f"draws from here on: {chosen}")
         self._set_rates()
         found = self._stepper.take(p, self.encoder, self.head, self.optimizers)
         if found.problem:

@@ -12,7 +12,7 @@ from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.training import models
 from samplex_cuda.training.ranks import Alone
 
-__all__ = ["FAR", "NEVER", "check_model"]
+__all__ = ["FAR", "NEVER", "check_model", "some_rows"]
 
 FAR = 2.0  # nats between the exact and the sampled loss from which on the latter says little
 NEVER = math.log(1e3)  # a class that is drawn so much more rarely than by uniform draws is never drawn
@@ -60,7 +60,7 @@ def check_model(
             "probabilities for all classes"
         )
     ranks = Alone() if ranks is None else ranks
-    h, y, features, context = _some(encoder, head, train, batch_size, ranks)
+    h, y, features, context = some_rows(encoder, head, train, batch_size, ranks)
     if not any(ranks.gather(len(h))):
         return found
     exact = _exact(head, h, y, features)
@@ -85,10 +85,22 @@ def check_model(
     return found
 
 
-def _some(
-    encoder: models.Encoder, head: SampledClassifier, train: Dataset, batch_size: int, ranks: Alone
+@torch.no_grad()
+def some_rows(
+    encoder: models.Encoder, head: SampledClassifier, train: Dataset, batch_size: int, ranks: Alone | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """h [n, d], targets, what the sampler looks at and its context, of some training examples that have a target."""
+    """h [n, d], targets, what the sampler looks at and its context, of some training examples that have a target.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda import data
+        >>> from samplex_cuda.training import Config, build
+        >>> from samplex_cuda.training.watch import some_rows
+        >>> train = data.Dense(torch.randn(20, 6), torch.randint(0, 9, (20,)))
+        >>> some_rows(*build(Config(), train), train, 16)[0].shape
+        torch.Size([16, 6])
+    """
+    ranks = Alone() if ranks is None else ranks
     size = int(getattr(train, "columns", _ROWS)) if train.ordered else min(_ROWS, batch_size)
     rows = ranks.part(torch.arange(min(size, len(train))))
     batch = {name: t.to(head.weight.device) for name, t in ranks.batch(train, rows).items()}

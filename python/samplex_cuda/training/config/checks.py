@@ -184,6 +184,21 @@ def check_together(source: str, c: Config) -> None:
                 fail("optimizer", "fused", f'false or "auto" with {why}', True)
     if c.training.clip_head and not c.training.clip_norm:
         fail("training", "clip_norm", "above 0 with clip_head", c.training.clip_norm)
+    if c.sampler.choose_every:
+        plain = needs.draws and c.head.loss == "sampled_softmax" and not (c.head.absolute or c.head.label_smoothing)
+        plain = plain and c.head.corrected and not (c.head.normalize or c.head.unique or c.head.hard)
+        if not plain or c.data.negatives or c.head.table == "host":
+            fail("sampler", "choose_every", "0 unless the loss is a plain sampled_softmax", c.sampler.choose_every)
+        if c.sampler.name != "unigram" or not c.head.shared or c.head.num_samples != 1024:
+            wanted = '"auto" with sampler.choose_every, and head.shared and head.num_samples too'
+            fail("sampler", "name", wanted, c.sampler.name)
+        if c.training.shard != "none" or c.sampler.refit_every or c.sampler.refit_steps or c.sampler.path:
+            fail(
+                "sampler", "choose_every", "0 with training.shard, refits or a tree from a file", c.sampler.choose_every
+            )
+        kinds = ("unigram", "tree", "midx", "rff")
+        if "unigram" not in c.sampler.candidates or any(n not in kinds for n in c.sampler.candidates):
+            fail("sampler", "candidates", f"unigram and others of {', '.join(kinds)}", c.sampler.candidates)
     if c.sampler.name == "in_batch":
         if not c.head.shared:
             fail("head", "shared", 'true or "auto" with the sampler in_batch', c.head.shared)

@@ -106,6 +106,13 @@ class Sampler:
     name: str = _key(
         "auto", "the distribution; auto: unigram, whose draws are shared by the batch", choices=("auto", *SAMPLERS)
     )
+    choose_every: int = _key(
+        0, "choose among `candidates` after so many steps, and again, by measured cost and error of the gradient; 0: "
+        "never. See docs/auto.md", least=0,
+    )  # fmt: skip
+    candidates: list[str] = _key(
+        ["unigram", "tree", "midx", "rff"], "`choose_every`: kinds of samplers to choose among; unigram must be one"
+    )
     update: int | str = _key(
         "auto", 'quadratic, rff, midx: how often it follows the class table: "auto", "step", "epoch", or a number of '
         "steps", least=1, also=("auto", "step", "epoch"),
