@@ -190,6 +190,24 @@ def test_free_slots_are_used_first():
     step(head, optimizer, CLASSES + 2, 2)
 
 
+def test_retired_negatives_of_the_caller_are_refused():
+    head = make_head()
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+    head.retire_classes(torch.tensor([3]))
+    h, y = batch()
+    y = torch.where(y == 3, 4, y)
+    before = {name: t.clone() for name, t in head.state_dict().items()}
+    ragged = (torch.arange(BATCH + 1), torch.full((BATCH,), 3))
+    for given in (torch.tensor([1, 3]), torch.full((BATCH, 2), 3), ragged):
+        with pytest.raises(IndexError, match="negatives must not be retired classes, got 3"):
+            head(h, y, negatives=sx.Negatives(given))
+    with pytest.raises(IndexError, match="negatives must not be retired classes, got 3"):
+        head(h, y, hard=torch.full((BATCH, 2), 3))
+    assert all(torch.equal(t, before[name]) for name, t in head.state_dict().items())
+    head(h, y, negatives=sx.Negatives(torch.tensor([1, 2]))).backward()
+    assert not torch.equal(head.weight, before["weight"])
+
+
 def test_retired_classes_are_in_the_state_dict():
     head = make_head()
     head.retire_classes(torch.tensor([5]))

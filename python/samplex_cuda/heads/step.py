@@ -298,7 +298,18 @@ class StepOfHead(ClassesOfHead):
                 f"{type(given).__name__}; sampled_softmax and one_vs_each take them"
             )
         acc = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
-        return flat_negatives(_NAME, given, target, lead, self.ignore_index, acc, width)
+        draw = flat_negatives(_NAME, given, target, lead, self.ignore_index, acc, width)
+        live = self.live
+        if live is None:
+            return draw
+        wrong = ~live.to(draw.ids.device)[draw.ids.clamp(0, self.num_classes - 1)]
+        if draw.ids.dim() == 2:  # a row that has no target may be filled with anything
+            wrong &= self._valid(target).reshape(target.shape[0], -1).any(1, keepdim=True)
+        if draw.ids.is_cpu and not torch.compiler.is_compiling():
+            if bool(wrong.any()):
+                raise IndexError(f"{_NAME}: negatives must not be retired classes, got {int(draw.ids[wrong][0])}")
+            return draw
+        return draw._replace(ids=torch.where(wrong, self.num_classes, draw.ids))
 
     def _hard_negatives(self, spec: LossSpec, hard: Any, target: Tensor, lead: torch.Size) -> Draw:
         """Hard negatives in the form the ops take."""
