@@ -5,6 +5,7 @@ Rows (--only takes any part of a name), 256 x 64 draws with log_q, k = 16 projec
   levels         C = 2^17, vs a vectorised loop over the levels: gather, bmm, sigmoid, rand
   exclude        C = 2^17, the cost of leaving out the target, exactly, vs drawing with it
   bfloat16       C = 2^17, nodes in bfloat16 vs in float32
+  base           C = 2^20, half class frequencies in the same op, vs the tree alone
   depth          time at C = 2^20 / time at C = 2^10
 and a whole training step, C = 200,000, K = 512 features, B = 256: draws, loss of Eq. 6, row gradients
   step_m1, step_m16   vs the same in eager torch (the loop over the levels, F.embedding(sparse=True), bmm, softplus)
@@ -231,6 +232,17 @@ def main() -> int:
         sides = [side("2^20", functools.partial(ours, deep)), side("2^10", functools.partial(ours, shallow))]
         what = "time at C = 2^20 / at C = 2^10"
         add("depth", what, sides, checked, inverse=True, unit="ratio", sense="<=", target=4.0)
+    if wanted(options, "base"):
+        bare, mixed = make_tree(20, device), make_tree(20, device)
+        mixed.set_base(sx.samplers.Unigram(1e6 / (torch.arange(1 << 20) + 1.0) + 1.0), 0.5)
+        drawn = mixed.sample(sets[0], M, key=sx.Key(1))
+        want = (0.5 * bare.log_prob(sets[0], drawn.ids).double().exp()).cpu()
+        units = mixed.base_units.double().cpu()
+        want = (want + 0.5 * (units / units.sum())[drawn.ids.cpu()]).log()
+        error = check_close("log q", drawn.log_q.cpu(), want, 1e-5)
+        sides = [side("with a base", functools.partial(ours, mixed)), side("bare", functools.partial(ours, bare))]
+        what = "draws of half tree, half frequencies / of the bare tree, C = 2^20"
+        add("base", what, sides, f"log q within {error:.0e}", inverse=True, unit="ratio", sense="<=", target=1.6)
     if any(wanted(options, f"step_m{m}") for m in (1, 16)):
         tree = fitted_tree(device)
         nodes = tree.parameters_of_nodes()

@@ -71,18 +71,29 @@ def test_the_default_draws_by_frequency_and_shares():
 
 
 def test_tree_and_rff_are_mixed_with_frequencies_unless_asked():
-    for name, kind in (("tree_default", samplers.Tree), ("rff_default", samplers.RandomFourier)):
-        run, train, _ = case("linear", name)
-        _, head = build(run, train)
-        assert isinstance(head.sampler, samplers.Mixture)
-        assert [type(part) for part in head.sampler.samplers] == [kind, samplers.Unigram]
-        assert head.sampler_update == ("step" if kind is samplers.RandomFourier else None)
-        _, head = build(config.override(run, ["sampler.base=none"]), train)
-        assert type(head.sampler) is kind
+    run, train, _ = case("linear", "tree_default")
+    _, head = build(run, train)
+    assert type(head.sampler) is samplers.Tree
+    base = samplers.Unigram(train.class_counts() + 1)
+    torch.testing.assert_close(head.sampler.base_units, base.prefix.diff(), rtol=1e-12, atol=0)
+    assert float(head.sampler.base_share) in (0.5, 1.0)
+    _, head = build(config.override(run, ["sampler.base=none"]), train)
+    assert not head.sampler.has_base
+    _, head = build(config.override(run, ["sampler.base=log_uniform"]), train)
+    assert [type(part) for part in head.sampler.samplers] == [samplers.Tree, samplers.LogUniform]
+    run, train, _ = case("linear", "rff_default")
+    _, head = build(run, train)
+    assert isinstance(head.sampler, samplers.Mixture)
+    assert [type(part) for part in head.sampler.samplers] == [samplers.RandomFourier, samplers.Unigram]
+    assert head.sampler_update == "step"
+    _, head = build(config.override(run, ["sampler.base=none"]), train)
+    assert type(head.sampler) is samplers.RandomFourier
     assert head.sampler.kind == "positive"
     assert head.sampler.nu == 1.0
     stratified = config.override(Config(), ["sampler.name=tree", "head.shared=true", "head.stratified=true"])
-    assert stratified.resolved().sampler.base == "none"
+    assert stratified.resolved().sampler.base == "unigram"
+    stratified = config.override(Config(), ["sampler.name=rff", "head.shared=true"])
+    assert stratified.resolved().sampler.base == "unigram"
 
 
 def test_runs_from_before_the_base_keep_their_tree_alone(tmp_path):

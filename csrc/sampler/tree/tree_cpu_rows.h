@@ -5,7 +5,7 @@
 
 #include "common/philox_many.h"
 #include "common/vec.h"
-#include "sampler/tree/tree_math.h"
+#include "sampler/tree/tree_base.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -223,6 +223,15 @@ struct TreeBlock {
   double minor[kTreeBlock], product[kTreeBlock], kept[kTreeBlock];
   int count = 0;
   bool excludes = false;  // some draw has an excluded class
+  // With a base: the leaf (heap index) of a draw that comes from it, 0 for one from the tree; see TreeMix.
+  int64_t leaf[kTreeBlock];
+  uint64_t known[kTreeBlock];  // all bits where there is a leaf
+  double share[kTreeBlock], log_left[kTreeBlock], units[kTreeBlock];
+
+  void mix(const TreeMix& of_row) {
+    share[count - 1] = of_row.share;
+    log_left[count - 1] = of_row.log_left;
+  }
 
   void add(const TreeSampleParams& p, const TreeExcluded& out, const float* row_top, int64_t b, int64_t draw) {
     const int g = count++;
@@ -249,8 +258,45 @@ inline void measure_logits(TreeBlock& s, int count) {
   }
 }
 
+// Which draws of a block come from the base, and to which leaves those go.
+inline void choose_parts(const TreeSampleParams& p, const StaticSampleParams& law, PhiloxKey key, TreeBlock& s) {
+  const int count = s.count;
+  const int64_t leaves = law.num_classes;
+  uint32_t position[kTreeBlock] = {};
+  uint64_t bits0[kTreeBlock], bits1[kTreeBlock];
+  bool from_base[kTreeBlock];
+  for (int g = 0; g < count; ++g) position[g] = s.position[g] + kTreeBaseChoice;
+  philox_many(key, s.row, position, count, bits0, bits1);
+  for (int g = 0; g < count; ++g) from_base[g] = uniform53_by_parts(bits0[g]) < s.share[g];
+  philox_many(key, s.row, s.position, count, bits0, bits1);
+  for (int g = 0; g < count; ++g) {
+    if (from_base[g]) __builtin_prefetch(law.table + uniform_below(bits0[g], leaves));
+  }
+  for (int g = 0; g < count; ++g) {
+    s.leaf[g] = 0;
+    s.known[g] = 0;
+    if (!from_base[g]) continue;
+    int64_t leaf = alias_draw(law.table, leaves, bits0[g], bits1[g]).id;
+    if (s.excluded[g] == leaves + leaf) {
+      const int64_t b = s.row[g];
+      leaf = draw_excluding(law, excluded_row(law, b), key, b, int64_t(s.position[g] >> 8), 1).id;
+    }
+    if (leaf < 0) s.product[g] = quiet_nan<double>();
+    s.leaf[g] = leaves + (leaf < 0 ? 0 : leaf);
+    s.known[g] = ~uint64_t(0);
+  }
+}
+
+// A number that stands for the uniform of a draw with a known leaf: -1 sends it right and 2 left, by the last bit of
+// `way`. Plain arithmetic on bits, so that the loop is one of whole vectors.
+inline double towards_leaf(double uniform, uint64_t known, uint64_t way) {
+  constexpr uint64_t kLeft = 0x4000000000000000, kRight = 0xBFF0000000000000;
+  const uint64_t forced = kLeft ^ ((0 - (way & 1)) & (kLeft ^ kRight));
+  return bit_copy<double>((bit_copy<uint64_t>(uniform) & ~known) | (forced & known));
+}
+
 // Every draw of the block takes a child. All numbers have 64 bits, so that the loop is one of whole vectors.
-template <bool kExcludes>
+template <bool kExcludes, bool kBase>
 inline void choose_children(TreeBlock& s, const uint64_t* bits, int depth, int level) {
   const int count = s.count;
   measure_logits(s, count);
@@ -268,7 +314,9 @@ inline void choose_children(TreeBlock& s, const uint64_t* bits, int depth, int l
       right_mass *= to_right ? s.kept[g] : 1.0;
       left_mass *= to_right ? 1.0 : s.kept[g];
     }
-    const bool right = uniform53_by_parts(bits[g]) * (right_mass + left_mass) < right_mass;
+    double u = uniform53_by_parts(bits[g]);
+    if constexpr (kBase) u = towards_leaf(u, s.known[g], uint64_t(s.leaf[g]) >> (depth - 1 - level));
+    const bool right = u * (right_mass + left_mass) < right_mass;
     s.minor[g] += right != (z >= 0) ? s.ad[g] : 0.0;
     s.product[g] *= 1.0 + e;
     s.node[g] = 2 * s.node[g] + int64_t(right);
@@ -293,19 +341,42 @@ inline void draw_level(const TreeSampleParams& p, PhiloxKey key, int top_levels,
   } else {
     tree_logits<T>(tree, s.node, s.x, count, s.z, ahead);
   }
-  if (s.excludes)
-    choose_children<true>(s, s.bits[level % 2], tree.depth, level);
-  else
-    choose_children<false>(s, s.bits[level % 2], tree.depth, level);
+  const uint64_t* bits = s.bits[level % 2];
+  if (p.base.table != nullptr) {
+    s.excludes ? choose_children<true, true>(s, bits, tree.depth, level)
+               : choose_children<false, true>(s, bits, tree.depth, level);
+  } else {
+    s.excludes ? choose_children<true, false>(s, bits, tree.depth, level)
+               : choose_children<false, false>(s, bits, tree.depth, level);
+  }
 }
 
-inline void write_block(const TreeSampleParams& p, TreeBlock& s) {
+// log q of a block's paths under the mixture.
+inline void mix_block(const TreeSampleParams& p, const TreeMix& mix, TreeBlock& s, double* log_q) {
+  const int64_t leaves = int64_t(1) << p.tree.depth;
+  for (int g = 0; g < s.count; ++g) s.units[g] = mix.base * double(tree_base_units(p.base, s.node[g] - leaves));
+  for (int g = 0; g < s.count; ++g) {
+    log_q[g] = tree_mixed_log(mix.tree, mix.log_tree, s.minor[g], s.product[g], s.units[g]);
+  }
+}
+
+inline void write_block(const TreeSampleParams& p, const TreeMix& whole, TreeBlock& s) {
   const int count = s.count;
   const int64_t leaves = int64_t(1) << p.tree.depth;
+  for (int g = 0; p.base.table != nullptr && g < count; ++g) {
+    s.node[g] = s.leaf[g] > 0 ? s.leaf[g] : s.node[g];  // a row with a nan went anywhere
+  }
   for (int g = 0; g < count; ++g) {
     const int64_t id = class_at(p.tree, s.node[g] - leaves);
     p.ids[s.at[g]] = id < 0 ? 0 : id;
     if (id < 0) s.product[g] = quiet_nan<double>();
+  }
+  if (p.base.table != nullptr) {
+    mix_block(p, whole, s, s.product);
+    for (int g = 0; g < count; ++g) p.log_q[s.at[g]] = float(s.product[g] - s.log_left[g]);
+    s.count = 0;
+    s.excludes = false;
+    return;
   }
   for (int g = 0; g < count; ++g) s.product[g] = tree_log_p(s.minor[g], s.product[g]);
   for (int g = 0; g < count; ++g) {
@@ -318,22 +389,31 @@ inline void write_block(const TreeSampleParams& p, TreeBlock& s) {
 
 // Two blocks to their leaves, in turn: what one looks at next is on the way from memory while the other computes.
 template <typename T>
-inline void draw_blocks(const TreeSampleParams& p, PhiloxKey key, int top_levels, TreeBlock& a, TreeBlock& b) {
+inline void draw_blocks(const TreeSampleParams& p, const StaticSampleParams& law, const TreeMix& whole, PhiloxKey key,
+                        int top_levels, TreeBlock& a, TreeBlock& b) {
+  const bool mixed = p.base.table != nullptr;
+  if (mixed) {
+    choose_parts(p, law, key, a);
+    choose_parts(p, law, key, b);
+  }
   for (int level = 0; level < p.tree.depth; ++level) {
     draw_level<T>(p, key, top_levels, level, a, b, level);
     draw_level<T>(p, key, top_levels, level, b, a, level + 1);
   }
   for (TreeBlock* s : {&a, &b}) {
-    for (int g = 0; g < s->count; ++g)
-      __builtin_prefetch(p.tree.leaf_class + s->node[g] - (int64_t(1) << p.tree.depth));
+    for (int g = 0; g < s->count; ++g) {
+      const int64_t leaf = s->node[g] - (int64_t(1) << p.tree.depth);
+      __builtin_prefetch(p.tree.leaf_class + leaf);
+      if (mixed) __builtin_prefetch(p.base.prefix + leaf);
+    }
   }
-  write_block(p, a);
-  write_block(p, b);
+  write_block(p, whole, a);
+  write_block(p, whole, b);
 }
 
 // log_q of given ids [first, last) without excluded classes: the same walk, with the way known.
 template <typename T>
-inline void follow_block(const TreeSampleParams& p, int64_t first, int64_t last, TreeBlock& s) {
+inline void follow_block(const TreeSampleParams& p, const TreeMix& whole, int64_t first, int64_t last, TreeBlock& s) {
   const TreeTable& tree = p.tree;
   const int count = int(last - first);
   int64_t leaf[kTreeBlock];  // heap index
@@ -359,6 +439,14 @@ inline void follow_block(const TreeSampleParams& p, int64_t first, int64_t last,
       s.product[g] *= 1.0 + s.ed[g];
     }
   }
+  if (p.base.table != nullptr) {
+    for (int g = 0; g < count; ++g) s.node[g] = leaf[g];
+    s.count = count;
+    mix_block(p, whole, s, s.product);
+    s.count = 0;
+    for (int g = 0; g < count; ++g) p.log_q[first + g] = float(s.product[g]);
+    return;
+  }
   for (int g = 0; g < count; ++g) p.log_q[first + g] = float(tree_log_p(s.minor[g], s.product[g]));
 }
 
@@ -366,9 +454,12 @@ template <typename T>
 inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t end) {
   const TreeTable& tree = p.tree;
   TreeBlock blocks[2];
+  const bool mixed = p.base.table != nullptr;
+  const StaticSampleParams law = mixed ? tree_base_law(p) : StaticSampleParams{};
+  const TreeMix whole = mixed ? tree_mix(p, law, {nullptr, nullptr, 0}, 0) : TreeMix{};
   if (p.given != nullptr && p.exclude == nullptr) {
     for (int64_t at = begin * p.num_samples, last = end * p.num_samples; at < last; at += kTreeBlock) {
-      follow_block<T>(p, at, at + kTreeBlock < last ? at + kTreeBlock : last, blocks[0]);
+      follow_block<T>(p, whole, at, at + kTreeBlock < last ? at + kTreeBlock : last, blocks[0]);
     }
     return;
   }
@@ -404,14 +495,17 @@ inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t e
       }
     }
     if (out.count > 0) tree_left(tree, out);
+    const TreeMix mix = mixed && out.count > 0 ? tree_mix(p, law, out, b) : whole;
     const int64_t first = b * p.num_samples;
     if (p.given != nullptr) {
       for (int64_t k = 0; k < p.num_samples; ++k) {
-        p.log_q[first + k] = given_log_q(p, out, p.given[first + k], logit);
+        const int64_t id = p.given[first + k];
+        p.log_q[first + k] = mixed ? given_mixed_log_q(p, mix, out, id, logit) : given_log_q(p, out, id, logit);
       }
     } else if (out.count > 1 || (out.count == 1 && out.left[0] == 0.0)) {
       for (int64_t k = 0; k < p.num_samples; ++k) {
-        const TreeDraw drawn = tree_draw(p, out, key, b, k, logit);
+        const TreeDraw drawn =
+            mixed ? tree_mixed_draw(p, law, mix, out, key, b, k, logit) : tree_draw(p, out, key, b, k, logit);
         p.ids[first + k] = drawn.id;
         p.log_q[first + k] = drawn.log_q;
       }
@@ -419,16 +513,17 @@ inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t e
       for (int64_t k = 0; k < p.num_samples; ++k) {
         TreeBlock& block = blocks[full];
         block.add(p, out, top, b, k);
+        if (mixed) block.mix(mix);
         if (block.count < kTreeBlock) continue;
         if (++full == 2) {
-          draw_blocks<T>(p, key, top_levels, blocks[0], blocks[1]);
+          draw_blocks<T>(p, law, whole, key, top_levels, blocks[0], blocks[1]);
           full = 0;
         }
       }
       next_top = (next_top + 1) % kTreeTopRows;
     }
   }
-  if (blocks[0].count > 0) draw_blocks<T>(p, key, top_levels, blocks[0], blocks[1]);
+  if (blocks[0].count > 0) draw_blocks<T>(p, law, whole, key, top_levels, blocks[0], blocks[1]);
 }
 
 // ------------------------------------------------------------------------------------------------ every class
@@ -448,7 +543,15 @@ inline void tree_log_prob_all_rows(const TreeAllParams& p, int64_t begin, int64_
       minor[2 * node] = minor[node] + (z >= 0 ? double(a) : 0.0);
       minor[2 * node + 1] = minor[node] + (z >= 0 ? 0.0 : double(a));
     }
-    for (int64_t leaf = leaves; leaf < 2 * leaves; ++leaf) product[leaf] = tree_log_p(minor[leaf], product[leaf]);
+    if (p.base.table != nullptr) {
+      const double all = double(p.base.prefix[leaves]), w = p.base.weight, log_tree = tree_log_share(1.0 - w);
+      for (int64_t leaf = leaves; leaf < 2 * leaves; ++leaf) {
+        const double of_base = w / all * double(tree_base_units(p.base, leaf - leaves));
+        product[leaf] = tree_mixed_log(1.0 - w, log_tree, minor[leaf], product[leaf], of_base);
+      }
+    } else {
+      for (int64_t leaf = leaves; leaf < 2 * leaves; ++leaf) product[leaf] = tree_log_p(minor[leaf], product[leaf]);
+    }
     for (int64_t id = 0; id < tree.num_classes; ++id) {
       const int64_t leaf = leaf_of(tree, id);
       p.log_p[b * tree.num_classes + id] = leaf < 0 ? quiet_nan<float>() : float(product[leaves + leaf]);

@@ -8,8 +8,11 @@ unsigned tree_grid(int64_t blocks) { return unsigned(blocks < 65535 ? blocks : 6
 
 template <typename T>
 void sample(const TreeSampleParams& p, void* stream) {
-  SX_LAUNCH("tree_sample", tree_sample_kernel<T>, tree_grid(p.batch), kTreeThreads, size_t(p.tree.dim) * sizeof(float),
-            stream, p);
+  const size_t memory = size_t(p.tree.dim) * sizeof(float);
+  if (p.base.table != nullptr)
+    SX_LAUNCH("tree_sample", (tree_sample_kernel<T, true>), tree_grid(p.batch), kTreeThreads, memory, stream, p);
+  else
+    SX_LAUNCH("tree_sample", (tree_sample_kernel<T, false>), tree_grid(p.batch), kTreeThreads, memory, stream, p);
 }
 
 template <typename T>
@@ -47,8 +50,11 @@ void launch_tree_log_prob_all(const TreeAllParams& p, void* stream) {
   else
     logits<float>(p, stream);
   const int64_t count = p.batch * p.tree.num_classes;
-  SX_LAUNCH("tree_log_prob_all", tree_all_kernel, tree_grid((count + kTreeSortThreads - 1) / kTreeSortThreads),
-            kTreeSortThreads, 0, stream, p);
+  const unsigned grid = tree_grid((count + kTreeSortThreads - 1) / kTreeSortThreads);
+  if (p.base.table != nullptr)
+    SX_LAUNCH("tree_log_prob_all", tree_all_kernel<true>, grid, kTreeSortThreads, 0, stream, p);
+  else
+    SX_LAUNCH("tree_log_prob_all", tree_all_kernel<false>, grid, kTreeSortThreads, 0, stream, p);
 }
 
 void launch_tree_topk(const TreeTopkParams& p, void* stream) {

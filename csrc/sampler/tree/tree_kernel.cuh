@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kProjectThreads) tree_project_kernel(TreeProje
 }
 
 // ------------------------------------------------------------------------------------------------ draws, given ids
-template <typename T>
+template <typename T, bool kBase>
 __global__ void __launch_bounds__(kTreeThreads, 8) tree_sample_kernel(TreeSampleParams p) {
   __shared__ float top[1 << kTreeTop];
   SX_DYN_SMEM(float, x);  // [dim]
@@ -86,14 +86,29 @@ __global__ void __launch_bounds__(kTreeThreads, 8) tree_sample_kernel(TreeSample
       if (threadIdx.x == 0) tree_left(tree, out);
       __syncthreads();
     }
-    for (int64_t k = threadIdx.x; k < p.num_samples; k += kTreeThreads) {
-      const int64_t at = b * p.num_samples + k;
-      if (p.given != nullptr) {
-        p.log_q[at] = given_log_q(p, out, p.given[at], logit);
-      } else {
-        const TreeDraw drawn = tree_draw(p, out, key, b, k, logit);
-        p.ids[at] = drawn.id;
-        p.log_q[at] = drawn.log_q;
+    if constexpr (kBase) {
+      const StaticSampleParams law = tree_base_law(p);
+      const TreeMix mix = tree_mix(p, law, out, b);
+      for (int64_t k = threadIdx.x; k < p.num_samples; k += kTreeThreads) {
+        const int64_t at = b * p.num_samples + k;
+        if (p.given != nullptr) {
+          p.log_q[at] = given_mixed_log_q(p, mix, out, p.given[at], logit);
+        } else {
+          const TreeDraw drawn = tree_mixed_draw(p, law, mix, out, key, b, k, logit);
+          p.ids[at] = drawn.id;
+          p.log_q[at] = drawn.log_q;
+        }
+      }
+    } else {
+      for (int64_t k = threadIdx.x; k < p.num_samples; k += kTreeThreads) {
+        const int64_t at = b * p.num_samples + k;
+        if (p.given != nullptr) {
+          p.log_q[at] = given_log_q(p, out, p.given[at], logit);
+        } else {
+          const TreeDraw drawn = tree_draw(p, out, key, b, k, logit);
+          p.ids[at] = drawn.id;
+          p.log_q[at] = drawn.log_q;
+        }
       }
     }
   }
@@ -110,7 +125,13 @@ __global__ void __launch_bounds__(kTreeSortThreads) tree_logits_kernel(TreeAllPa
   }
 }
 
+template <bool kBase>
 __global__ void __launch_bounds__(kTreeSortThreads) tree_all_kernel(TreeAllParams p) {
+  [[maybe_unused]] double w = 0.0, all = 1.0;
+  if constexpr (kBase) {
+    w = p.base.weight;
+    all = double(p.base.prefix[int64_t(1) << p.tree.depth]);
+  }
   const int64_t classes = p.tree.num_classes, count = p.batch * classes;
   const int64_t stride = int64_t(gridDim.x) * kTreeSortThreads;
   for (int64_t i = int64_t(blockIdx.x) * kTreeSortThreads + threadIdx.x; i < count; i += stride) {
@@ -118,7 +139,17 @@ __global__ void __launch_bounds__(kTreeSortThreads) tree_all_kernel(TreeAllParam
     const float* logits = p.logits + (b << p.tree.depth);
     const auto logit = [&](int64_t node, int) { return logits[node]; };
     const int64_t leaf = leaf_of(p.tree, i - b * classes);
-    p.log_p[i] = leaf < 0 ? quiet_nan<float>() : float(path_log_p(p.tree, leaf, logit));
+    if constexpr (kBase) {
+      float log_p = quiet_nan<float>();
+      if (leaf >= 0) {
+        const TreePath path = tree_path(p.tree, leaf, logit);
+        const double of_base = w / all * double(tree_base_units(p.base, leaf));
+        log_p = float(tree_mixed_log(1.0 - w, tree_log_share(1.0 - w), path.minor, path.product, of_base));
+      }
+      p.log_p[i] = log_p;
+    } else {
+      p.log_p[i] = leaf < 0 ? quiet_nan<float>() : float(path_log_p(p.tree, leaf, logit));
+    }
   }
 }
 

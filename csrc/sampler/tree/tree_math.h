@@ -182,13 +182,18 @@ SX_HOST_DEVICE inline TreeRange below(const TreeTable& tree, const TreeExcluded&
 // ------------------------------------------------------------------------------------------------ one draw, one id
 // logit(node, level) gives w . x + b.
 template <typename Logit>
-SX_HOST_DEVICE inline double path_log_p(const TreeTable& tree, int64_t leaf, const Logit& logit) {
+SX_HOST_DEVICE inline TreePath tree_path(const TreeTable& tree, int64_t leaf, const Logit& logit) {
   TreePath path;
   for (int level = 0; level < tree.depth; ++level) {
     const float z = logit(ancestor(tree, leaf, level), level);
     path.step(z, tree_exp(z < 0 ? -z : z), goes_right(tree, leaf, level));
   }
-  return path.log_p();
+  return path;
+}
+
+template <typename Logit>
+SX_HOST_DEVICE inline double path_log_p(const TreeTable& tree, int64_t leaf, const Logit& logit) {
+  return tree_path(tree, leaf, logit).log_p();
 }
 
 // Log-probability of a class under the law without the excluded ones.
@@ -210,16 +215,10 @@ struct TreeDraw {
   float log_q;
 };
 
+// Down to a leaf that is not excluded; `path` is the way there.
 template <typename Logit>
-SX_HOST_DEVICE inline TreeDraw tree_draw(const TreeSampleParams& p, const TreeExcluded& out, PhiloxKey key, int64_t b,
-                                         int64_t draw, const Logit& logit) {
-  const TreeTable& tree = p.tree;
-  // Nothing left: the first excluded class stands in, and the loss masks it.
-  if (out.count > 0 && out.left[0] == 0.0) {
-    const int64_t id = class_at(tree, out.leaves[0]);
-    return {id < 0 ? 0 : id, id < 0 ? quiet_nan<float>() : 0.0f};
-  }
-  TreePath path;
+SX_HOST_DEVICE inline int64_t tree_walk(const TreeTable& tree, const TreeExcluded& out, PhiloxKey key, int64_t b,
+                                        int64_t draw, TreePath& path, const Logit& logit) {
   TreeRange at = {0, out.count};
   int64_t node = 1;
   uint64_t bits = 0, next_bits = 0;  // two levels a Philox block
@@ -240,7 +239,20 @@ SX_HOST_DEVICE inline TreeDraw tree_draw(const TreeSampleParams& p, const TreeEx
     at = below(tree, out, at, level, right);
     node = 2 * node + right;
   }
-  const int64_t id = class_at(tree, node - (int64_t(1) << tree.depth));
+  return node - (int64_t(1) << tree.depth);
+}
+
+template <typename Logit>
+SX_HOST_DEVICE inline TreeDraw tree_draw(const TreeSampleParams& p, const TreeExcluded& out, PhiloxKey key, int64_t b,
+                                         int64_t draw, const Logit& logit) {
+  const TreeTable& tree = p.tree;
+  // Nothing left: the first excluded class stands in, and the loss masks it.
+  if (out.count > 0 && out.left[0] == 0.0) {
+    const int64_t id = class_at(tree, out.leaves[0]);
+    return {id < 0 ? 0 : id, id < 0 ? quiet_nan<float>() : 0.0f};
+  }
+  TreePath path;
+  const int64_t id = class_at(tree, tree_walk(tree, out, key, b, draw, path, logit));
   const double log_left = out.count > 0 ? exact_log(out.left[0]) : 0.0;
   // A row with a nan goes anywhere, padding too: the id stays a class, the nan is in log_q.
   return {id < 0 ? 0 : id, id < 0 ? quiet_nan<float>() : float(path.log_p() - log_left)};

@@ -104,12 +104,14 @@ Tensor run_scores(const char* op, TreeSampleParams p, const Tensor& ids, const T
 }
 
 std::tuple<Tensor, Tensor> tree_sample(Tensor key, Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf,
-                                       int64_t num_samples, MaybeTensor exclude, MaybeTensor exclude_offsets) {
+                                       int64_t num_samples, MaybeTensor exclude, MaybeTensor exclude_offsets,
+                                       MaybeTensor base_table, MaybeTensor base_prefix, double base_weight) {
   constexpr const char* op = "tree_sample";
   begin_op();
   check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, x);
   TreeSampleParams p{};
   p.tree = tree_table_of(op, "x", x, nodes, leaf_class, class_leaf);
+  p.base = tree_base_of(op, p.tree, x, base_table, base_prefix, base_weight);
   p.batch = x.size(0);
   p.num_samples = num_samples;
   check_draws(op, p, x);
@@ -119,11 +121,12 @@ std::tuple<Tensor, Tensor> tree_sample(Tensor key, Tensor x, Tensor nodes, Tenso
 }
 
 Tensor tree_log_prob(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_class, Tensor class_leaf, MaybeTensor exclude,
-                     MaybeTensor exclude_offsets) {
+                     MaybeTensor exclude_offsets, MaybeTensor base_table, MaybeTensor base_prefix, double base_weight) {
   constexpr const char* op = "tree_log_prob";
   begin_op();
   TreeSampleParams p{};
   p.tree = tree_table_of(op, "x", x, nodes, leaf_class, class_leaf);
+  p.base = tree_base_of(op, p.tree, x, base_table, base_prefix, base_weight);
   p.batch = x.size(0);
   check_tensor(op, "ids", ids, {p.batch, -1}, "[B, n]", ScalarType::Long, x);
   check_ids(op, "ids", ids, p.tree.num_classes);
@@ -135,12 +138,14 @@ Tensor tree_log_prob(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_class, Tens
 // What a step of training asks for, in one call: at a batch of hundreds of rows the calls cost as much as the walk.
 std::tuple<Tensor, Tensor, Tensor> tree_sample_and_score(Tensor key, Tensor features, Tensor mean, Tensor projection,
                                                          Tensor nodes, Tensor leaf_class, Tensor class_leaf,
-                                                         int64_t num_samples, Tensor ids) {
+                                                         int64_t num_samples, Tensor ids, MaybeTensor base_table,
+                                                         MaybeTensor base_prefix, double base_weight) {
   constexpr const char* op = "tree_sample_and_score";
   begin_op();
   check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, features);
   TreeSampleParams p{};
   p.tree = tree_table_of(op, "projection", projection, nodes, leaf_class, class_leaf);
+  p.base = tree_base_of(op, p.tree, features, base_table, base_prefix, base_weight);
   check_value(features.dim() == 2, op, ": features must be [B, K] float32, got ", describe(features));
   p.batch = features.size(0);
   p.num_samples = num_samples;
@@ -155,11 +160,13 @@ std::tuple<Tensor, Tensor, Tensor> tree_sample_and_score(Tensor key, Tensor feat
   return {draws, log_q, scores};
 }
 
-Tensor tree_log_prob_all(Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf) {
+Tensor tree_log_prob_all(Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf, MaybeTensor base_table,
+                         MaybeTensor base_prefix, double base_weight) {
   constexpr const char* op = "tree_log_prob_all";
   begin_op();
   TreeAllParams p{};
   p.tree = tree_table_of(op, "x", x, nodes, leaf_class, class_leaf);
+  p.base = tree_base_of(op, p.tree, x, base_table, base_prefix, base_weight);
   p.batch = x.size(0);
   p.x = in<float>(x);
   Tensor log_p = empty(x, {p.batch, p.tree.num_classes}, ScalarType::Float);
@@ -203,18 +210,25 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
   m.def("tree_project(Tensor features, Tensor mean, Tensor projection) -> Tensor", tags);
   m.def(
       "tree_sample_and_score(Tensor key, Tensor features, Tensor mean, Tensor projection, Tensor nodes, "
-      "Tensor leaf_class, Tensor class_leaf, SymInt num_samples, Tensor ids) -> (Tensor draws, Tensor log_q, "
+      "Tensor leaf_class, Tensor class_leaf, SymInt num_samples, Tensor ids, "
+      "Tensor? base_table=None, Tensor? base_prefix=None, float base_weight=0.0) -> (Tensor draws, Tensor log_q, "
       "Tensor scores)",
       tags);
   m.def(
       "tree_sample(Tensor key, Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf, SymInt num_samples, "
-      "Tensor? exclude=None, Tensor? exclude_offsets=None) -> (Tensor ids, Tensor log_q)",
+      "Tensor? exclude=None, Tensor? exclude_offsets=None, Tensor? base_table=None, Tensor? base_prefix=None, float "
+      "base_weight=0.0) -> "
+      "(Tensor ids, Tensor log_q)",
       tags);
   m.def(
       "tree_log_prob(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_class, Tensor class_leaf, Tensor? exclude=None, "
-      "Tensor? exclude_offsets=None) -> Tensor",
+      "Tensor? exclude_offsets=None, Tensor? base_table=None, Tensor? base_prefix=None, float base_weight=0.0) -> "
+      "Tensor",
       tags);
-  m.def("tree_log_prob_all(Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf) -> Tensor", tags);
+  m.def(
+      "tree_log_prob_all(Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf, "
+      "Tensor? base_table=None, Tensor? base_prefix=None, float base_weight=0.0) -> Tensor",
+      tags);
   m.def(
       "tree_topk(Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf, int k, int beam) -> "
       "(Tensor log_p, Tensor ids)",

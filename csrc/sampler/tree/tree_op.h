@@ -46,4 +46,22 @@ inline TreeTable tree_table_of(const char* op, const char* arg, const Tensor& x,
   return table;
 }
 
+// The base of a tree, or none.
+inline TreeBase tree_base_of(const char* op, const TreeTable& tree, const Tensor& ref,
+                             const std::optional<Tensor>& table, const std::optional<Tensor>& prefix, double weight) {
+  check_value(table.has_value() == prefix.has_value(), op, ": base_table and base_prefix must come together, got one");
+  if (!table) return {};
+  const int64_t leaves = int64_t(1) << tree.depth;
+  check_tensor(op, "base_table", *table, {leaves, 4}, "[2^depth, 4]", ScalarType::Long, ref);
+  check_tensor(op, "base_prefix", *prefix, {leaves + 1}, "[2^depth + 1]", ScalarType::Long, ref);
+  check_value(weight > 0.0 && weight <= 1.0, op, ": base_weight must be in (0, 1], got ", weight);
+  TreeBase base;
+  base.table = reinterpret_cast<const AliasEntry*>(in<int64_t>(*table));
+  base.prefix = in<int64_t>(*prefix);
+  base.weight = weight;
+  check_value(reinterpret_cast<uintptr_t>(base.table) % alignof(AliasEntry) == 0, op,
+              ": base_table must be aligned to ", alignof(AliasEntry), " bytes, got a view that is not");
+  return base;
+}
+
 }  // namespace samplex::glue

@@ -9,6 +9,7 @@
 
 #include "common/dtype.h"
 #include "common/launchers.h"
+#include "sampler/static_sample/static_sample_params.h"
 
 namespace samplex {
 
@@ -26,8 +27,16 @@ struct TreeTable {
   DType dtype;
 };
 
+// A fixed law that is mixed into the tree's (tree_base.h), over the leaves; table nullptr: none.
+struct TreeBase {
+  const AliasEntry* table = nullptr;  // [2^depth]
+  const int64_t* prefix = nullptr;    // [2^depth + 1] running sums of the integer weights
+  double weight = 0.0;                // w in (0, 1]
+};
+
 struct TreeSampleParams {
   TreeTable tree;
+  TreeBase base;
   const float* x;                       // [B, dim]
   const int64_t* key;                   // [2] seed, offset; nullptr with `given`
   const int64_t* given;                 // [B, m] classes to give the log-probability of; nullptr to draw
@@ -51,6 +60,7 @@ struct TreeProjectParams {
 
 struct TreeAllParams {
   TreeTable tree;
+  TreeBase base;
   const float* x;  // [B, dim]
   float* logits;   // [B, 2^depth] scratch of the GPU kernels: w . x + b of every node
   float* log_p;    // [B, C] out

@@ -132,9 +132,10 @@ class Descent {
     double* const deeper = buffers + 2 * rows_;
     const double q_left = tree_shared_step(at.q, node.sum_left, total);
     const double q_right = tree_shared_step(at.q, node.sum_right, total);
-    const int64_t middle = p_.stratified ? split_strata(at, q_left, q_right) : sort_draws(at, node);
+    const TreeSplitMass mass = split_mass(at, node, q_left, q_right);
+    const int64_t middle = p_.stratified ? split_strata(at, mass.left, mass.right) : sort_draws(at, mass);
     go({2 * at.node, at.begin, middle, at.level + 1, q_left, at.low, node.left}, last, deeper, arrive);
-    go({2 * at.node + 1, middle, at.end, at.level + 1, q_right, at.low + q_left, node.right}, last, deeper, arrive);
+    go({2 * at.node + 1, middle, at.end, at.level + 1, q_right, at.low + mass.left, node.right}, last, deeper, arrive);
   }
 
   // A node that sends every row to one side: the masses stay, and so does what scoring it would give.
@@ -144,9 +145,10 @@ class Descent {
     const TreeSharedNode node = {nullptr, nullptr, nullptr, nullptr, 0, 0, right ? all : 0.0, right ? 0.0 : all};
     // Only a given class can be on the other side: it has probability 0, or nan where there is no law.
     const double none = 0.0 * at.q, q_left = right ? none : at.q, q_right = right ? at.q : none;
-    const int64_t middle = p_.stratified ? split_strata(at, q_left, q_right) : sort_draws(at, node);
+    const TreeSplitMass mass = split_mass(at, node, q_left, q_right);
+    const int64_t middle = p_.stratified ? split_strata(at, mass.left, mass.right) : sort_draws(at, mass);
     go({2 * at.node, at.begin, middle, at.level + 1, q_left, at.low, at.mass}, last, buffers, arrive);
-    go({2 * at.node + 1, middle, at.end, at.level + 1, q_right, at.low + q_left, at.mass}, last, buffers, arrive);
+    go({2 * at.node + 1, middle, at.end, at.level + 1, q_right, at.low + mass.left, at.mass}, last, buffers, arrive);
   }
 
   // Both lie side by side: on their way from memory while this node is scored.
@@ -163,8 +165,21 @@ class Descent {
     return tree_node<float>(p_.tree, node)[p_.tree.dim];
   }
 
+  // What a draw at a node chooses its child by. In strata: the probabilities of the ways to the children.
+  struct TreeSplitMass {
+    double right, left;
+  };
+  TreeSplitMass split_mass(const Place& at, const TreeSharedNode& node, double q_left, double q_right) const {
+    if (p_.base.prefix != nullptr) {
+      return {tree_shared_mixed(p_, q_right, 2 * at.node + 1, at.level + 1),
+              tree_shared_mixed(p_, q_left, 2 * at.node, at.level + 1)};
+    }
+    if (p_.stratified) return {q_right, q_left};
+    return {node.sum_right, node.sum_left};
+  }
+
   // Draws that go left first; where the others begin.
-  int64_t sort_draws(const Place& at, const TreeSharedNode& node) {
+  int64_t sort_draws(const Place& at, const TreeSplitMass& mass) {
     int64_t left = at.begin, others = at.begin;
     const auto sort = [&](const auto& goes_right) {
       for (int64_t i = at.begin; i < at.end; ++i) {
@@ -184,8 +199,8 @@ class Descent {
       });
     } else {
       const double* u = uniforms_ + at.level * stride_;
-      const double total = node.sum_right + node.sum_left;
-      sort([&](int32_t draw) { return u[draw] * total < node.sum_right; });
+      const double total = mass.right + mass.left;
+      sort([&](int32_t draw) { return u[draw] * total < mass.right; });
     }
     std::copy(aside_ + at.begin, aside_ + others, order_ + left);
     return left;
@@ -200,7 +215,8 @@ class Descent {
   }
 
   void finish(const Place& at) {
-    const float log_q = tree_shared_log(at.q);
+    const float log_q =
+        tree_shared_log(p_.base.prefix == nullptr ? at.q : tree_shared_mixed(p_, at.q, at.node, p_.tree.depth));
     const int64_t id = class_at(p_.tree, at.node - (int64_t(1) << p_.tree.depth));
     for (int64_t i = at.begin; i < at.end; ++i) {
       const int32_t draw = order_[i];

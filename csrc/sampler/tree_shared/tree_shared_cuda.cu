@@ -3,16 +3,24 @@
 namespace samplex::SX_BACKEND_NS {
 namespace {
 
-template <typename T, bool kStrata, int kGroups>
+template <typename T, bool kStrata, int kGroups, bool kBase>
 void shared(const TreeSharedParams& p, void* stream) {
   const unsigned grid = unsigned(tree_shared_blocks(p.batch, p.num_samples));
   constexpr int threads = kTreeSharedThreads<kGroups>;
   const size_t memory = kGroups > 1 ? 0 : size_t(p.batch) * 2 * sizeof(double);
   const bool wide = p.tree.dim % kTreeLanes == 0 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
   if (wide)
-    SX_LAUNCH("tree_shared", (tree_shared_kernel<T, true, kStrata, kGroups>), grid, threads, memory, stream, p);
+    SX_LAUNCH("tree_shared", (tree_shared_kernel<T, true, kStrata, kGroups, kBase>), grid, threads, memory, stream, p);
   else
-    SX_LAUNCH("tree_shared", (tree_shared_kernel<T, false, kStrata, kGroups>), grid, threads, memory, stream, p);
+    SX_LAUNCH("tree_shared", (tree_shared_kernel<T, false, kStrata, kGroups, kBase>), grid, threads, memory, stream, p);
+}
+
+template <typename T, bool kStrata, int kGroups>
+void shared(const TreeSharedParams& p, void* stream) {
+  if (p.base.prefix != nullptr)
+    shared<T, kStrata, kGroups, true>(p, stream);
+  else
+    shared<T, kStrata, kGroups, false>(p, stream);
 }
 
 template <typename T, bool kStrata>

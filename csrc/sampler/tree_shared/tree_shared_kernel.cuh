@@ -70,7 +70,7 @@ struct TreeSharedTile<1> {
   }
 };
 
-template <typename T, bool kWideRow, bool kStrata, int kGroups>
+template <typename T, bool kWideRow, bool kStrata, int kGroups, bool kBase>
 __global__ void __launch_bounds__(kTreeSharedThreads<kGroups>, kTreeSharedResident / (2 * kGroups))
     tree_shared_kernel(TreeSharedParams p) {
   constexpr int kThreads = kTreeSharedThreads<kGroups>;
@@ -106,27 +106,37 @@ __global__ void __launch_bounds__(kTreeSharedThreads<kGroups>, kTreeSharedReside
       int turn = 0;
       for (int64_t first = 0; first < p.batch; first += kThreads, turn ^= 1) {
         const int64_t b = first + threadIdx.x;
-        double mass_right = 0.0, mass_left = 0.0;
+        double row_right = 0.0, row_left = 0.0;
         if (b < p.batch) {
           const double here = at[b];
           if (here != 0.0) {
             const TreeSplit split = tree_split(tree_logit_vector<T, kWideRow>(tree, node, p.x + b * tree.dim));
-            mass_right = here * double(split.right);
-            mass_left = here * double(split.left);
+            row_right = here * double(split.right);
+            row_left = here * double(split.left);
           }
           if (level + 1 < tree.depth) {
-            masses[b] = mass_left;
-            masses[p.batch + b] = mass_right;
+            masses[b] = row_left;
+            masses[p.batch + b] = row_right;
           }
         }
-        tile.add(turn, mass_right, mass_left, right, left);
+        tile.add(turn, row_right, row_left, right, left);
       }
       const TreeSharedSums sums = tree_shared_sums(right, left, scratch);
       const double total = sums.right + sums.left;
+      double mass_right = sums.right, mass_left = sums.left;  // what a draw chooses by
+      double q_right = 0.0, q_left = 0.0;
+      if constexpr (kStrata || kBase) {
+        q_right = tree_shared_step(q, sums.right, total);
+        q_left = tree_shared_step(q, sums.left, total);
+      }
+      if constexpr (kBase) {
+        mass_right = tree_shared_mixed(p, q_right, 2 * node + 1, level + 1);
+        mass_left = tree_shared_mixed(p, q_left, 2 * node, level + 1);
+      }
       if constexpr (kStrata) {
-        const double q_right = tree_shared_step(q, sums.right, total), q_left = tree_shared_step(q, sums.left, total);
-        to_right = tree_stratum_right(place, low, q_left, q_right);
-        low = to_right ? low + q_left : low;
+        const double on_left = kBase ? mass_left : q_left;
+        to_right = tree_stratum_right(place, low, on_left, kBase ? mass_right : q_right);
+        low = to_right ? low + on_left : low;
         q = to_right ? q_right : q_left;
       } else if (p.given != nullptr) {
         to_right = goes_right(tree, leaf, level);
@@ -138,13 +148,14 @@ __global__ void __launch_bounds__(kTreeSharedThreads<kGroups>, kTreeSharedReside
         } else {
           bits = next_bits;
         }
-        to_right = uniform53(bits) * total < sums.right;
+        to_right = uniform53(bits) * (mass_right + mass_left) < mass_right;
       }
-      if constexpr (!kStrata) q = tree_shared_step(q, to_right ? sums.right : sums.left, total);
+      if constexpr (kBase && !kStrata) q = to_right ? q_right : q_left;
+      if constexpr (!kBase && !kStrata) q = tree_shared_step(q, to_right ? sums.right : sums.left, total);
       node = 2 * node + to_right;
     }
     if (threadIdx.x == 0) {
-      p.log_q[draw] = tree_shared_log(q);
+      p.log_q[draw] = tree_shared_log(kBase ? tree_shared_mixed(p, q, node, tree.depth) : q);
       if (p.ids != nullptr) {
         const int64_t id = class_at(tree, node - leaves);
         p.ids[draw] = id < 0 ? 0 : id;

@@ -28,12 +28,14 @@ Tensor run_shared(const char* op, TreeSharedParams p, const Tensor& x) {
 }
 
 std::tuple<Tensor, Tensor> tree_sample_shared(Tensor key, Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf,
-                                              int64_t num_samples, bool stratified) {
+                                              int64_t num_samples, bool stratified, std::optional<Tensor> base_table,
+                                              std::optional<Tensor> base_prefix, double base_weight) {
   constexpr const char* op = "tree_sample_shared";
   begin_op();
   check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, x);
   TreeSharedParams p{};
   p.tree = tree_table_of(op, "x", x, nodes, leaf_class, class_leaf);
+  p.base = tree_base_of(op, p.tree, x, base_table, base_prefix, base_weight);
   p.batch = x.size(0);
   p.num_samples = num_samples;
   check_value(num_samples >= 0 && num_samples <= kPhiloxMaxDraws, op, ": num_samples must be in [0, 2^24], got ",
@@ -45,11 +47,13 @@ std::tuple<Tensor, Tensor> tree_sample_shared(Tensor key, Tensor x, Tensor nodes
   return {ids, run_shared(op, p, x)};
 }
 
-Tensor tree_log_prob_shared(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_class, Tensor class_leaf) {
+Tensor tree_log_prob_shared(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_class, Tensor class_leaf,
+                            std::optional<Tensor> base_table, std::optional<Tensor> base_prefix, double base_weight) {
   constexpr const char* op = "tree_log_prob_shared";
   begin_op();
   TreeSharedParams p{};
   p.tree = tree_table_of(op, "x", x, nodes, leaf_class, class_leaf);
+  p.base = tree_base_of(op, p.tree, x, base_table, base_prefix, base_weight);
   p.batch = x.size(0);
   check_tensor(op, "ids", ids, {-1}, "[n]", ScalarType::Long, x);
   check_value(ids.size(0) < int64_t(1) << 31, op, ": ids must be fewer than 2^31, got ", describe(ids));
@@ -66,10 +70,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides};
   m.def(
       "tree_sample_shared(Tensor key, Tensor x, Tensor nodes, Tensor leaf_class, Tensor class_leaf, "
-      "SymInt num_samples, bool stratified=False) -> (Tensor ids, Tensor log_q)",
+      "SymInt num_samples, bool stratified=False, Tensor? base_table=None, Tensor? base_prefix=None, float "
+      "base_weight=0.0) -> "
+      "(Tensor ids, Tensor log_q)",
       tags);
-  m.def("tree_log_prob_shared(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_class, Tensor class_leaf) -> Tensor",
-        tags);
+  m.def(
+      "tree_log_prob_shared(Tensor x, Tensor ids, Tensor nodes, Tensor leaf_class, Tensor class_leaf, "
+      "Tensor? base_table=None, Tensor? base_prefix=None, float base_weight=0.0) -> Tensor",
+      tags);
 }
 
 #define SX_TREE_SHARED_IMPLS(m)                                                \

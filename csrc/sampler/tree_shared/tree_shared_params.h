@@ -34,6 +34,7 @@ constexpr int64_t tree_shared_blocks(int64_t batch, int64_t num_samples) {
 
 struct TreeSharedParams {
   TreeTable tree;
+  TreeBase base;         // its table is not looked at: a node has the running sums of the leaves below it
   const float* x;        // [B, dim]; a row with a nan or inf has no part in the law
   const int64_t* key;    // [2] seed, offset; nullptr with `given`
   const int64_t* given;  // [m] classes to give the log-probability of; nullptr to draw

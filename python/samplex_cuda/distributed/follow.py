@@ -60,6 +60,8 @@ def shard_sampler(
     spread = how == "shard" or (how == "auto" and layout.num_classes > REPLICATED)
     if spread and type(sampler) is Unigram:
         return ShardedUnigram.of(sampler, layout, exchange)
+    if spread and type(sampler) is Tree and not whole and sampler.has_base:
+        return shard_sampler(sampler.as_mixture(), how, layout, exchange, device, whole)
     if spread and type(sampler) is Tree and not whole:
         return ShardedTree(sampler, layout, exchange)
     if how == "shard":

@@ -33,6 +33,7 @@ _NAME = "SampledClassifier"
 _ddp = nn.parallel.DistributedDataParallel
 _MOVED = ("label_smoothing", "absolute", "reg", "num_examples", "eta_rate")  # to the objects of sx.losses
 _RENAMED = {"eta_rate": "rate"}
+_LATER = ("fit_options", "base_units", "base_share")  # of a tree: older checkpoints have none
 
 
 def refuse_moved(options: dict[str, Any]) -> None:
@@ -147,8 +148,9 @@ def explain_mismatch(
     start = f"{prefix}sampler."
     stored = {name.removeprefix(start) for name in state_dict if name.startswith(start)}
     own = set() if head.sampler is None else set(head.sampler.state_dict()) | {"fit_options"}
-    needed = own - {"fit_options"}
-    if strict and stored and not (needed <= stored <= own):
+    needed = {name for name in own if name.rpartition(".")[2] not in _LATER}
+    reads = getattr(head.sampler, "reads", None)  # what else a sampler takes for its state
+    if strict and stored and not (needed <= stored <= own or (reads is not None and reads(stored))):
         kind = "no sampler" if head.sampler is None else f"a {type(head.sampler).__name__}"
         errors.append(
             f"{_NAME}: the state dict holds another sampler, with {', '.join(sorted(stored))}; this head has {kind}: "

@@ -97,6 +97,9 @@ def tree_sample_and_score(
     class_leaf: Tensor,
     num_samples: int,
     ids: Tensor,
+    base_table: Tensor | None = None,
+    base_prefix: Tensor | None = None,
+    base_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`tree_project`, then `tree_sample` and `tree_log_prob` of given classes [B] or [B, n] on it, in one call.
 
@@ -114,8 +117,9 @@ def tree_sample_and_score(
         (torch.Size([3, 5]), tensor(0.5000))
     """
     return torch.ops.samplex.tree_sample_and_score(
-        key, features, mean, projection, nodes, leaf_class, class_leaf, num_samples, ids
-    )
+        key, features, mean, projection, nodes, leaf_class, class_leaf, num_samples, ids, base_table, base_prefix,
+        base_weight,
+    )  # fmt: skip
 
 
 def tree_sample(
@@ -127,6 +131,9 @@ def tree_sample(
     num_samples: int,
     exclude: Tensor | None = None,
     exclude_offsets: Tensor | None = None,
+    base_table: Tensor | None = None,
+    base_prefix: Tensor | None = None,
+    base_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Draws from p_n(. | x), or from it without the excluded leaves of each row. The same bits on every backend.
 
@@ -139,6 +146,9 @@ def tree_sample(
         num_samples: m.
         exclude: [B, P] int64 leaves, each row ascending, -1 first for "none"; or [nnz] with `exclude_offsets`.
         exclude_offsets: [B + 1] int64.
+        base_table, base_prefix: [2^depth, 4] and [2^depth + 1] int64, an alias table over the leaves, from
+            `build_alias` of their weights: a fixed law that is mixed in; None: none.
+        base_weight: its share, in (0, 1]; 1 leaves the tree out.
 
     Returns:
         ids [B, m] int64 and log_q [B, m] float32.
@@ -152,7 +162,10 @@ def tree_sample(
         >>> ids.shape, log_q[0, 0].exp()
         (torch.Size([3, 5]), tensor(0.5000))
     """
-    return torch.ops.samplex.tree_sample(key, x, nodes, leaf_class, class_leaf, num_samples, exclude, exclude_offsets)
+    return torch.ops.samplex.tree_sample(
+        key, x, nodes, leaf_class, class_leaf, num_samples, exclude, exclude_offsets, base_table, base_prefix,
+        base_weight,
+    )  # fmt: skip
 
 
 def tree_log_prob(
@@ -163,6 +176,9 @@ def tree_log_prob(
     class_leaf: Tensor,
     exclude: Tensor | None = None,
     exclude_offsets: Tensor | None = None,
+    base_table: Tensor | None = None,
+    base_prefix: Tensor | None = None,
+    base_weight: float = 0.0,
 ) -> Tensor:
     """Log-probability [B, n] float32 of classes [B, n] under the law of `tree_sample`: the very bits of its log_q.
 
@@ -174,10 +190,20 @@ def tree_log_prob(
         >>> tree_log_prob(torch.randn(1, 4), torch.tensor([[0, 1]]), nodes, leaves, leaves).exp()
         tensor([[0.5000, 0.5000]])
     """
-    return torch.ops.samplex.tree_log_prob(x, ids, nodes, leaf_class, class_leaf, exclude, exclude_offsets)
+    return torch.ops.samplex.tree_log_prob(
+        x, ids, nodes, leaf_class, class_leaf, exclude, exclude_offsets, base_table, base_prefix, base_weight
+    )
 
 
-def tree_log_prob_all(x: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor) -> Tensor:
+def tree_log_prob_all(
+    x: Tensor,
+    nodes: Tensor,
+    leaf_class: Tensor,
+    class_leaf: Tensor,
+    base_table: Tensor | None = None,
+    base_prefix: Tensor | None = None,
+    base_weight: float = 0.0,
+) -> Tensor:
     """Log-probability of every class, [B, C] float32.
 
     Example:
@@ -188,7 +214,7 @@ def tree_log_prob_all(x: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: 
         >>> tree_log_prob_all(torch.randn(1, 4), nodes, leaves, leaves).exp()
         tensor([[0.5000, 0.5000]])
     """
-    return torch.ops.samplex.tree_log_prob_all(x, nodes, leaf_class, class_leaf)
+    return torch.ops.samplex.tree_log_prob_all(x, nodes, leaf_class, class_leaf, base_table, base_prefix, base_weight)
 
 
 def tree_topk(
@@ -232,6 +258,7 @@ def _(
     class_leaf: Tensor,
     num_samples: int,
     ids: Tensor,
+    *base: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = (features.shape[0], num_samples)
     draws, log_q = features.new_empty(shape, dtype=torch.int64), features.new_empty(shape)
@@ -252,7 +279,7 @@ def _(x: Tensor, ids: Tensor, *tree: Any) -> Tensor:
 
 
 @register_fake("samplex::tree_log_prob_all")
-def _(x: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor) -> Tensor:
+def _(x: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor, *base: Any) -> Tensor:
     return x.new_empty((x.shape[0], class_leaf.shape[0]), dtype=torch.float32)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,9 @@ def tree_sample_shared(
     class_leaf: Tensor,
     num_samples: int,
     stratified: bool = False,
+    base_table: Tensor | None = None,
+    base_prefix: Tensor | None = None,
+    base_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Draws from the mean over the rows of p_n(. | x_b). The same bits on every backend and number of threads.
 
@@ -31,6 +36,7 @@ def tree_sample_shared(
         class_leaf: [C] int64.
         num_samples: m.
         stratified: one draw from each m-th part of the law, in the order of the leaves, instead of m independent ones.
+        base_table, base_prefix, base_weight: a fixed law that is mixed in, as in `tree_sample`.
 
     Returns:
         ids [m] int64 and log_q [m] float32, of the same law either way. Without a row that has a law (B = 0) log_q is
@@ -46,10 +52,21 @@ def tree_sample_shared(
         >>> ids.shape, log_q[0].exp()
         (torch.Size([5]), tensor(0.5000))
     """
-    return torch.ops.samplex.tree_sample_shared(key, x, nodes, leaf_class, class_leaf, num_samples, stratified)
+    return torch.ops.samplex.tree_sample_shared(
+        key, x, nodes, leaf_class, class_leaf, num_samples, stratified, base_table, base_prefix, base_weight
+    )
 
 
-def tree_log_prob_shared(x: Tensor, ids: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor) -> Tensor:
+def tree_log_prob_shared(
+    x: Tensor,
+    ids: Tensor,
+    nodes: Tensor,
+    leaf_class: Tensor,
+    class_leaf: Tensor,
+    base_table: Tensor | None = None,
+    base_prefix: Tensor | None = None,
+    base_weight: float = 0.0,
+) -> Tensor:
     """Log-probability [n] float32 of classes [n] under the law of `tree_sample_shared`: the very bits of its log_q.
 
     Example:
@@ -60,7 +77,9 @@ def tree_log_prob_shared(x: Tensor, ids: Tensor, nodes: Tensor, leaf_class: Tens
         >>> tree_log_prob_shared(torch.tensor([[3.0], [-3.0]]), torch.tensor([0, 1]), nodes, leaves, leaves).exp()
         tensor([0.5000, 0.5000])
     """
-    return torch.ops.samplex.tree_log_prob_shared(x, ids, nodes, leaf_class, class_leaf)
+    return torch.ops.samplex.tree_log_prob_shared(
+        x, ids, nodes, leaf_class, class_leaf, base_table, base_prefix, base_weight
+    )
 
 
 @register_fake("samplex::tree_sample_shared")
@@ -72,10 +91,11 @@ def _(
     class_leaf: Tensor,
     num_samples: int,
     stratified: bool = False,
+    *base: Any,
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty((num_samples,), dtype=torch.int64), x.new_empty((num_samples,))
 
 
 @register_fake("samplex::tree_log_prob_shared")
-def _(x: Tensor, ids: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor) -> Tensor:
+def _(x: Tensor, ids: Tensor, nodes: Tensor, leaf_class: Tensor, class_leaf: Tensor, *base: Any) -> Tensor:
     return x.new_empty(ids.shape)

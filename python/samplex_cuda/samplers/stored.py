@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samplex_cuda._checks import describe
 
-__all__ = ["alias_error", "bigram_error", "closed_bias", "finite_error", "shape_error", "tree_error"]
+__all__ = ["alias_error", "bigram_error", "closed_bias", "finite_error", "shape_error", "tree_error", "units_error"]
 
 _CHUNK = 1 << 22  # columns at a time
 _ROUNDING = 1e-9  # of masses that are sums of many float64
@@ -178,6 +178,23 @@ def tree_error(t: dict[str, Any]) -> str | None:
         return "nodes must have biases that are not nan"
     if not torch.equal(closed_bias(leaf_class, bias)[1:], bias[1:]):
         return "nodes must have the bias +inf or -inf where one side of a node has no class"
+    return None
+
+
+def units_error(t: dict[str, Any]) -> str | None:
+    """Whether the base of a `Tree` is one, or none; the other tables are right."""
+    units, share, classes = t["base_units"], t["base_share"], t["class_leaf"].shape[0]
+    if wrong := shape_error("base_share", share, (), torch.float64, "[]"):
+        return wrong
+    size = 0 if isinstance(units, Tensor) and units.shape == (0,) else classes
+    if wrong := shape_error("base_units", units, (size,), torch.int64, f"[{classes}] or [0]"):
+        return wrong
+    if size == 0:
+        return None if float(share) == 0.0 else f"base_share must be 0 without base_units, got {float(share)}"
+    if not 0.0 < float(share) <= 1.0:
+        return f"base_share must be in (0, 1], got {float(share)}"
+    if int(units.min()) < 0 or not 0.0 < float(units.double().sum()) < 2.0**62:
+        return "base_units must not be negative and have a positive sum below 2^62"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any, cast
 
@@ -9,14 +10,15 @@ import torch
 from torch import Tensor
 
 import samplex_cuda.tree_fit as fitting
-from samplex_cuda._checks import call, check_data, check_dense, check_int, describe
+from samplex_cuda._checks import call, check_data, check_dense, check_int, check_number, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import tree as ops
 from samplex_cuda.ops import tree_shared
-from samplex_cuda.ops.static_sample import sort_exclude
+from samplex_cuda.ops.static_sample import build_alias, sort_exclude
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
-from samplex_cuda.samplers.stored import closed_bias, tree_error
+from samplex_cuda.samplers.static import Unigram
+from samplex_cuda.samplers.stored import closed_bias, tree_error, units_error
 
 __all__ = ["Tree"]
 
@@ -36,6 +38,10 @@ class Tree(Sampler):
         mean: [K] of the features; None: features are taken as they are.
         projection: [K, k]; None with mean None.
         dtype: of the stored nodes, float32 or bfloat16 (half the memory traffic, probabilities of the rounded tree).
+        base: a fixed distribution that is mixed in, q = (1 - w) tree + w base, in the same op: class frequencies plus
+            one, half and half, keep sampled softmax safe (docs/correction.md). None: the tree alone. `topk` and
+            `describe` are of the tree alone in any case.
+        base_weight: w in (0, 1]; 1 leaves the tree out of every draw.
 
     Example:
         >>> import torch, samplex_cuda as sx
@@ -52,6 +58,10 @@ class Tree(Sampler):
     class_leaf: Tensor
     mean: Tensor
     projection: Tensor
+    base_units: Tensor
+    base_share: Tensor
+    base_table: Tensor | None
+    base_prefix: Tensor | None
 
     def __init__(
         self,
@@ -62,6 +72,8 @@ class Tree(Sampler):
         mean: Tensor | None = None,
         projection: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
+        base: Unigram | None = None,
+        base_weight: float = 0.5,
     ) -> None:
         super().__init__()
         if dtype not in (torch.float32, torch.bfloat16):
@@ -108,6 +120,12 @@ class Tree(Sampler):
         self.register_buffer("fit_options", torch.empty(0, dtype=torch.uint8, device=weights.device))
         self.register_buffer("mean", mean.detach().to(torch.float32).contiguous().clone())
         self.register_buffer("projection", projection.detach().to(torch.float32).contiguous().clone())
+        # Integer weight of each class in the base and its share; empty: none. The tables over the leaves follow.
+        self.register_buffer("base_units", torch.empty(0, dtype=torch.int64, device=weights.device))
+        self.register_buffer("base_share", torch.zeros((), dtype=torch.float64, device=weights.device))
+        self.register_buffer("base_table", None, persistent=False)
+        self.register_buffer("base_prefix", None, persistent=False)
+        self.set_base(base, base_weight)
 
     @classmethod
     def fit(
@@ -122,6 +140,8 @@ class Tree(Sampler):
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         progress: bool = True,
+        base: Unigram | None = None,
+        base_weight: float = 0.5,
         **options: Any,
     ) -> Tree:
         """Fit a tree to features and labels: PCA to `dim`, then the greedy top-down fit of Bamler & Mandt (2020).
@@ -139,6 +159,8 @@ class Tree(Sampler):
             dtype: of the stored nodes.
             seed: of the randomised PCA.
             progress: show a progress bar on a terminal.
+            base: a `Unigram` that is mixed in, as in the constructor: `Unigram(counts + 1)` for sampled softmax.
+            base_weight: its share.
             options: passed on to `samplex_cuda.tree_fit.fit_tree`; `unseen=False` gives classes without an example
                 probability 0.
 
@@ -153,7 +175,10 @@ class Tree(Sampler):
             mean, projection = fitting.fit_pca(x, dim, whiten=whiten, seed=seed)
             z = fitting.project(x, mean, projection)
             fitted = fitting.fit_tree(z, y, num_classes, reg=reg, seed=seed, progress=progress, **options)
-        tree = cls(fitted.weights, fitted.bias, fitted.leaf_class, mean=mean, projection=projection, dtype=dtype)
+        tree = cls(
+            fitted.weights, fitted.bias, fitted.leaf_class, mean=mean, projection=projection, dtype=dtype, base=base,
+            base_weight=base_weight,
+        )  # fmt: skip
         tree._set_options({"reg": reg, "whiten": whiten, "seed": seed, **options})
         tree._report = fitting.describe_fit(fitted)
         return tree
@@ -183,8 +208,82 @@ class Tree(Sampler):
         )
         for name in ("nodes", "leaf_class", "class_leaf", "mean", "projection"):
             setattr(self, name, fresh.get_buffer(name))
+        self._fill_leaf_tables()
         self._identity, self._report = False, fresh._report
         return self
+
+    def set_base(self, base: Unigram | None, weight: float = 0.5) -> None:
+        """Mix another fixed distribution in from now on, or none.
+
+        Args:
+            base: over the same classes; its weights are copied.
+            weight: its share w in (0, 1].
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> tree = sx.samplers.Tree(torch.zeros(2, 3), torch.zeros(2), torch.tensor([1, 0]))
+            >>> tree.set_base(sx.samplers.Unigram([1, 3]), 0.5)
+            >>> tree.log_prob_all(torch.zeros(1, 3)).exp()
+            tensor([[0.3750, 0.6250]])
+        """
+        device = self.nodes.device
+        if base is None:
+            units, share = torch.empty(0, dtype=torch.int64), 0.0
+        else:
+            if not isinstance(base, Unigram):
+                raise TypeError(
+                    f"tree: base must be a Unigram (of equal counts for equal probabilities) or None, got "
+                    f"{type(base).__name__}"
+                )
+            if base.num_classes != self.num_classes:
+                raise ValueError(f"tree: base must have num_classes = {self.num_classes}, got {base.num_classes}")
+            check_number("tree", "base_weight", weight, 0.0, 1.0, open_low=True)
+            units, share = base.prefix.diff(), float(weight)
+        self.base_units = units.to(device).clone()
+        self.base_share = torch.tensor(share, dtype=torch.float64, device=device)
+        self._fill_leaf_tables()
+
+    @property
+    def has_base(self) -> bool:
+        """Whether a fixed distribution is mixed in."""
+        return self.base_units.shape[0] > 0
+
+    def as_mixture(self) -> Sampler:
+        """The same distribution as a `Mixture` of a bare tree and a `Unigram`, which draws other classes.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> tree = sx.samplers.Tree(torch.zeros(2, 3), torch.zeros(2), torch.tensor([1, 0]))
+            >>> tree.set_base(sx.samplers.Unigram([1, 3]), 0.5)
+            >>> tree.as_mixture().log_prob_all(torch.zeros(1, 3)).exp()
+            tensor([[0.3750, 0.6250]])
+        """
+        from samplex_cuda.samplers.mixture import Mixture
+
+        bare = copy.deepcopy(self)
+        bare.set_base(None)
+        share = float(self.base_share)
+        parts: list[tuple[Sampler, float]] = [(bare, 1.0 - share)] if share < 1.0 else []
+        if self.has_base:
+            parts.append((Unigram(self.base_units.double()).to(self.nodes.device), share))
+        return Mixture(parts)
+
+    def _fill_leaf_tables(self) -> None:
+        """The base as an alias table over the leaves, which a fit puts into another order."""
+        self._weight = float(self.base_share)
+        if not self.has_base:
+            self.base_table = self.base_prefix = None
+            return
+        leaf_class = self.leaf_class
+        units = torch.where(leaf_class >= 0, self.base_units[leaf_class.clamp_min(0)], 0)
+        table, prefix = build_alias(units.double().cpu().numpy())
+        self.base_table, self.base_prefix = table.to(leaf_class.device), prefix.to(leaf_class.device)
+
+    @property
+    def _base(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """What the ops take of the base."""
+        buffers = self._buffers
+        return buffers["base_table"], buffers["base_prefix"], self._weight
 
     def _set_options(self, options: dict[str, Any]) -> None:
         self._fitted = options
@@ -272,11 +371,11 @@ class Tree(Sampler):
         if shared:
             self._check_shared(exclude)
             pair = key_tensor(self._op, key, x.device)
-            drawn = tree_shared.tree_sample_shared(pair, x, *self._tables(), count, stratified)
+            drawn = tree_shared.tree_sample_shared(pair, x, *self._tables(), count, stratified, *self._base)
             return Draw(*drawn, not stratified)
         leaves, offsets = self._excluded_leaves(exclude, x)
         pair = key_tensor(self._op, key, x.device)
-        return Draw(*call(ops.tree_sample, pair, x, *self._tables(), count, leaves, offsets))
+        return Draw(*call(ops.tree_sample, pair, x, *self._tables(), count, leaves, offsets, *self._base))
 
     def log_prob(
         self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None
@@ -286,14 +385,14 @@ class Tree(Sampler):
         x = self.project(h)
         wanted, squeeze = self._wanted(ids, x.shape[0])
         excluded = self._excluded_leaves(exclude, x)
-        out = call(ops.tree_log_prob, x, wanted, *self._tables(), *excluded)
+        out = call(ops.tree_log_prob, x, wanted, *self._tables(), *excluded, *self._base)
         return out.squeeze(1) if squeeze else out
 
     def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
         """Log-probability of given ids of any shape under the law of shared draws; see `Sampler.log_prob_shared`."""
         check_int64(self._op, "ids", ids)
         wanted = ids.reshape(-1).contiguous()
-        out = call(tree_shared.tree_log_prob_shared, self.project(h), wanted, *self._tables())
+        out = call(tree_shared.tree_log_prob_shared, self.project(h), wanted, *self._tables(), *self._base)
         return out.reshape(ids.shape)
 
     def sample_and_score(
@@ -317,12 +416,12 @@ class Tree(Sampler):
         wanted = ids.contiguous() if ids.dim() == 1 and ids.shape[0] == x.shape[0] else self._wanted(ids, x.shape[0])[0]
         pair = key_tensor(self._op, key, x.device)
         model = self.mean, self.projection, *self._tables()
-        draws, log_q, scores = call(ops.tree_sample_and_score, pair, x, *model, count, wanted)
+        draws, log_q, scores = call(ops.tree_sample_and_score, pair, x, *model, count, wanted, *self._base)
         return Draw(draws, log_q), scores
 
     def log_prob_all(self, h: Tensor | None = None) -> Tensor:
-        """Log-probability of every class, [B, C] float32."""
-        return call(ops.tree_log_prob_all, self.project(h), *self._tables())
+        """Log-probability of every class, [B, C] float32; of the mixture where there is a base."""
+        return call(ops.tree_log_prob_all, self.project(h), *self._tables(), *self._base)
 
     def topk(self, h: Tensor, k: int, *, beam: int | None = None) -> tuple[Tensor, Tensor]:
         """The k most probable classes by beam search, in O(beam k log C); exact where the beam covers the level.
@@ -369,18 +468,38 @@ class Tree(Sampler):
         leaves = torch.where(ids < 0, -1, self.class_leaf[ids.clamp(0, self.num_classes - 1)])
         return sort_exclude(leaves if isinstance(exclude, Tensor) else (exclude[0], leaves))
 
+    @staticmethod
+    def reads(names: set[str]) -> bool:
+        """Whether entries of a state dict are those of a `Mixture` of a tree and a `Unigram`, which a tree with a base
+        reads as its own.
+
+        Example:
+            >>> import samplex_cuda as sx
+            >>> sx.samplers.Tree.reads({"nodes"})
+            False
+        """
+        first, second = ({name for name in names if name.startswith(f"samplers.{number}.")} for number in (0, 1))
+        return (
+            "samplers.0.nodes" in first
+            and second == {"samplers.1.table", "samplers.1.prefix"}
+            and names == first | second | {"weights"}
+        )
+
     def _stored_error(self, found: dict[str, Any]) -> str | None:
         options = found["fit_options"]
         if not isinstance(options, Tensor) or options.dtype != torch.uint8 or options.dim() != 1:
             return f"fit_options must be [n] uint8, got {describe(options)}"
-        return tree_error(found)
+        return tree_error(found) or units_error(found)
 
     def _stored_classes(self, found: dict[str, Any]) -> int | None:
         return found["class_leaf"].shape[0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A tree of another size is as good: the buffers take the shapes of what is loaded.
-        names = ("nodes", "leaf_class", "class_leaf", "mean", "projection")
+        names = ("nodes", "leaf_class", "class_leaf", "mean", "projection", "base_units")
+        _read_mixture(state_dict, prefix)
+        state_dict.setdefault(f"{prefix}base_units", self.base_units.new_empty(0))  # from before there was a base
+        state_dict.setdefault(f"{prefix}base_share", torch.zeros_like(self.base_share))
         state_dict.setdefault(f"{prefix}fit_options", self.fit_options)  # checkpoints of 0.1 have none
         if self._refuses(state_dict, prefix, args[-1]):
             return
@@ -398,6 +517,7 @@ class Tree(Sampler):
             self._dim = found["projection"].shape[1]
             self._identity = False
         super(Sampler, self)._load_from_state_dict(state_dict, prefix, *args)
+        self._fill_leaf_tables()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Tree:
         before = self.nodes.dtype
@@ -415,7 +535,27 @@ class Tree(Sampler):
         return (
             f"num_classes={self.num_classes}, num_features={self.num_features}, dim={self.dim}, depth={self.depth}, "
             f"dtype={str(self.nodes.dtype).removeprefix('torch.')}"
+            + (f", base_weight={float(self.base_share):.4g}" if self.has_base else "")
         )
+
+
+def _read_mixture(state: dict[str, Any], prefix: str) -> None:
+    """Entries of a `Mixture` of a tree and a `Unigram` as those of a tree with a base, in place: what the trainer made
+    of sampler.base before the tree took one itself."""
+    parts = [f"{prefix}samplers.{number}." for number in (0, 1)]
+    weights = state.get(f"{prefix}weights")
+    counts = state.get(f"{parts[1]}prefix")
+    if f"{prefix}nodes" in state or f"{parts[0]}nodes" not in state or f"{parts[1]}table" not in state:
+        return
+    if not isinstance(weights, Tensor) or weights.shape != (2,) or not isinstance(counts, Tensor) or counts.dim() != 1:
+        return
+    for name in [name for name in state if name.startswith(parts[0])]:
+        state[prefix + name.removeprefix(parts[0])] = state.pop(name)
+    for name in ("table", "prefix"):
+        state.pop(f"{parts[1]}{name}")
+    state.pop(f"{prefix}weights")
+    state[f"{prefix}base_units"] = counts.diff()
+    state[f"{prefix}base_share"] = weights[1].double().clone()
 
 
 def _read_options(stored: Tensor) -> dict[str, Any]:

@@ -24,10 +24,13 @@ from samplex_cuda.training.config import Config, ConfigError
 from samplex_cuda.training.config.checks import MIXED
 from samplex_cuda.training.encoders import MLP, Encoder, InputMap, Linear, _csr, context_of
 
-__all__ = ["make_sampler", "read_tree", "refit_tree"]
+__all__ = ["make_sampler", "read_tree", "refit_epochs", "refit_tree"]
 
 _COVARIANCE_WIDTH = 1024  # up to here PCA sums the covariance chunk by chunk and keeps no rows
 _CHUNK_ROWS = 4096
+_HELD_OUT = 4096  # examples that a fit of a tree with a base is judged by, at most
+_FEWEST = 50  # and at least
+_HELD_OUT_KEY = 0x7EE5
 
 
 def _some_rows(dataset: Dataset, limit: int, seed: int) -> Tensor:
@@ -240,15 +243,19 @@ def _tree(config: Config, dataset: Dataset, encoder: Encoder, fit: bool, again: 
             module = get if look == "map" else encoder
             parts = [_pairs(_given(module, get, batch), batch["y"]) for batch in _chunks(dataset, rows)]
         z, y = (torch.cat(part) for part in zip(*parts, strict=True))
+    kept, held = _split(config, y)
     if look == "map":
         # Already components: a projection that changes nothing.
-        fitted = fitting.fit_tree(z, y, classes, reg=s.reg, unseen=s.unseen)
-        return samplers.Tree(
+        fitted = fitting.fit_tree(z[kept], y[kept], classes, reg=s.reg, unseen=s.unseen)
+        tree = samplers.Tree(
             fitted.weights, fitted.bias, fitted.leaf_class, mean=torch.zeros(dim), projection=torch.eye(dim)
         )
-    return samplers.Tree.fit(
-        z, y, num_classes=classes, dim=dim, reg=s.reg, seed=config.training.seed, progress=False, unseen=s.unseen
-    )
+    else:
+        tree = samplers.Tree.fit(
+            z[kept], y[kept], num_classes=classes, dim=dim, reg=s.reg, seed=config.training.seed, progress=False,
+            unseen=s.unseen,
+        )  # fmt: skip
+    return _with_base(config, dataset, tree, z, y, kept, held)
 
 
 @torch.no_grad()
@@ -263,8 +270,86 @@ def _streamed_tree(config: Config, dataset: Dataset, encoder: Any, rows: Tensor,
     for batch in _chunks(dataset, rows):
         parts.append(_pairs((_given(encoder, encoder.inputs, batch) - mean) @ projection, batch["y"]))
     z, y = (torch.cat(part) for part in zip(*parts, strict=True))
-    fitted = fitting.fit_tree(z, y, dataset.num_classes, reg=config.sampler.reg, unseen=config.sampler.unseen)
-    return samplers.Tree(fitted.weights, fitted.bias, fitted.leaf_class, mean=mean, projection=projection)
+    kept, held = _split(config, y)
+    fitted = fitting.fit_tree(
+        z[kept], y[kept], dataset.num_classes, reg=config.sampler.reg, unseen=config.sampler.unseen
+    )
+    bare = samplers.Tree(fitted.weights, fitted.bias, fitted.leaf_class)  # z are what its nodes see
+    share = float(_with_base(config, dataset, bare, z, y, kept, held).base_share)
+    tree = samplers.Tree(fitted.weights, fitted.bias, fitted.leaf_class, mean=mean, projection=projection)
+    if _inside(config):
+        tree.set_base(_base_of(config, dataset, fit=True), share)
+    return tree
+
+
+def refit_epochs(config: Config, dataset: Dataset, encoder: Encoder) -> int:
+    """Epochs between two fits of the tree, 0 for never: `sampler.refit_every`, where "auto" is 1 for a tree with a base
+    that looks at what a trained encoder gives.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda import data
+        >>> from samplex_cuda.training import Config, config, models
+        >>> from samplex_cuda.training.sampler_factory import refit_epochs
+        >>> train = data.Dense(torch.randn(200, 6), torch.randint(0, 9, (200,)))
+        >>> run = config.override(Config(), ["model.name=mlp", "sampler.name=tree", "sampler.features=hidden"])
+        >>> encoder, head = models.build(run, train)
+        >>> refit_epochs(run.resolved(), train, encoder)
+        1
+    """
+    config, every = config.resolved(), config.sampler.refit_every
+    if every != "auto":
+        return int(every)
+    fixed = isinstance(encoder, Linear) and not isinstance(encoder, MLP)  # h is the input
+    if not _inside(config) or config.sampler.path or fixed:
+        return 0
+    return int(_looks_at(config, dataset, encoder) == "hidden")
+
+
+def _inside(config: Config) -> bool:
+    """Whether the sampler is a tree that takes its base itself: one draw, and not a mixture in Python."""
+    return config.sampler.name == "tree" and config.sampler.base in ("unigram", "uniform")
+
+
+def _base_of(config: Config, dataset: Dataset, fit: bool) -> samplers.Unigram:
+    """The base of a tree; without `fit` a checkpoint brings its counts."""
+    s, classes = config.sampler, dataset.num_classes
+    if s.base == "uniform" or not fit:
+        return samplers.Unigram(torch.ones(classes))
+    # The base leaves out what the tree leaves out.
+    return samplers.Unigram(dataset.class_counts().double() + (s.smoothing if s.unseen else 0.0), power=s.power)
+
+
+def _split(config: Config, y: Tensor) -> tuple[Tensor | slice, Tensor]:
+    """Examples to fit a tree with a base to, and a tenth of them, at most 4,096, to look at its fit; by the seed."""
+    count = min(len(y) // 10, _HELD_OUT)
+    if not _inside(config) or count < _FEWEST:
+        return slice(None), torch.empty(0, dtype=torch.int64)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(config.training.seed ^ _HELD_OUT_KEY))
+    return order[count:].sort().values, order[:count]
+
+
+@torch.no_grad()
+def _with_base(
+    config: Config, dataset: Dataset, tree: samplers.Tree, z: Tensor, y: Tensor, kept: Tensor | slice, held: Tensor
+) -> samplers.Tree:
+    """The tree with its base; the base alone where it tells held-out examples better than the tree."""
+    if not _inside(config):
+        return tree
+    share = config.sampler.base_weight
+    if len(held):
+        counts = torch.bincount(y[kept], minlength=dataset.num_classes).double() + 1.0
+        of_counts = float((counts / counts.sum()).log()[y[held]].mean())
+        of_tree = float(tree.log_prob(z[held], y[held]).double().clamp_min(-1e4).mean())
+        if not of_tree >= of_counts:
+            share = 1.0
+            warnings.warn(
+                f"tree: on {len(held):,} held-out examples its mean log p_n is {of_tree:.4g}, class frequencies have "
+                f"{of_counts:.4g}; draws come from sampler.base ({config.sampler.base}) alone until a refit is better",
+                stacklevel=2,
+            )
+    tree.set_base(_base_of(config, dataset, fit=True), share)
+    return tree
 
 
 @torch.no_grad()
@@ -302,9 +387,12 @@ def refit_tree(config: Config, dataset: Dataset, encoder: Encoder, head: Sampled
         >>> encoder, head = models.build(run, train)
         >>> models.refit_tree(run, train, encoder, head)
     """
+    config = config.resolved()
     tree = _tree(config, dataset, encoder, fit=True, again=True).to(head.weight.device)
     if encoder.tree_map is not None:  # fitted anew, on the host
         encoder.tree_map.to(head.weight.device)
+    if _inside(config) and not tree.has_base:
+        tree.set_base(_base_of(config, dataset, fit=True), config.sampler.base_weight)
     if not isinstance(head.sampler, samplers.Mixture):
         head.set_sampler(tree, update=head.sampler_update)
         return
@@ -349,6 +437,10 @@ def make_sampler(
         extra = None if s.base == "none" else _sampler(s.base, config, dataset, encoder, head, fit)
         return samplers.InBatch(dataset.num_classes, extra=extra)
     found = _sampler(s.name, config, dataset, encoder, head, fit)
+    if _inside(config):
+        if isinstance(found, samplers.Tree) and not found.has_base:  # of a file, or of a checkpoint to come
+            found.set_base(_base_of(config, dataset, fit), s.base_weight)
+        return found
     if s.name not in MIXED or s.base == "none":
         return found
     if not s.unseen:  # the base leaves out what the tree leaves out

@@ -46,6 +46,7 @@ from samplex_cuda.training.run_folder import (
     unwritable,
     write_board,
 )
+from samplex_cuda.training.sampler_factory import refit_epochs
 from samplex_cuda.training.state import Progress, about, environment
 from samplex_cuda.training.step import Stepper
 from samplex_cuda.training.watch import check_model
@@ -241,6 +242,7 @@ class Trainer:
         self.progress = Progress()
         self.metrics: dict[str, float] = {}
         self.warnings: list[str] = []  # of the last evaluation
+        self.leak: float | None = None  # of the last evaluation: what of the softmax the draws cannot push down
         self._last_loss: float | None = None
         self.average: dict[str, Tensor] = {}
         self.rng = self.first_rng()
@@ -373,7 +375,8 @@ class Trainer:
         self.encoder.carry({})
         if self.head.sampler_update == "epoch" and p.step:
             self.head.mark_changed()
-        if s.refit_every and p.epoch and p.epoch % s.refit_every == 0:
+        every = refit_epochs(self.config, self.train, self.encoder) if s.refit_every else 0
+        if every and p.epoch and p.epoch % every == 0:
             self._refit()
         self._event("epoch", epoch=p.epoch, step=p.step)
 
@@ -515,6 +518,7 @@ class Trainer:
         """Notes what is wrong with the model, if anything: a loss that falls is no proof that it learns."""
         p = self.progress
         sampled = p.loss_sum / p.loss_count if p.loss_count else self._last_loss
+        numbers: dict[str, float] = {}
         with self._averaged(), torch.random.fork_rng(devices=[]):
             self.warnings = check_model(
                 self.encoder,
@@ -524,7 +528,9 @@ class Trainer:
                 sampled=sampled if self.head.loss.joins else None,
                 nll=self.metrics.get("nll"),
                 ranks=self.ranks,
+                numbers=numbers,
             )
+        self.leak = numbers.get("leak")
 
     def _evaluate(self) -> None:
         p, t = self.progress, self.config.training
@@ -539,6 +545,8 @@ class Trainer:
         p.last_eval = p.step
         better = p.judge(self.metrics, t)
         record = {"kind": "eval", "step": p.step, "epoch": p.epoch, **self.metrics, "seconds": round(p.seconds, 3)}
+        if self.leak is not None:
+            record["leak"] = round(self.leak, 6)
         self._record(record)
         useless = self.metrics.get("nll", 0.0) > math.log(self.head.num_classes)
         self._event("eval", **record, best=better, eval_seconds=seconds, worse_than_equal=useless)

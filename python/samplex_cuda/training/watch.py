@@ -7,8 +7,11 @@ import math
 import torch
 from torch import Tensor, nn
 
+from samplex_cuda import samplers
 from samplex_cuda.data import Dataset
 from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.heads.leak import LEAK
+from samplex_cuda.heads.leak import leak as leak_of
 from samplex_cuda.training import models
 from samplex_cuda.training.ranks import Alone
 
@@ -16,7 +19,10 @@ __all__ = ["FAR", "NEVER", "check_model", "some_rows"]
 
 FAR = 2.0  # nats between the exact and the sampled loss from which on the latter says little
 NEVER = math.log(1e3)  # a class that is drawn so much more rarely than by uniform draws is never drawn
+MORE = 1.25  # times the leak of as many draws by class frequency
 _ROWS = 128
+_LEAK_ROWS = 32
+_LEAK_NUMBERS = 1 << 26  # rows x classes
 
 
 @torch.no_grad()
@@ -29,6 +35,7 @@ def check_model(
     sampled: float | None = None,
     nll: float | None = None,
     ranks: Alone | None = None,
+    numbers: dict[str, float] | None = None,
 ) -> list[str]:
     """What is wrong with a model in training, in sentences; empty: nothing was found.
 
@@ -42,6 +49,7 @@ def check_model(
         sampled: mean training loss of the last steps; None: not known, or of a loss that does not estimate the NLL.
         nll: the exact NLL on validation data; None: not known.
         ranks: as in `evaluate`.
+        numbers: takes "leak" (`sx.diagnostics.leak`), where the sampler has one.
 
     Example:
         >>> import torch
@@ -71,6 +79,17 @@ def check_model(
             "classes that the model rates high, and the loss that falls is not the one that counts. More draws "
             "(head.num_samples) or another sampler help: samplex diagnose"
         )
+    leak = _leak(head, h, y, features, context, ranks)
+    if leak is not None:
+        if numbers is not None:
+            numbers["leak"] = leak
+        # Few draws leak from any law: what counts is whether frequencies would do better.
+        if leak > LEAK and leak > MORE * _leak_of_frequencies(head, h, y, train):
+            found.append(
+                f"{leak:.0%} of the softmax leaks: it is on classes that {head.num_samples:,} draws take too rarely to "
+                "push them down. Mix in a fixed distribution (sampler.base = unigram), draw more (head.num_samples), "
+                "or see samplex diagnose"
+            )
     if head.sampler is not None:
         best = head.topk(h, 1, features=features)[1]
         drawn = ranks.log_q(head, h if features is None else features, best, context)[:, 0]
@@ -83,6 +102,33 @@ def check_model(
                 "(sampler.base = unigram), or fit the tree anew (sampler.refit_every = 1)"
             )
     return found
+
+
+def _leak_of_frequencies(head: SampledClassifier, h: Tensor, y: Tensor, train: Dataset) -> float:
+    """What as many draws by class frequency would leak."""
+    some = _leak_rows(head)
+    other = samplers.Unigram(train.class_counts().double() + 1.0).to(head.weight.device)
+    return float(leak_of(head, h[some], y[some], sampler=other).mean())
+
+
+def _leak_rows(head: SampledClassifier) -> slice:
+    return slice(0, max(4, min(_LEAK_ROWS, _LEAK_NUMBERS // head.num_classes)))
+
+
+def _leak(
+    head: SampledClassifier, h: Tensor, y: Tensor, features: Tensor | None, context: Tensor | None, ranks: Alone
+) -> float | None:
+    """Mean leak of a few rows; None for a head without draws, over several ranks, or on the sphere."""
+    known = head.sampler is not None and not getattr(head.sampler, "takes_targets", False)
+    plain = (
+        not head.normalize and head.log_scale is None and head.live is None and getattr(head.loss, "corrected", True)
+    )
+    if not known or not plain or type(ranks) is not Alone or not len(h):
+        return None
+    some = _leak_rows(head)
+    one = None if features is None else features[some]
+    given = None if context is None else context[some]
+    return float(head.leak(h[some], y[some], features=one, context=given).mean())
 
 
 @torch.no_grad()

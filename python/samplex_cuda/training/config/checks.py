@@ -222,12 +222,13 @@ def check_together(source: str, c: Config) -> None:
     if c.sampler.base != "none" and c.sampler.name not in (*MIXED, "in_batch"):
         based = ", ".join(MIXED)
         fail("sampler", "base", f'"auto" or "none" unless the sampler is {based} or in_batch', c.sampler.base)
-    if c.sampler.base != "none" and c.head.stratified:
-        fail("sampler", "base", '"auto" or "none" with head.stratified, which takes a tree alone', c.sampler.base)
+    inside = c.sampler.name == "tree" and c.sampler.base in ("unigram", "uniform")
+    if c.sampler.base != "none" and c.head.stratified and not inside:
+        fail("sampler", "base", '"unigram", "uniform" or "none" with head.stratified', c.sampler.base)
     names = c.sampler.components or [c.sampler.name]
     for key in ("refit_every", "refit_steps"):
         value = getattr(c.sampler, key)
-        if value and "tree" not in names:
+        if value not in (0, "auto") and "tree" not in names:
             fail("sampler", key, "0 unless the sampler is a tree", value)
         if value and needs.prior:
             fail("sampler", key, f"0 with {named}, whose sampler must stay fixed", value)

@@ -132,11 +132,14 @@ class Sampler:
                          choices=("auto", "input", "hidden"))  # fmt: skip
     fit_rows: int = _key(200_000, "tree, PCA: training examples that are used, at most", least=1)
     path: str = _key("", "tree: a file of `samplex fit-tree` to take instead of a fit; empty: fitted here")
-    refit_every: int = _key(0, "tree, also in a mixture: fit anew after so many epochs; 0: never", least=0)
+    refit_every: int | str = _key(
+        "auto", "tree, also in a mixture: fit anew after so many epochs; 0: never; auto: 1 for a tree with a base that "
+        "looks at h of an encoder that is trained (text, or features = hidden), else 0", least=0, also=("auto",),
+    )  # fmt: skip
     refit_steps: int = _key(0, "the same, after so many steps; 0: never", least=0)
     base: str = _key(
-        "auto", "tree, rff: a fixed distribution that is mixed in, so that every class is drawn; auto: unigram (none "
-        "with head.stratified); in_batch: where `head.num_samples` further draws come from; auto: uniform",
+        "auto", "tree, rff: a fixed distribution that is mixed in, so that every class is drawn; auto: unigram (rff: "
+        "none with head.stratified); in_batch: where `head.num_samples` further draws come from; auto: uniform",
         choices=("auto", "none", "uniform", "log_uniform", "unigram"),
     )  # fmt: skip
     base_weight: float = _key(0.5, "share of `base`", above=0.0, below=1.0)
@@ -381,7 +384,7 @@ class Config:
         if h.num_samples == "auto":
             h.num_samples = 1024 if h.shared else 64
         if s.base == "auto":
-            s.base = "unigram" if s.name in MIXED and not h.stratified else "none"
+            s.base = "unigram" if s.name == "tree" or (s.name in MIXED and not h.stratified) else "none"
             s.base = "uniform" if s.name == "in_batch" else s.base
         if s.nu == "auto":
             s.nu = h.scale if h.scale > 0 else 1.0
