@@ -301,7 +301,8 @@ def refit_epochs(config: Config, dataset: Dataset, encoder: Encoder) -> int:
     if every != "auto":
         return int(every)
     fixed = isinstance(encoder, Linear) and not isinstance(encoder, MLP)  # h is the input
-    if not _inside(config) or config.sampler.path or fixed:
+    prior = config.head.loss == "negative_sampling"  # its scores are relative to one law
+    if not _inside(config) or config.sampler.path or fixed or prior:
         return 0
     return int(_looks_at(config, dataset, encoder) == "hidden")
 

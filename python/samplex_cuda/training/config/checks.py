@@ -228,7 +228,8 @@ def check_together(source: str, c: Config) -> None:
     names = c.sampler.components or [c.sampler.name]
     for key in ("refit_every", "refit_steps"):
         value = getattr(c.sampler, key)
-        if value not in (0, "auto") and "tree" not in names:
+        value = 0 if value == "auto" else value  # which never is what this refuses
+        if value and "tree" not in names:
             fail("sampler", key, "0 unless the sampler is a tree", value)
         if value and needs.prior:
             fail("sampler", key, f"0 with {named}, whose sampler must stay fixed", value)
