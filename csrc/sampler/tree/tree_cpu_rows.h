@@ -5,7 +5,7 @@
 
 #include "common/philox_many.h"
 #include "common/vec.h"
-#include "sampler/tree/tree_base.h"
+#include "sampler/tree/tree_base_math.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>

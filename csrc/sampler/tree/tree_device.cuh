@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/vec_load.cuh"
-#include "sampler/tree/tree_base.h"
+#include "sampler/tree/tree_base_math.h"
 
 namespace samplex::SX_BACKEND_NS {
 

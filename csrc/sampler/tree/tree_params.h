@@ -27,7 +27,7 @@ struct TreeTable {
   DType dtype;
 };
 
-// A fixed law that is mixed into the tree's (tree_base.h), over the leaves; table nullptr: none.
+// A fixed law that is mixed into the tree's (tree_base_math.h), over the leaves; table nullptr: none.
 struct TreeBase {
   const AliasEntry* table = nullptr;  // [2^depth]
   const int64_t* prefix = nullptr;    // [2^depth + 1] running sums of the integer weights
