@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted((DOCS / "integrations").glob("*.md"))
@@ -17,6 +18,7 @@ LIBRARIES = {
     "datasets": ["datasets"],
     "hf": ["transformers", "accelerate", "datasets"],
     "lightning": ["lightning"],
+    "loops": [],
     "sentence_transformers": ["sentence_transformers", "datasets"],
     "serving": ["usearch"],
     "torchmetrics": ["torchmetrics"],
@@ -25,7 +27,7 @@ LIBRARIES = {
 
 @pytest.mark.filterwarnings("ignore")  # what the libraries recommend
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_blocks_run(page, tmp_path, monkeypatch):
+def test_blocks_run(page, tmp_path, monkeypatch, request):
     missing = [name for name in LIBRARIES[page.stem] if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
@@ -34,6 +36,9 @@ def test_blocks_run(page, tmp_path, monkeypatch):
     found = list(BLOCK.finditer(text))
     assert found, f"{page.name} has no example"
     names: dict[str, object] = {"__name__": page.stem}
+    if page.stem == "loops":  # torchrun's work; tests/test_loops.py runs it on four ranks
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        request.addfinalizer(dist.destroy_process_group)
     for block in found:
         line = text[: block.start(1)].count("\n")
         exec(compile("\n" * line + block.group(1), str(page), "exec"), names)
