@@ -35,9 +35,7 @@ def made() -> tuple[Any, Any]:
     model.head = sx.SampledClassifier(DIM, CLASSES, sx.samplers.Uniform(CLASSES), num_samples=6)
     model.forward = lambda x, y, key: model.head(model.encoder(x), y, key=key)
     dense, rows = sx.optim.split_parameters(model)
-    return model, sx.optim.Combined(
-        dense=torch.optim.AdamW(dense, lr=0.05), rows=sx.optim.RowAdam(rows, lr=0.05)
-    )
+    return model, sx.optim.Combined(dense=torch.optim.AdamW(dense, lr=0.05), rows=sx.optim.RowAdam(rows, lr=0.05))
 
 
 def batch(step: int, world: int) -> list[tuple[Tensor, Tensor]]:

@@ -15,7 +15,12 @@ C, D = 40, 8
 SAMPLERS = {
     "uniform": lambda: sx.samplers.Uniform(C),
     "unigram": lambda: sx.samplers.Unigram(torch.arange(1.0, C + 1)),
+    "log_uniform": lambda: sx.samplers.LogUniform(C),
     "quadratic": lambda: sx.samplers.Quadratic(torch.zeros(C, D)),
+    "rff": lambda: sx.samplers.RandomFourier(torch.zeros(C, D), 16, kind="positive"),
+    "softmax": lambda: sx.samplers.Softmax(torch.zeros(C, D)),
+    "tree": lambda: sx.samplers.Tree.fit(torch.randn(99, D), torch.randint(C, (99,)), num_classes=C, dim=4),
+    "mixture": lambda: sx.samplers.Mixture([(sx.samplers.Uniform(C), 1.0), (sx.samplers.LogUniform(C), 2.0)]),
 }
 
 

@@ -50,6 +50,26 @@ def test_fit_clips_and_accumulates(tmp_path, precision):
     assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.05 * 0.99**32)] * 2
 
 
+class Watched(module_of):
+    """It keeps the largest entry of each gradient after clipping."""
+
+    seen: list
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        assert isinstance(self.head.weight.grad, sx.optim.RowGradient)
+        self.seen += [float(p.grad.norm(float("inf"))) for p in self.parameters()]
+
+
+def test_automatic_optimization_clips_by_value(tmp_path):
+    module = Watched(nn.Linear(D, D), made().head)
+    module.seen = []
+    options = {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}
+    trainer(tmp_path, 1, enable_checkpointing=False, **options).fit(module, loader())
+    assert len(module.seen) == 8 * 4
+    assert max(module.seen) == pytest.approx(1e-4)
+
+
 class Manual(module_of):
     """Its own loop; it keeps the norm after clipping."""
 
