@@ -5,8 +5,8 @@
 The model is made from a configuration and trained on Zipf-distributed ids: no download, no tokenizer. Expected output
 on two CPU cores:
 
-    full         1826 ms a step,  2.22 GiB at most
-    sampled        30 ms a step,  0.80 GiB at most
+    full         1674 ms a step,  2.22 GiB at most
+    sampled        35 ms a step,  0.81 GiB at most
 """
 
 from __future__ import annotations
