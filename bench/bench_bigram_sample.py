@@ -1,4 +1,4 @@
-"""Draws per second of Bigram for a [256, 64] draw, against the same law by searchsorted in eager torch.
+"""Draws per second of Bigram for a [256, 64] draw, against the same distribution by searchsorted in eager torch.
 
 Rows: bigram_50k (C = 50,000 classes, 2 million pairs, as a language model's vocabulary) and bigram_1m (C = 1,000,000,
 10 million pairs), each with log_q. The eager side inverts cumulative sums: one searchsorted over all pairs, one

@@ -3,9 +3,9 @@
 Rows (--only takes any part of a name):
   step_m1, step_m16   negative sampling, forward + backward to coalesced row gradients and d_hidden, draws [B, m], vs
                       eager torch
-  step_m1_reg         the same with the regulariser of Eq. 6
+  step_m1_reg         the same with the regularizer of Eq. 6
   shared_m256         draws [m] for the whole batch, vs the eager shared-draw form
-  nce, one_vs_each, augment_reduce   the same step of the other losses with 64 draws a row
+  nce, one_vs_each, augment_reduce   the same step of the other losses with 64 draws per row
 
 The project's target is for a whole training step, the draw included. This is the loss alone, so its rows carry none.
 

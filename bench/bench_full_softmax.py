@@ -56,7 +56,7 @@ def _chunked(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, y: torch
 
 
 class Softmax:
-    """Forward and backward of the full softmax; gradients are made anew each time, as a training step does."""
+    """Forward and backward of the full softmax; gradients are made again each time, as a training step does."""
 
     def __init__(self, classes: int, batch: int, dim: int, device: torch.device) -> None:
         self.weight = make_table(classes, dim, device=device).requires_grad_(True)

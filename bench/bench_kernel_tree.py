@@ -1,4 +1,4 @@
-"""Kernel trees: draws, updates and losses against ways to do without them, and how close their laws come to softmax.
+"""Kernel trees: draws, updates and losses against ways to do without them, and how close they come to softmax.
 
 Rows (--only takes any part of a name):
   softmax_*      draw + sampled-softmax loss, batch 10, m = 10, d = 64, n = 500,000, target excluded: RandomFourier with
@@ -9,7 +9,7 @@ Rows (--only takes any part of a name):
   follow_*       following 8,600 rows, n = 1,000,000, d = 64, D = 1024 ("rff", "positive") and Quadratic, vs the byte
                  floor: a copy of as many bytes as the distinct nodes that change have (printed with the row)
   depth_1024     time at n = 2^20 / at n = 2^12, d = 128, 256 x 64 draws; depth_64 the same at D = 64
-  tv_*           total-variation distance of q to softmax (tau = 11.1) on clustered classes: 100 centres on the sphere,
+  tv_*           total-variation distance of q to softmax (tau = 11.1) on clustered classes: 100 centers on the sphere,
                  noise 0.5 or 1.0 (length of the noise vector), d = 64, n = 10,000; not timed
 
 Rows are unit vectors, nu = 4 unless the row says otherwise. Trees of a million classes at D = 1024 take 2.7 GB.
@@ -236,12 +236,12 @@ def distances(options: Any, device: torch.device, report: Report) -> None:
                 q = make().log_prob_all(h).double().exp()
             mass = float((q.sum(1) - 1.0).abs().max())
             if not mass < 1e-4:
-                raise AssertionError(f"refcheck {row_id}: q sums to 1 but for {mass:.1e}")
+                raise AssertionError(f"refcheck {row_id}: q sums to 1 except for {mass:.1e}")
             value = float(0.5 * (q - target).abs().sum(1).mean())
             what = f"TV to softmax, tau = 11.1, clustered, noise {noise}: {name}"
             config = {"n": n, "d": dim, "noise": noise, "queries": 50}
             report.add(
-                Row(row_id, what, value, "ratio", f"sum of q is 1 but for {mass:.1e}", sense="<=", config=config)
+                Row(row_id, what, value, "ratio", f"sum of q is 1 except for {mass:.1e}", sense="<=", config=config)
             )
 
 

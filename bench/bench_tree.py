@@ -2,7 +2,7 @@
 
 Rows (--only takes any part of a name), 256 x 64 draws with log_q, k = 16 projected features:
   multinomial    C = 2^17, vs the probability of every class (one matmul, log-sigmoids down the levels) and multinomial
-  levels         C = 2^17, vs a vectorised loop over the levels: gather, bmm, sigmoid, rand
+  levels         C = 2^17, vs a vectorized loop over the levels: gather, bmm, sigmoid, rand
   exclude        C = 2^17, the cost of leaving out the target, exactly, vs drawing with it
   bfloat16       C = 2^17, nodes in bfloat16 vs in float32
   base           C = 2^20, half class frequencies in the same op, vs the tree alone

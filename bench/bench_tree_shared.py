@@ -1,11 +1,12 @@
-"""Draws from the decision tree that a whole batch shares, from the mean of the rows' laws, with log_q of that mean.
+"""Draws from the decision tree shared by a batch, from the mean of the rows' distributions, with its log_q.
 
 Rows (--only takes any part of a name), B = 256 rows, m = 2048 draws, C = 2^17, k = 16 projected features:
   multinomial    vs every class of every row in torch (one matmul, sigmoids multiplied down the levels), the mean over
                  the rows and torch.multinomial
-  by_rows        vs what any sampler with a law for each row can do: a row by chance and a class of that row for each
+  by_rows        vs what any sampler with a distribution for each row can do: a random row and a class of that row for
+  each
                  draw, then log q from the log-probabilities of all draws in all rows
-  strata         draws in strata vs independent draws, copies merged on both sides
+  strata         stratified draws vs independent draws, copies merged on both sides
   bfloat16       nodes in bfloat16 vs in float32
   draws          time at m = 2048 / time at m = 256
 """
@@ -29,7 +30,7 @@ Draw = tuple[torch.Tensor, torch.Tensor]
 
 
 class ByRows(sx.samplers.Tree):
-    """A tree that draws for a batch as a sampler does that has nothing but the laws of its rows."""
+    """A tree that draws for a batch as a sampler does that has nothing but the distributions of its rows."""
 
     log_prob_shared = Sampler.log_prob_shared
 
@@ -136,7 +137,7 @@ def main() -> int:
         other = functools.partial(by_rows, make_tree(ByRows, device), M)
         checked = refcheck(tree, sets[0], {"ours": mine, "by rows": other})
         sides = [side("ours", mine), side("by rows", other)]
-        add("by_rows", f"{M} draws for {BATCH} rows, C = 2^17, vs a row by chance for each draw", sides, checked)
+        add("by_rows", f"{M} draws for {BATCH} rows, C = 2^17, vs a random row for each draw", sides, checked)
     if wanted(options, "strata"):
         in_strata = functools.partial(tree.sample, num_samples=M, shared=True, stratified=True)
         checked = refcheck(tree, sets[0], {"strata": lambda x: in_strata(x)[:2]})

@@ -2,9 +2,9 @@
 
 The protocol is that of the paper's section 5 and appendix A.2: a linear model with bias on K features, Adagrad, one
 negative an example, weights that start at zero. Learning rate and lambda (Eq. 6) are chosen for each noise by itself,
-by the corrected accuracy on a validation part after the last step: from the middle of a grid to the best neighbour,
+by the corrected accuracy on a validation part after the last step: from the middle of a grid to the best neighbor,
 until none is better. With these, runs of other seeds are measured on a test part that no choice has seen, after several
-numbers of steps, with log p_n added back (Eq. 5) and without. The tree's regulariser is chosen by its log p_n on the
+numbers of steps, with log p_n added back (Eq. 5) and without. The tree's regularizer is chosen by its log p_n on the
 validation part.
 
   python bench/study_adversarial.py                      built-in hierarchical data, C = 20,000

@@ -111,7 +111,7 @@ class Query:
         self.full = self.p @ rows - rows[target]
 
     def predicted(self, log_q: torch.Tensor) -> torch.Tensor:
-        """m * bias in the limit, from the law on the negatives; everything divided by Z."""
+        """m * bias in the limit, from the distribution on the negatives; everything divided by Z."""
         others = torch.arange(self.p.shape[0]) != self.target
         p, q, rows = self.p[others], log_q.double().exp()[others], self.rows[others]
         r = torch.where(q > 0, p / q.clamp_min(1e-300), 0.0) - p.sum()

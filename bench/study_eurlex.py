@@ -37,8 +37,8 @@ FULL, TREE, INDEPENDENT = "full softmax", "tree", "tree, independent draws"
 PAPER = 0.336  # test accuracy of the paper's full softmax
 LEVELS = (-0.01, -0.0075, -0.005, -0.0025, 0.0)  # accuracies to the full softmax's at which times are compared
 FALL = 0.1  # of the rate over a run
-# Features of a tree, where a setting does not say. The mean of the rows' laws asks for fewer than the law of a row:
-# with 4, 8 and 16 validation is the same within its noise.
+# Features of a tree, where a setting does not say. The mean of the rows' distributions asks for fewer than the
+# distribution of a row: with 4, 8 and 16 validation is the same within its noise.
 TREE_DIM, TREE_REG = 16, 5.0
 TUNE_SEEDS, TEST_SEEDS = (0, 1), (10, 11, 12, 13, 14)
 Setting = dict[str, Any]

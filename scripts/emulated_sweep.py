@@ -3,7 +3,7 @@
     python scripts/emulated_sweep.py --ptxrun DIR [--seeds 1 2 3] [--fresh] [--no-build] [files]
     python scripts/emulated_sweep.py --ptxrun DIR --cuda-torch PYTHON [...]
 
-The whole sweep takes hours. Every file has a process of its own, whose output goes to a log in build/emulated_sweep.
+The whole sweep takes hours. Every file has a separate process, whose output goes to a log in build/emulated_sweep.
 Results are kept in results.json of that folder. A file that passed is not run again, unless the library or the file has
 changed since; --fresh runs everything again. All files run with the first seed before any runs with the next one, short
 files first.
@@ -102,7 +102,7 @@ def default_files(on_cuda: bool) -> list[str]:
 
 
 def run_file(run: side_build.Emulation, file: str, seed: int, arguments: list[str], source: str, log: Path) -> Result:
-    """Run one file in a process of its own."""
+    """Run one file in a separate process."""
     # sys and not fd: what the runtime writes on standard error has to reach the log when the test passes, too.
     command = [str(run.python), *run.by, "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-q"]
     command += ["--durations=3", "-m", "not slow", *arguments, file]

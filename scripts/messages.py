@@ -28,7 +28,7 @@ LONGEST = 40  # of an expression in braces
 
 # ------------------------------------------------------------------------------------------------ Python
 def _text(node: ast.expr) -> str | None:
-    """The text of a string expression, with {expression} for what is filled in; None if it is no string."""
+    """The text of a string expression, with {expression} for what is filled in; None if it is not a string."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):

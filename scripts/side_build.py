@@ -1,4 +1,4 @@
-"""Build the extension in an environment of its own beside the current one, and run tests there.
+"""Build the extension in a separate environment beside the current one, and run tests there.
 
     python scripts/side_build.py sanitize [pytest arguments]
     python scripts/side_build.py sanitize --run SCRIPT [its arguments]

@@ -138,7 +138,7 @@ def follow(group: Any, kind: str, classes: int, options: dict[str, Any]) -> dict
 
 
 def refuse(group: Any, what: str) -> tuple[str, bool]:
-    """One rank breaks its table; the message of each rank, and whether the head works when it is mended."""
+    """One rank breaks its table; the message of each rank, and whether the head works when it is repaired."""
     rank = dist.get_rank(group)
     head: Any = make_head("quadratic", 203, False).shard(group, encoder="sum", batch_capacity=BATCH)
     h, y = batches(1)[0]

@@ -1,5 +1,5 @@
 """`absolute=True` from end to end: p proportional to exp |s| in training, evaluation and prediction, with the samplers
-whose law is symmetric in the sign of the logit."""
+whose distribution is symmetric in the sign of the logit."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_gradcheck(backend, sparse):
 
 
 def test_keys_of_an_encoder_get_a_dense_gradient(backend):
-    """What an encoder made is no leaf: its gradient goes on through the graph."""
+    """What an encoder made is not a leaf: its gradient goes on through the graph."""
     queries, _, positives, negatives, _ = case(backend)
     x = torch.randn(N, 4, dtype=torch.float64, device=backend.device)
     weight = torch.randn(4, D, dtype=torch.float64, device=backend.device, requires_grad=True)
@@ -239,7 +239,7 @@ def test_in_batch_is_cross_entropy_with_the_diagonal(backend, scale):
 
 
 def test_in_batch_with_log_q(backend):
-    """The other B - 1 keys are draws of log_q; the positive is none and stays as it is."""
+    """The other B - 1 keys are draws of log_q; the positive is none and stays unchanged."""
     queries, keys, _, _, _ = case(backend, n=B)
     log_q = torch.log_softmax(torch.randn(B, device=backend.device).double(), 0)
     scores = queries @ keys.T
@@ -393,7 +393,7 @@ q, bank, own = torch.zeros(3, 4), torch.zeros(9, 4), torch.tensor([0, 1, 2])
             r"positives must be in \[0, 9\), got 9",
         ),
         (lambda: contrastive(q, bank, own), ValueError, "negatives or num_negatives must be given with a bank"),
-        (lambda: contrastive(q, bank, own, own, num_negatives=3), ValueError, "num_negatives must be None where"),
+        (lambda: contrastive(q, bank, own, own, num_negatives=3), ValueError, "num_negatives must be None if"),
         (lambda: contrastive(q, bank, own, num_negatives=9), ValueError, "num_negatives must be at most 8"),
         (lambda: contrastive(q, bank, own, num_negatives=9, exact=True), ValueError, "num_negatives must be at most 8"),
         (

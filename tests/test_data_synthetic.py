@@ -1,4 +1,4 @@
-"""The built-in data set: its law, its tree, its stream."""
+"""The built-in data set: its distribution, its tree, its stream."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_recommendation_names_the_cheapest_of_equal_bias():
     tree = Law("Tree", "Tree", points=[point(32, 0.04, 5.0), point(2000, 0.001, 70.0)])
     assert advice.recommend(table(uniform, tree)) == (
         "Tree with m = 32 gives the bias of Uniform with m = 2,000 (4 % of the gradient) at a tenth of the time "
-        "(5 against 50 ms a step)."
+        "(5 against 50 ms per step)."
     )
     # Half the norm, twice the share.
     assert "(8 % of the gradient)" in advice.recommend(table(uniform, tree, norm=0.5))
@@ -46,7 +46,7 @@ def test_recommendation_holds_against_what_the_head_does():
     assert text.startswith(
         "Tree with m = 16 has 0.40 of the bias of Unigram with m = 64 (2 % of the gradient against 5 %)"
     )
-    assert "at a third of the time (3 against 9 ms a step)." in text
+    assert "at a third of the time (3 against 9 ms per step)." in text
     assert text.endswith("Uniform would take about m = 1,600 for it.")
 
 
@@ -72,7 +72,7 @@ def test_recommendation_without_times_counts_samples_and_leaves_oracles_out():
 def test_recommendation_full_softmax_and_large_bias():
     uniform = Law("Uniform", "Uniform", points=[point(16, 0.5, 2.0), point(64, 0.4, 4.0)])
     text = advice.recommend(table(uniform, full=1.5))
-    assert text.startswith("The full softmax takes 1.5 ms a step here")
+    assert text.startswith("The full softmax takes 1.5 ms per step here")
     assert "full softmax" not in advice.recommend(table(uniform, full=40.0))
     assert "The bias is still large; the lowest that was tried is 40 %, Uniform with m = 64." in text
 
@@ -105,7 +105,7 @@ def test_warnings():
 
 
 def test_a_sampler_worse_than_uniform_is_told():
-    """End to end: a law that avoids what the softmax likes, and one that never draws it."""
+    """End to end: a distribution that avoids what the softmax likes, and one that never draws it."""
     head, _, _ = make(classes=200, bias=True)
     with torch.no_grad():
         head.weight.mul_(0.1)
@@ -123,7 +123,7 @@ def test_a_sampler_worse_than_uniform_is_told():
 
 
 def test_noise_is_not_worse_than_uniform():
-    """The same law under another name, where the bias is measured: the two differ by noise alone, and often by 5 %."""
+    """The same sampler under another name, where the bias is measured: they differ by noise, often by 5 %."""
     different, twin = 0, {"twin": sx.samplers.Unigram(torch.ones(2000))}
     for seed in range(3):
         torch.manual_seed(seed)

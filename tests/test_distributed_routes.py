@@ -150,7 +150,7 @@ def size_of(head, y, options):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("route", "shared"), [("rows_to_queries", False), ("shared_rows", True)])
 def test_bytes_of_the_rows_are_those_of_the_model(ranks, route, shared, world):
-    """The mean of the ranks: how many of its classes a rank holds itself is a matter of chance."""
+    """The mean of the ranks: how many of its classes per rank holds itself is a matter of chance."""
     found = ranks.run(world, "route_cases:sent", route, shared, 5000, 64, 100, 128)
     models = [bytes_sent(route, Sizes(world, 128, 100, 64, unique)) for _, unique in found]
     assert sum(sent for sent, _ in found) == pytest.approx(sum(models), rel=0.05)

@@ -54,7 +54,7 @@ def test_a_sweep_goes_on_where_it_stopped(script, monkeypatch, tmp_path, capsys)
     assert "| b.py | 4 passed (1 s) | 4 passed, 1 findings (1 s) |" in table
     bad.clear()
     assert script.sweep(None, library, files, [1, 2], False)
-    assert ran[5:] == [("b.py", 2)]  # a finding is looked at again
+    assert ran[5:] == [("b.py", 2)]  # a finding is examined again
     (tmp_path / "a.py").write_text("changed")
     assert script.sweep(None, library, files, [1, 2], False)
     assert sorted(ran[6:]) == [("a.py", 1), ("a.py", 2)]

@@ -1,4 +1,4 @@
-"""Softmax and Quartic: the law, exact exclusion, chunk sizes, what the loss promises with them, errors."""
+"""Softmax and Quartic: the distribution, exact exclusion, chunk sizes, what the loss promises with them, errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def law(kind, weight, bias, h, scale=1.0, excluded=None):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_million_classes(kind):
-    """log_q of the draws is the law's, and they spread over the classes as it says: ten ranges by mass."""
+    """log_q of the draws is the distribution's, and they spread over the classes as it says: ten ranges by mass."""
     weight, bias, h = table(10**6, 4)
     draw = make(kind, weight, bias).sample(h, 4000, key=sx.Key(1))
     p = law(kind, weight, bias, h)
@@ -68,7 +68,7 @@ EXCLUDES = {
 EXCLUDES["all_but_two"] = (EXCLUDES["all_but_two"][0], EXCLUDES["all_but_two"][0].tolist())
 
 
-# ------------------------------------------------------------------------------------------------ the law
+# ------------------------------------------------------------------------------------------------ the distribution
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("C", [1, 2, 255, 256, 257, 700, 1024])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -340,7 +340,7 @@ def test_update_and_rebuild():
     changed[5], changed[699], changed_bias[5], changed_bias[699] = rows[2], rows[1], new_bias[2], new_bias[1]
     wanted = sx.samplers.Softmax(changed, changed_bias).log_prob_all(h)
     assert torch.equal(sampler.log_prob_all(h), wanted)
-    assert not torch.equal(weight, changed)  # a copy of its own
+    assert not torch.equal(weight, changed)  # a separate copy
     sampler.rebuild(weight, bias)
     assert torch.equal(sampler.log_prob_all(h), sx.samplers.Softmax(weight, bias).log_prob_all(h))
 
@@ -399,7 +399,7 @@ def test_on_a_device_bad_rows_are_left_out_and_reported(as_on_gpu):
         sampler.update(ids[:1], rows[:1], shifts[:1])
     sampler.update(ids[:1], 2 * rows[:1], shifts[:1])  # said once
     assert sampler.weight[3].eq(2).all()
-    # A step of training records it, and raises as the CPU does, or mends.
+    # A step of training records it, and raises as the CPU does, or repairs.
     bad = weight.clone()
     bad[5] = torch.nan
     sampler.follow(torch.tensor([5, 6]), bad, bias)

@@ -181,7 +181,7 @@ def test_accumulate_is_one_update_of_the_sum(shared):
         for step in range(6):
             h, y = batch(step)
             if step == 4:
-                y = torch.stack([y, y.roll(1)], 1)  # more targets a row than in the others
+                y = torch.stack([y, y.roll(1)], 1)  # more targets per row than in the others
             head(h, y, key=sx.Key(step)).backward()
             with torch.no_grad():
                 h.fill_(9.0)  # the caller's again

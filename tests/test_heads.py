@@ -104,7 +104,7 @@ def test_sampled_loss_tends_to_the_full_softmax(shared):
 
 
 class Everything(sx.samplers.Uniform):
-    """Draws each class it may draw once: the sampled normaliser is then the full one, exactly."""
+    """Draws each class it may draw once: the sampled normalizer is then the full one, exactly."""
 
     def sample(self, h, num_samples, *, shared=False, exclude=None, **options):
         ids = torch.arange(self.num_classes)

@@ -84,7 +84,7 @@ def test_every_loss_learns_the_class_frequencies(loss):
         optimizer.step()
     got = head.eval().log_prob(torch.zeros(1, 1)).exp()[0]
     torch.testing.assert_close(got, law, atol=0.03, rtol=0)
-    if loss == "nce":  # self-normalised
+    if loss == "nce":  # self-normalized
         assert abs(float(head.scores(torch.zeros(1, 1)).logsumexp(1))) < 0.1
 
 

@@ -18,7 +18,7 @@ COUNTS = 1.0 / torch.arange(1.0, C + 1.0)
 
 
 class Tilted(sx.samplers.Sampler):
-    """p_n(y|x) = softmax(x @ table): a law that depends on the features, in plain torch."""
+    """p_n(y|x) = softmax(x @ table): a distribution that depends on the features, in plain torch."""
 
     def __init__(self, num_features, num_classes=C):
         super().__init__()
@@ -36,7 +36,7 @@ class Tilted(sx.samplers.Sampler):
         return self.log_prob_all(h).gather(1, ids.reshape(len(h), -1)).reshape(ids.shape)
 
     def sample(self, h, num_samples, *, shared=False, key=None, exclude=None, context=None, batch_size=None):
-        assert exclude is None, "negative sampling draws from the unconditional law"
+        assert exclude is None, "negative sampling draws from the unconditional distribution"
         log_p = self.log_prob_all(h)
         ids = torch.multinomial(log_p.exp(), num_samples, replacement=True)
         return sx.Draw(ids, log_p.gather(1, ids))
@@ -64,7 +64,7 @@ def test_negative_sampling_trains_on_unconditional_draws(shared, reg, reduction)
     assert torch.equal(loss, wanted)
     loss.sum().backward()
     assert head.weight.grad.is_sparse
-    # Hits occur and count: the law is Zipf, the targets too.
+    # Hits occur and count: the distribution is Zipf, the targets too.
     y = torch.zeros(31, dtype=torch.int64)
     ids = head.sampler.sample(h, 5, shared=shared, key=sx.Key(8)).ids
     assert (ids == 0).any()

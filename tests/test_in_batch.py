@@ -1,4 +1,4 @@
-"""In-batch negatives: the streaming estimate of their log q, the mixture with other draws, and their law."""
+"""In-batch negatives: the streaming estimate of their log q, the mixture with other draws, and their distribution."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_over_ranks_the_estimator_is_that_of_all_ids(ranks):
         assert torch.equal(gap[:-1], alone.gap[:-1])
 
 
-# ---------------------------------------------------------------------------------------------------- the law
+# ---------------------------------------------------------------------------------------------------- the distribution
 @pytest.mark.parametrize("extra", [0, 1])
 def test_the_expected_normalizer_is_that_of_all_other_classes(monkeypatch, extra):
     p, s = [0.5, 0.3, 0.2], torch.tensor([0.3, -1.0, 0.7], dtype=torch.float64)

@@ -89,7 +89,7 @@ def test_packed_ids_are_the_distinct_ones(classes):
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("count", [60, 250])
 def test_follow_is_an_update(backend, as_on_gpu, name, bias, count):
-    """60 ids are followed row by row, 250 of 300 by all sums anew."""
+    """60 ids are followed row by row, 250 of 300 by all sums again."""
     offset = {"bias": 0.1 * torch.randn(C)} if bias else {}
     weight, moved = rows_of(C), rows_of(C, 1)
     sampler = MAKE[name](weight, **offset).to(backend.device)
@@ -169,7 +169,7 @@ def test_a_bad_row_is_refused_and_reported(as_on_gpu, name, bad, count):
     with pytest.raises(ValueError, match="weight must"):
         sampler.follow(ids, table)
     table[5] = weight[5]
-    sampler.follow(ids, table)  # the row is fine again: the tree is built anew, and nothing is left to report
+    sampler.follow(ids, table)  # the row is fine again: the tree is built again, and nothing is left to report
     assert torch.equal(sampler.rows, table)
     assert close(sampler.sums, MAKE[name](table).sums)
     with no_host_sync():
@@ -217,7 +217,7 @@ def step(head: sx.SampledClassifier, number: int, rows: int = 6) -> torch.Tensor
 @pytest.mark.parametrize("rows", [6, 64])
 @pytest.mark.parametrize("name", MAKE)
 def test_a_fused_step_does_not_wait(as_on_gpu, name, rows, shared):
-    """The whole step, the update of the tree included: with 6 rows by ids, with 64 by all sums anew."""
+    """The whole step, the update of the tree included: with 6 rows by ids, with 64 by all sums again."""
     head = head_of(name, "step", shared=shared)
     step(head, 0, rows)  # builds the tree
     before = head.sampler.rows.clone()

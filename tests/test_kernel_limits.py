@@ -69,7 +69,7 @@ def test_usual_queries_are_not_touched(kind):
 @pytest.mark.parametrize("large", [1e3, 1e6, 1e10, 1e14, 3e19, 1e38])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_large_row_is_followed_or_refused_and_forgotten(kind, large):
-    """A sum that has held a large row has lost the digits of the others: it is made anew when the row is back."""
+    """A sum that has held a large row has lost the digits of the others: it is made again when the row is back."""
     weight = table()
     sampler, fresh = make(kind, weight), make(kind, weight)
     ids = torch.tensor([3, 400])

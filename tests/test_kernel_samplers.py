@@ -1,4 +1,4 @@
-"""`Quadratic` and `RandomFourier` as modules: the law they promise, updates, state, warnings, bad input."""
+"""`Quadratic` and `RandomFourier` as modules: the distribution they promise, updates, state, warnings, bad input."""
 
 # ruff: noqa: E501  (tables of messages)
 
@@ -41,7 +41,7 @@ def law(sampler, h, weight, bias=None, excluded=None):
     return reference.conditional(tree, sampler.epsilon, excluded)
 
 
-# ------------------------------------------------------------------------------------------------ the law
+# ------------------------------------------------------------------------------------------------ the distribution
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize(("classes", "dim"), [(3, 8), (100, 5), (1000, 16)])
 def test_log_prob_all_is_the_law(backend, name, classes, dim):
@@ -203,7 +203,7 @@ def test_update_is_a_rebuild(backend, name):
     assert torch.equal(sampler.rows.cpu(), fresh.rows)
     sampler.rebuild(weight.to(backend.device))
     assert torch.allclose(sampler.sums.cpu(), fresh.sums, rtol=1e-5, atol=1e-6)
-    # Most rows at once are built anew.
+    # Most rows at once are built again.
     many = torch.arange(60)
     sampler.update(many.to(backend.device), rows_of(60, 8, 4).to(backend.device))
     weight[many] = rows_of(60, 8, 4)
@@ -446,7 +446,7 @@ def test_bad_policies():
 
 
 def test_training_with_a_kernel_sampler_learns():
-    """Classes on the sphere: after some steps the sampled loss has found them, and the law has followed."""
+    """Classes on the sphere: after some steps the sampled loss has found them, and the distribution has followed."""
     torch.manual_seed(0)
     centres = rows_of(200, 8, 5)
     sampler = RandomFourier(torch.zeros(200, 8), 128, 2.0, key=sx.Key(1))

@@ -59,7 +59,7 @@ def test_psp_by_hand():
     assert metrics.psp_at_k(IDS, TARGETS, 3, p, normalised=False) == pytest.approx((11 + 5) / 3 / 3)
     perfect = torch.tensor([[3, 4], [9, 0], [0, 1], [2, 1]])
     assert metrics.psp_at_k(perfect, TARGETS, 2, p) == pytest.approx(1.0)
-    # With equal propensities and one target a row it is precision, normalised or not.
+    # With equal propensities and one target a row it is precision, normalized or not.
     ids, y = torch.tensor([[1], [2], [3]]), torch.tensor([1, 0, 3])
     assert metrics.psp_at_k(ids, y, 1, torch.ones(5)) == metrics.precision_at_k(ids, y, 1)
 
@@ -326,7 +326,7 @@ def test_evaluate_text_counts_every_token_and_carries_state():
     expected = float(torch.nn.functional.cross_entropy(logits, tokens[1:53]))
     assert found["nll"] == pytest.approx(expected, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
-    assert model.calls == [0, 1, 1, 1]  # begins anew, then goes on
+    assert model.calls == [0, 1, 1, 1]  # begins again, then goes on
     assert model.state == {"left": torch.ones(1)}
     assert model.training
 
@@ -384,7 +384,7 @@ def test_evaluate_without_known_items():
     assert found["recall@3"] == pytest.approx(metrics.recall_at_k(order, test.targets(torch.arange(2)), 3))
     by_name = training.evaluate(Users(users), head, test, batch_size=1, metrics=["mrr"], exclude_history=True)
     assert by_name["mrr"] == pytest.approx(metrics.mrr(order, test.targets(torch.arange(2))))
-    # More places than there are new items: the rest is no class.
+    # More places than there are new items: the rest is not a class.
     deep = metrics.evaluate(lambda b: users[b["user"]], head, test, k=(9,), exclude_history=True)
     assert deep["recall@9"] == 1.0
     with pytest.raises(ValueError, match="exclude_history needs interactions, got dense data"):

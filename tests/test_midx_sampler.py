@@ -145,7 +145,7 @@ def test_far_scores_stay_finite():
 # ------------------------------------------------------------------------------------------------ known errors
 @pytest.mark.stat
 def test_log_q_is_normalised_so_that_the_estimate_of_the_normaliser_is_right():
-    """Public code takes s1 + s2 + log omega for log q: the sampled normaliser is then off by a factor Z."""
+    """Public code takes s1 + s2 + log omega for log q: the sampled normalizer is then off by a factor Z."""
     weight, h = rows_of(), torch.randn(1, D, generator=torch.Generator().manual_seed(4))
     sampler = MIDX(weight, 9, key=sx.Key(1))
     o = (h @ weight.T).double()

@@ -1,4 +1,4 @@
-"""Mixture: the law, exclusion without cancellation, shared draws, keys, state, errors."""
+"""Mixture: the distribution, exclusion without cancellation, shared draws, keys, state, errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ EXCLUDES = {
 
 
 def law(sampler, rows):
-    """[B, C] float64: the mixture of the components' own laws, conditioned afterwards."""
+    """[B, C] float64: the mixture of the components' own distributions, conditioned afterwards."""
     if isinstance(sampler, sx.samplers.Mixture):
         parts = [law(part, [[]] * 3) for part in sampler.samplers]
         q = sum(w * p for w, p in zip(sampler.weights.tolist(), parts, strict=True))
@@ -102,7 +102,7 @@ def test_draws_follow_the_law(kind, form):
 
 @pytest.mark.stat
 def test_draws_of_a_row_are_independent():
-    """Neighbouring draws of one key: as often equal as the law says, also with a mixture inside a mixture."""
+    """Neighbouring draws of one key: as often equal as the distribution says, also with a mixture inside a mixture."""
     sampler, n = make("nested"), 40_000
     ids = sampler.sample(None, n, batch_size=1, key=sx.Key(8)).ids[0]
     p = law(sampler, [[]] * 3)[0]

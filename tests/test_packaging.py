@@ -59,7 +59,7 @@ def test_extras_are_read_from_pyproject():
     [
         (80, 256, 32, 0, 1.0),  # 8 blocks of 8 warps
         (80, 256, 64, 0, 0.5),  # 65536 / (64 * 32) = 32 warps
-        (80, 256, 255, 0, 0.125),  # 256 registers a thread allocated: 8 warps, one block
+        (80, 256, 255, 0, 0.125),  # 256 registers per thread allocated: 8 warps, one block
         (80, 32, 16, 0, 0.5),  # 32 blocks of one warp
         (75, 256, 64, 0, 1.0),  # 32 warps is all sm_75 has
         (75, 128, 32, 32 * 1024, 0.25),  # two blocks of 4 warps share 64 KiB

@@ -346,7 +346,7 @@ def test_rff_theory_holds(quick):
     assert bounds["worst"]["upper, printed"] > 0.1
     assert all(v == 0 for v in bounds["at least 0"].values())
     wrong = found["values"]["ratio_with_printed_normaliser"]
-    assert wrong["1"] < 0.9  # the printed normaliser is off where nu is not tau,
+    assert wrong["1"] < 0.9  # the printed normalizer is off where nu is not tau,
     assert wrong["11.1"] == pytest.approx(1.0)  # and right where it is
 
 
@@ -373,7 +373,8 @@ def test_posterior_of_the_built_in_data():
     x, y = data.test
     p = data.log_posterior(x).exp()
     best = p.gather(1, y[:, None]).mean()
-    # Calibrated: the mean probability of the label is the mean of sum p^2, and no other law has a better likelihood.
+    # Calibrated: the mean probability of the label is the mean of sum p^2, and no other distribution has a better
+    # likelihood.
     assert float(best) == pytest.approx(float(p.square().sum(1).mean()), abs=0.02)
     nll = -data.log_posterior(x).gather(1, y[:, None]).mean()
     for factor in (0.8, 1.25):

@@ -1,4 +1,4 @@
-"""Shared draws from samplers with a law for each row; copies of a class merged; classes without examples."""
+"""Shared draws from samplers with a distribution for each row; copies of a class merged; classes without examples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_tree(*, unseen: bool = True, seed: int = 0) -> Tree:
 
 
 def make(name: str) -> tuple[sx.samplers.Sampler, torch.Tensor | None]:
-    """A sampler with a law for each row, and the context of 7 rows where it needs one."""
+    """A sampler with a distribution for each row, and the context of 7 rows where it needs one."""
     g = torch.Generator().manual_seed(3)
     weight = torch.randn(C, D, generator=g)
     tokens = torch.randint(0, C, (400,), generator=g)
@@ -64,7 +64,7 @@ def rows(seed: int = 5, count: int = 7) -> torch.Tensor:
 
 
 def mean_law(sampler: sx.samplers.Sampler, h: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
-    """The mean of the rows' laws, [C] float64, from the rows' own log_prob."""
+    """The mean of the rows' distributions, [C] float64, from the rows' own log_prob."""
     every = torch.arange(C).expand(h.shape[0], -1)
     return sampler.log_prob(h, every, context=context).double().exp().mean(0)
 
@@ -293,7 +293,7 @@ def test_a_head_learns_from_shared_draws_of_a_tree(fused, stratified):
 def test_negative_sampling_needs_the_law_of_a_row():
     with pytest.raises(ValueError, match=r"shared must be False with NegativeSampling\(\)"):
         head_of(make_tree(), loss="negative_sampling")
-    head_of(Uniform(C), loss="negative_sampling")  # one law for all: fine
+    head_of(Uniform(C), loss="negative_sampling")  # one distribution for all: fine
 
 
 @pytest.mark.parametrize("weighted", [False, True])

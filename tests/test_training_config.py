@@ -49,7 +49,7 @@ def test_overrides_keep_the_original():
 
 
 BAD = [
-    ("[optimiser]\nlr = 1", r'has no table \[optimiser\] \(did you mean "optimizer"\?\)'),
+    ("[optimizer]\nlr = 1", r'has no table \[optimizer\] \(did you mean "optimizer"\?\)'),
     ("[optimizer]\nlearning_rate = 1", r"\[optimizer\] has no key learning_rate; there are name, lr, "),
     ("[optimizer]\nlr = 0", r"\[optimizer\] lr must be a number above 0, got 0"),
     ('[optimizer]\nlr = "1"', r'\[optimizer\] lr must be a number above 0, got "1"'),
@@ -115,7 +115,7 @@ def test_errors_name_file_table_key_wanted_got(tmp_path, text, message):
             r'command line: optimizer.lr=fast: \[optimizer\] lr must be a number above 0, got "fast"',
         ),
         ("optimizer.rate=1", r"\[optimizer\] has no key rate"),
-        ("optimiser.lr=1", r'has no table \[optimiser\] \(did you mean "optimizer"\?\)'),
+        ("optimiser.lr=1", r'has no table \[optimizer\] \(did you mean "optimizer"\?\)'),
         ("model.options.a.b=1", r"\[model\] has no key options.a.b"),
         ("head.options.a=1", r"\[head\] has no key options.a"),
     ],
@@ -171,4 +171,4 @@ def test_fused_is_chosen_where_it_can_be():
 
 def test_the_page_lists_every_key():
     page = (Path(__file__).parents[1] / "docs" / "training.md").read_text()
-    assert config.describe() in page, "docs/training.md: write the tables of config.describe() anew"
+    assert config.describe() in page, "docs/training.md: write the tables of config.describe() again"

@@ -59,7 +59,7 @@ def test_killed_conversions_leave_nothing_behind(tmp_path):
     check_conversion(report_of(tmp_path, 30, 1, "conversion"), 30)
 
 
-# 500 kills in all, with those of the training: `make test-slow ARGS="-k kill"`.
+# 500 kills in total, with those of the training: `make test-slow ARGS="-k kill"`.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "number", "half_written"),

@@ -1,4 +1,4 @@
-"""Samplers of a run: a tree from a file, a tree of a mixture that is fitted anew, known positives out of the draws."""
+"""Samplers of a run: a tree from a file, a tree of a mixture that is fitted again, known positives out of the draws."""
 
 from __future__ import annotations
 

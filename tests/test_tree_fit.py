@@ -154,7 +154,7 @@ def test_the_alternation_never_lowers_the_objective(n, classes, k, discrete):
         for before, after in itertools.pairwise(history):
             assert after >= before - 1e-10 * (1 + abs(before))
             steps += 1
-    assert steps > classes  # several steps a node, or the check above says little
+    assert steps > classes  # several steps per node, or the check above says little
     if discrete:
         assert any(number % 2 == 0 and number > 0 for _, number, _ in trace)
         assert sum(level["rounds"] for level in levels) > 0

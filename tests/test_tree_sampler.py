@@ -98,9 +98,9 @@ def test_training_with_the_tree(data, tree):
 
 
 def test_sampled_softmax_with_the_tree_as_proposal(data):
-    """The sampled loss with many draws from a tree comes near the exact one: log_q is that of the conditional law.
+    """The sampled loss with many draws from a tree comes near the exact one: log_q is conditional.
 
-    A strong regulariser keeps the tree flat; a sharp one would need far more draws to see what it deems unlikely.
+    A strong regularizer keeps the tree flat; a sharp one would need far more draws to see what it deems unlikely.
     """
     x, y, _, _ = data
     tree = Tree.fit(x, y, num_classes=CLASSES, dim=4, reg=200.0, progress=False)

@@ -1,4 +1,4 @@
-"""Distinct draws: the law of the sets by enumeration, unbiased weights, and TensorFlow's numbers on the same draws."""
+"""Distinct draws: the sets by enumeration, unbiased weights, and TensorFlow's numbers on the same draws."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ SAMPLERS = {
 
 
 def case(model="linear", sampler="uniform", *settings):
-    """(config, train, valid) of a small run: 16 rows a batch, 8 wide."""
+    """(config, train, valid) of a small run: 16 rows per batch, 8 wide."""
     kind, options = MODELS[model]
     base = [
         "model.dim=8",

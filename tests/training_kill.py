@@ -4,7 +4,7 @@
 
 KIND is what is killed:
   quadratic   training with a sampler that follows the table
-  tree        training with a tree that is fitted anew every few steps, so that kills fall into a fit
+  tree        training with a tree that is fitted again every few steps, so that kills fall into a fit
   evaluation  training that evaluates after every step
   conversion  reading a file into its cache (see `kill_conversions`)
 

@@ -193,7 +193,7 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
         "Test builds: leave ids of CPU tensors to the kernels of 'simt' and 'cuda', as those of a device are.");
   m.def(
       "thread_mode", [] { return samplex::thread_mode_name(samplex::thread_mode()); },
-      "How the CPU kernels run their loops: 'auto', 'openmp' (torch's team) or 'pool' (workers of their own).");
+      "How the CPU kernels run their loops: 'auto', 'openmp' (torch's team) or 'pool' (separate workers).");
   m.def(
       "set_thread_mode", [](const char* name) { samplex::set_thread_mode(samplex::parse_thread_mode(name)); },
       py::arg("name"), "Choose how the CPU kernels run their loops from now on.");

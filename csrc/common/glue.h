@@ -25,7 +25,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Shape = std::vector<int64_t>;
 
-// Bytes of gradient rows from which on they are written past the cache: fewer stay there for whoever reads them next.
+// Bytes of gradient rows from which on they are written past the cache: fewer stay there for code that reads them next.
 // Measured.
 constexpr uint64_t kStreamRowsSmallest = uint64_t(4) << 20;
 

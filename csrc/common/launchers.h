@@ -1,4 +1,4 @@
-// Declares the launchers of one params struct: SX_DECLARE_LAUNCHER(launch_x, XParams). Where the CPU takes another road
+// Declares the launchers of one params struct: SX_DECLARE_LAUNCHER(launch_x, XParams). Where the CPU takes another path
 // than the GPU (one call instead of kernels around torch's sort), SX_DECLARE_CUDA_LAUNCHER declares the GPU's alone.
 #pragma once
 

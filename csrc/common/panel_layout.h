@@ -1,4 +1,4 @@
-// Panels: how a factor of our matrix products lies in memory (common/panels.h).
+// Panels: how a factor of our matrix products is laid out in memory (common/panels.h).
 //
 // A panel is kPanel columns of a matrix [k, p]: k rows of kPanel numbers, one after the other, zeros where columns are
 // missing. The panels of a matrix follow each other.

@@ -21,7 +21,7 @@ constexpr int64_t kWindow = 30'000'000;  // ns
 // How long loops stay off the OpenMP team then. Doubles each time the team is found late again: every attempt may cost
 // a slice, and leaves a team behind that spins for milliseconds.
 constexpr int64_t kShortestPause = 50'000'000, kLongestPause = 400'000'000;  // ns
-constexpr int64_t kQuietLoops = 200;  // loops without a late thread after which the pause starts anew
+constexpr int64_t kQuietLoops = 200;  // loops without a late thread after which the pause starts over
 constexpr int64_t kRangesPerThread = 4;
 
 std::atomic<int64_t> pause_end{0}, pause_length{kShortestPause}, quiet_loops{0}, last_late{-kWindow};

@@ -49,7 +49,7 @@ SX_HOST_DEVICE inline PhiloxWords philox_at(PhiloxKey key, int64_t row, int64_t 
   return philox4x32_10(counter, uint32_t(key.seed), uint32_t(key.seed >> 32));
 }
 
-// First and second half of the four words, as the two independent 64-bit numbers a draw uses.
+// First and second half of the four words, as the two independent 64-bit numbers that a draw uses.
 SX_HOST_DEVICE inline uint64_t philox_u64(const PhiloxWords& x, int half) {
   return (uint64_t(x.w[2 * half + 1]) << 32) | x.w[2 * half];
 }

@@ -251,7 +251,7 @@ inline Words load_words(const uint16_t* p) {
 #endif
 
 // x rounded up or down to a number of the type of `p` by 16 random bits a lane, as `round_with` does it: storing it
-// there is exact. What is not finite stays as it is.
+// there is exact. What is not finite stays unchanged.
 inline Vec rounded_by_chance(Vec x, Words noise, const BFloat16* p) {
   (void)p;
 #if defined(__AVX512F__)

@@ -35,7 +35,7 @@ SX_DEVICE inline void load_values(const T* row, float* out) {
   }
 }
 
-// `Width` numbers as they lie in memory: a 16-bit one takes half a register until it is used. Width as above.
+// `Width` numbers as stored in memory: a 16-bit one takes half a register until it is used. Width as above.
 template <typename T, int Width>
 struct PackedValues {
   static_assert(Width == 1 || Width * sizeof(T) == 16);

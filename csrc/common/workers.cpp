@@ -36,7 +36,7 @@ inline void pause_cpu() {
 #endif
 }
 
-// Asks for short turns on the processor: the worker then waits less for its next turn, and has no more time in all.
+// Asks for short turns on the processor: the worker then waits less for its next turn, and has no more time in total.
 // Linux from 6.12 on grants it to threads of the usual kind; others ignore it.
 void ask_for_short_turns() {
 #if defined(__linux__) && defined(SYS_sched_setattr) && defined(SYS_sched_getattr)

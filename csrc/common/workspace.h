@@ -1,5 +1,5 @@
 // Scratch memory that outlives a call: fresh megabytes cost a page fault per 4 KiB, more than the work done in them.
-// One buffer is kept per process, up to kKeep bytes; a concurrent caller gets a buffer of its own.
+// One buffer is kept per process, up to kKeep bytes; a concurrent caller gets a separate buffer.
 #pragma once
 
 #include <cstddef>

@@ -32,7 +32,7 @@ def multiplies_narrow(t: Tensor) -> bool:
 
 
 def passes_by_class(t: Tensor) -> bool:
-    """Whether the passes over a chunk of logits take it as [n, B]: the CPU kernels do, and are quick if vectorised."""
+    """Whether the passes over a chunk of logits take it as [n, B]: the CPU kernels do, and are quick if vectorized."""
     return t.device.type == "cpu" and _native.cpu_backend() == "cpu" and _native.simd_level() != "scalar"
 
 

@@ -1,6 +1,6 @@
 """What a compiled caller leaves its graph for.
 
-A module of its own, imported by whoever compiles: `torch.compiler.disable` loads torch's compiler, which takes longer
+A separate module, imported by code that compiles: `torch.compiler.disable` loads torch's compiler, which takes longer
 than the whole of this package.
 """
 

@@ -1,7 +1,7 @@
 """Work over all classes, cut into chunks: how large they are on each device, and the logits of a chunk.
 
 `chunk_bytes` is the one place that knows how large a chunk of anything is. Call it by way of this module
-(`chunking.chunk_bytes`), so that whoever replaces it here replaces it everywhere.
+(`chunking.chunk_bytes`), so that code that replaces it here replaces it everywhere.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Chunk(NamedTuple):
 def by_class(h: Tensor) -> bool:
     """Whether products of the rows `h` (from `row_blocks`) with class rows are better made as [n, rows].
 
-    The product then vectorises over the rows and reads class rows as they lie, where [rows, n] has to transpose them on
+    The product then vectorizes over the rows and reads class rows as they lie, where [rows, n] has to transpose them on
     the way: 150 GFLOP/s instead of 91 for 256 rows of 128 on two cores of a Zen 4. With few rows it does not pay.
     """
     return h.dtype == torch.float32 and h.shape[0] >= _LEAST_BY_CLASS and _device.passes_by_class(h)

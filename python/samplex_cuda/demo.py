@@ -48,7 +48,7 @@ class Run:
     """What one training run did.
 
     `seconds`, `accuracy` and `step` are the points of the learning curve; `peak_bytes` is the memory of training above
-    what the process held before (parameters and optimizer state included), None where the system does not tell.
+    what the process held before (parameters and optimizer state included), None if the system does not tell.
     `encoder_milliseconds` is the part of a step that the network below the head takes: forward, backward, update.
     """
 
@@ -240,7 +240,7 @@ def compare(full: Run, sampled: Run) -> dict[str, float | None]:
         sampled: run of the sampled softmax.
 
     Returns:
-        `accuracy`, `full_seconds`, `sampled_seconds` and `speedup` (None where a time is 0 or missing).
+        `accuracy`, `full_seconds`, `sampled_seconds` and `speedup` (None if a time is 0 or missing).
 
     Example:
         >>> from samplex_cuda.demo import Run, compare

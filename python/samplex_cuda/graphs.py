@@ -121,7 +121,7 @@ def capture_step(
 
     The first `warmup` calls run the step as it is, the next one records it, and from then on each call copies its
     inputs to where the graph reads them and replays it. Every call is one step of training: nothing runs twice. On a
-    CPU the step always runs as it is.
+    CPU the step always runs unchanged.
 
     A graph repeats the same kernels on the same memory, so whatever changes from step to step must be a tensor that is
     written in place: the batch (this does it), the key of the draws (`key`), rates and step counts (optimizers with

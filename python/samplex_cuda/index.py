@@ -123,7 +123,7 @@ class ClassIndex:
 
     Args:
         head: where the rows, the bias and the scale come from. Its loss must need no prior (negative sampling does: its
-            log p_n is no inner product) and its logits must be signed (`absolute=False`).
+            log p_n is not an inner product) and its logits must be signed (`absolute=False`).
         kind: "flat", "ivf", "hnsw", or a string for `faiss.index_factory`, which is made for the inner product;
             "usearch" for a graph of USearch.
         candidates: how many the index names for a row before re-ranking; 4 k by default.
@@ -171,7 +171,7 @@ class ClassIndex:
         """Takes the rows of the head over as they are now.
 
         Args:
-            ids: int64 [n], the rows that changed; None: all of them. FAISS builds the index anew in either case.
+            ids: int64 [n], the rows that changed; None: all of them. FAISS builds the index again in either case.
         """
         if ids is None:
             self._index.build(self._table())

@@ -3,10 +3,10 @@
 All take `ids` int64 [N, K], the classes of each row with the best first (`head.topk`), and `targets` int64 [N] or
 [N, P] padded with -100. What is the same for all of them:
 
-- **Ties** are broken before: `head.topk` puts equal logits in ascending id order, and the ranking is taken as it is.
+- **Ties** are broken before: `head.topk` puts equal logits in ascending id order, and the ranking is used unchanged.
 - **Rows without a target** are left out of the means (`empty="skip"`), or count as 0 (`empty="zero"`).
-- **Duplicates**: a target that stands twice in a row counts once; an id that stands twice in a ranking counts where it
-  stands first, its second place is a miss. An id of -1 (no class) is a miss.
+- **Duplicates**: a target that occurs twice in a row counts once; an id that occurs twice in a ranking counts where it
+  comes first, its second place is a miss. An id of -1 (no class) is a miss.
 - A mean over no rows is nan.
 """
 
@@ -158,7 +158,7 @@ def recall_at_k(ids: Tensor, targets: Tensor, k: int, *, empty: str = "skip") ->
 
 
 def ndcg_at_k(ids: Tensor, targets: Tensor, k: int, *, empty: str = "skip") -> float:
-    """Normalised discounted gain: sum of 1 / log2(rank + 1) over hits among the first k, divided by its largest value.
+    """Normalized discounted gain: sum of 1 / log2(rank + 1) over hits among the first k, divided by its largest value.
 
     The largest value has min(k, number of targets) hits at the first ranks.
 
@@ -259,7 +259,7 @@ def psp_at_k(ids: Tensor, targets: Tensor, k: int, propensities: Tensor, *, norm
     """Propensity-scored precision: a hit of class l counts 1 / p_l, so that rare classes count more.
 
     The raw form is the mean over rows of (sum of 1 / p over the hits among the first k) / k; it may exceed 1. The
-    normalised form, which the Extreme Classification repository reports, divides its sum over all rows by the largest
+    normalized form, which the Extreme Classification repository reports, divides its sum over all rows by the largest
     sum that any ranking could have: a ratio of sums, not a mean of ratios. Rows without a target add nothing to either.
 
     Args:
@@ -447,7 +447,7 @@ class Evaluator:
         """The metrics of all batches so far.
 
         Returns:
-            "precision@k", "recall@k", "ndcg@k" for each k, with propensities "psp@k" (normalised) and "psp_raw@k";
+            "precision@k", "recall@k", "ndcg@k" for each k, with propensities "psp@k" (normalized) and "psp_raw@k";
             "mrr" (over all columns of ids, or by `ranks`), "accuracy"; with nll "nll" (mean over rows with a target)
             and "perplexity".
 
@@ -492,8 +492,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Exact metrics of a model over a data set: the k best of all classes, and the NLL of the full softmax in chunks.
 
-    Encoder and head are put in eval mode and back; a state that the encoder carries from batch to batch begins anew and
-    is put back (`carried` and `carry` of `samplex_cuda.training` encoders).
+    Encoder and head are put in eval mode and back; a state that the encoder carries from batch to batch begins again
+    and is put back (`carried` and `carry` of `samplex_cuda.training` encoders).
 
     Args:
         encoder: batch -> h [B, d], or [B, T, d] for text. Where it has `encode`, that gives (h, features).
@@ -599,7 +599,7 @@ def _first_ranks(
 ) -> Tensor:
     """The rank of the first target of each row among all classes, int64 [N]; ties to the lower id, 0 for none.
 
-    y: [N], or [N, P] padded with a number below 0. `known`: CSR (offsets, ids) of classes that are no answers.
+    y: [N], or [N, P] padded with a number below 0. `known`: CSR (offsets, ids) of classes that are not answers.
     """
     y = y.reshape(len(h), -1)
     found = torch.zeros(len(h), dtype=torch.int64, device=h.device)

@@ -1,4 +1,4 @@
-"""Exact answers over all classes, in chunks: normaliser, NLL, log-probabilities and top-k of a linear classifier.
+"""Exact answers over all classes, in chunks: normalizer, NLL, log-probabilities and top-k of a linear classifier.
 
 Everything here costs O(C) per row and belongs to evaluation, not to a training step. Logits are
 `s = scale * (h @ weight.T + bias)` (`|s|` with `absolute=True`), summed in fp32 whatever the storage dtype (in fp64
@@ -73,7 +73,7 @@ def exact_lse(
     prior: Prior | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Log of the softmax normaliser of each row.
+    """Log of the softmax normalizer of each row.
 
     Args:
         h: [B, d].
@@ -291,7 +291,7 @@ def _all_classes(
 
 @torch.no_grad()
 def exact_scores(h: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Unpack[_Options]) -> Tensor:
-    """Logits of all classes, not normalised.
+    """Logits of all classes, not normalized.
 
     Args:
         h: [B, d].
@@ -316,7 +316,7 @@ def exact_scores(h: Tensor, weight: Tensor, bias: Tensor | None = None, **option
 
 @torch.no_grad()
 def exact_log_prob(h: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Unpack[_Options]) -> Tensor:
-    """Log-probabilities of all classes under the full softmax: `exact_scores` less the normaliser of each row.
+    """Log-probabilities of all classes under the full softmax: `exact_scores` less the normalizer of each row.
 
     The result is [B, C] by definition; beyond it only one chunk is held.
 

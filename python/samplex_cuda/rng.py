@@ -57,7 +57,7 @@ class Key:
     by row and position, draws of different reservations by the offset, runs by the seed.
 
     Inside `torch.compile`, or to capture a CUDA graph, call `reserve` outside and pass its tensor: the tensor is read
-    when the kernel runs, so that `reserve(out=tensor)` makes a captured graph draw anew. `sx.graphs.capture_step` does
+    when the kernel runs, so that `reserve(out=tensor)` makes a captured graph draw again. `sx.graphs.capture_step` does
     this. While a graph is captured, `reserve` raises.
 
     Args:
@@ -129,7 +129,7 @@ def key_tensor(op: str, key: Key | Tensor | None, device: torch.device) -> Tenso
 
     Args:
         op: name for error messages.
-        key: a `Key` (reserves), an int64 [2] tensor (used as it is), or None: a fresh pair from torch's default
+        key: a `Key` (reserves), an int64 [2] tensor (used unchanged), or None: a fresh pair from torch's default
             generator of the device, so that `torch.manual_seed` reproduces a run.
         device: where the op runs.
 

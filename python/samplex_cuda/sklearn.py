@@ -248,7 +248,7 @@ class SampledSoftmaxClassifier(ClassifierMixin, BaseEstimator):
         return self.classes_[torch.cat(found).numpy()]
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
-        """Log-probabilities, [n, C] float64, exact: normalised over all classes.
+        """Log-probabilities, [n, C] float64, exact: normalized over all classes.
 
         Args:
             X: [n, n_features], dense or sparse.

@@ -40,7 +40,7 @@ def empty_table(
     """An uninitialised table laid out for rows that are gathered at random. `SampledClassifier` uses it for `weight`.
 
     On the CPU it asks for huge pages, so that the gather misses the TLB less, and starts on a pair of cache lines:
-    processors fetch lines in pairs, and a row that begins with the second of one drags in a line of its neighbour at
+    processors fetch lines in pairs, and a row that begins with the second of one drags in a line of its neighbor at
     either end. A gather of 512-byte rows from memory is a quarter faster for it.
 
     A table of 32 MiB or more is in memory that a fork does not copy, if the system has such memory on huge pages: see

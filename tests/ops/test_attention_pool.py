@@ -508,7 +508,7 @@ def test_a_row_does_not_depend_on_its_batch(backend):
 
 # ------------------------------------------------------------------------------------------------ memory
 def test_no_tensor_of_batch_length_and_dim():
-    """Peak memory of a step stays far below one [B, T, d] tensor; a process of its own, for its own peak."""
+    """Peak memory of a step stays far below one [B, T, d] tensor; a separate process, for its own peak."""
     script = """
 import resource, torch, samplex_cuda as sx
 B, T, d, S = 256, 512, 256, 2000

@@ -1,4 +1,4 @@
-"""Bigram as op and module: reference, law, determinism, exclusion, back-off, corner cases, errors, opcheck."""
+"""Bigram as op and module: reference, distribution, determinism, exclusion, back-off, corner cases, errors, opcheck."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ EXCLUDES = {
         [[11, 6], [], [], [6, 1], [], [3], [], [0]],
     ),
     "heavy": (torch.tensor([HEAVY] * 8), [HEAVY] * 8),
-    # Nothing is left of some contexts' pairs (0, 1, 3), and of the unigram law in the last two rows.
+    # Nothing is left of some contexts' pairs (0, 1, 3), and of the unigram distribution in the last two rows.
     "pairs_gone": (
         torch.tensor([[0, 2, 6, 11] + [-1] * 9, [5] + [-1] * 12, [6] + [-1] * 12, [1, 4, 6] + [-1] * 10]
                      + [[6] + [-1] * 12] * 2 + [list(range(13)), [k for k in range(13) if UNIGRAM[k]] + [-1] * 3]),
@@ -95,7 +95,7 @@ def reference_draw(sampler, m, rows, context=CONTEXT):
 # ------------------------------------------------------------------------------------------------ reference
 @pytest.mark.parametrize("form", EXCLUDES)
 def test_equals_reference(backend, form):
-    """Every id is the reference's; log_q is that of the exact law."""
+    """Every id is the reference's; log_q is that of the exact distribution."""
     sampler = make(backend.device)
     exclude, rows = EXCLUDES[form]
     draw = sampler.sample(
@@ -145,7 +145,7 @@ def test_one_class_left_has_log_q_exactly_zero(backend):
     assert draw.log_q.eq(0).all()
 
 
-# ------------------------------------------------------------------------------------------------ law
+# ------------------------------------------------------------------------------------------------ distribution
 @pytest.mark.stat
 @pytest.mark.parametrize("excluding", [False, True])
 def test_draws_follow_the_law(excluding):

@@ -16,7 +16,7 @@ LEVELS = ["scalar", "avx2", "avx512"]
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`code` in a process of its own: these variables are read once."""
+    """`code` in a separate process: these variables are read once."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("SAMPLEX_")}
     return subprocess.run([sys.executable, "-c", code], env=inherited | env, capture_output=True, text=True)
 

@@ -64,7 +64,7 @@ def test_the_good_call_works():
 @pytest.mark.parametrize(("name", "value", "kind", "text"), BAD.values(), ids=BAD)
 def test_errors_name_op_argument_wanted_and_got(name, value, kind, text, plain):
     args = good()
-    if plain and name not in ("bias", "class_weight"):  # the short way to the op
+    if plain and name not in ("bias", "class_weight"):  # the fast path to the op
         args["bias"] = args["class_weight"] = None
     with pytest.raises(kind, match=re.escape("negative_sampling: ")) as caught:
         functional.negative_sampling(**args | {name: value})

@@ -77,7 +77,7 @@ def test_draws_and_rows_of_any_width(backend, loss, dim, m, shift, bias):
 @pytest.mark.parametrize("batch", [1, 31, 33, 2048, 2049])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_the_mean_over_the_batch(backend, batch, ignored):
-    """On a GPU the last block of the loss makes it up to 2048 rows, a kernel of its own for more."""
+    """On a GPU the last block of the loss makes it up to 2048 rows, a separate kernel for more."""
     found = {}
     for reduction in (0, 1, 2):
         a = arguments("one_vs_each", reduction=reduction, batch=batch, m=3, dim=4, device=backend.device)

@@ -186,7 +186,7 @@ def test_same_bits_for_every_thread_count():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------ the law
+# ------------------------------------------------------------------------------------------------ the distribution
 def test_law_by_enumeration(backend):
     """Eight classes: the share of each among many draws is its probability, within 5 standard errors."""
     weight = torch.linspace(-2, 2, 8)[:, None].to(backend.device)

@@ -245,7 +245,7 @@ def test_by_class_is_chosen_for_float32_batches_on_the_cpu(cpu, simd_level, monk
 
 
 def test_one_chunk_has_the_same_gradients_the_second_time(every_batch_by_class):
-    """The first backward overwrites the logits; the second makes them again, and takes the general way."""
+    """The first backward overwrites the logits; the second makes them again, and takes the general path."""
     h, weight, y, bias = make(70, 90, 5, torch.float32)
     for reduction in ("mean", "sum"):
         loss = full_softmax(h, weight, y, bias, reduction=reduction)

@@ -150,7 +150,7 @@ def test_a_bad_number_in_an_ignored_row_is_not_read(backend, loss, shared):
 
 
 def test_an_infinite_upstream_gradient_touches_no_row_outside(backend, loss):
-    # Coefficients of an ignored row become inf * 0 = nan; its target is no class, and must not become a row.
+    # Coefficients of an ignored row become inf * 0 = nan; its target is not a class, and must not become a row.
     case = loss.make_case(3, 4, 8).to(backend.device)
     case.target[1], case.options["ignore_index"] = 1000, 1000
     weight = leaf(case.weight)
@@ -414,7 +414,7 @@ def test_no_step_allocates_the_size_of_the_table(loss, shared, autocast):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: host ids are checked before a kernel")
 def test_debug_flag_traps_inside_the_kernel(loss):
-    """A trap ends the CUDA context, so a process of its own."""
+    """A trap ends the CUDA context, so a separate process."""
     code = f"""
 import torch
 from samplex_cuda import functional

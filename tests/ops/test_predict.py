@@ -116,7 +116,7 @@ def test_optional_arguments(backend, options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [5003, 33000])
 def test_long_rows(backend, count, dtype):
-    # Several segments a row on the CPU, several warps and several blocks a row on the GPU.
+    # Several segments a row on the CPU, several warps and several blocks per row on the GPU.
     check_lse(backend.device, make(batch=2, count=count, dtype=dtype))
     check_grad(backend.device, make(batch=2, count=count, dtype=dtype))
 
@@ -175,7 +175,7 @@ def test_special_values_in_lse(backend):
 
 
 def test_the_smallest_target_is_no_target(backend):
-    """Its distance to the chunk does not fit 64 bits: undefined behaviour, which `make sanitize` reports."""
+    """Its distance to the chunk does not fit 64 bits: undefined behavior, which `make sanitize` reports."""
     dots, bias, target, *rest = make()
     target[:] = torch.iinfo(torch.int64).min
     check_lse(backend.device, (dots, bias, target, *rest))
@@ -291,7 +291,7 @@ def test_topk_of_several_blocks(backend, k):
 
 
 def test_topk_of_1024(backend):
-    # Two blocks a row. The first row rises: every column is among the largest so far, and the pool of a block is cut
+    # Two blocks per row. The first row rises: every column is among the largest so far, and the pool of a block is cut
     # again and again. The second is one tie.
     dots = torch.stack([torch.arange(36000.0), torch.zeros(36000), torch.randn(36000)])
     check_topk(backend.device, dots, chunks=(35000, 1000), k=ops.MOST_K)

@@ -231,7 +231,7 @@ def test_terms_are_added_in_the_order_of_the_entries(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_same_bits_for_any_number_of_threads(simd_level, dtype):
-    # 20,000 entries of a Zipf law: chunks of the sort begin and end inside long rows.
+    # 20,000 entries of a Zipf distribution: chunks of the sort begin and end inside long rows.
     ids = zipf(20_000, 5000).reshape(400, 50)
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     coef, rows = torch.randn(400, 50, dtype=acc), torch.randn(400, 11).to(dtype)

@@ -200,7 +200,7 @@ def test_no_message_shows_a_path_of_the_build():
         (3, filled(0, (B + 1,)), "target must be [B] = [3] int64"),
         (5, torch.zeros(7), "saved must be what the forward kept = [81] float32 contiguous on cpu, got [7]"),
         (7, 1, "grad_loss must be [] = [] float32"),
-        (8, False, "grad_lse must be None where the forward did not keep lse (with_lse=False)"),
+        (8, False, "grad_lse must be None if the forward did not keep lse (with_lse=False)"),
     ],
 )
 def test_raw_backward_checks_its_tensors(position, value, text):

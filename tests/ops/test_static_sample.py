@@ -1,6 +1,6 @@
 """The static samplers as ops and modules: reference, determinism, exclusion, corner cases, errors, compile, opcheck.
 
-tests/stats/test_static_samplers.py holds the laws.
+tests/stats/test_static_samplers.py holds the distributions.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ EXCLUDES = {
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("form", EXCLUDES)
 def test_equals_reference(backend, law, form):
-    """Every id is the reference's; log_q is that of the exact law."""
+    """Every id is the reference's; log_q is that of the exact distribution."""
     sampler = make(law, device=backend.device)
     exclude, rows = EXCLUDES[form]
     draw = sampler.sample(None, 40, batch_size=3, key=key_on(backend.device), exclude=move(exclude, backend.device))
@@ -127,7 +127,7 @@ def test_one_class_left_has_log_q_exactly_zero(backend, law):
 
 # ------------------------------------------------------------------------------------------------ bit equality
 def _everything(device, B, m, C):
-    """Draws of all laws with and without exclusion, as CPU tensors."""
+    """Draws of all distributions with and without exclusion, as CPU tensors."""
     target = (torch.arange(B) * 37 % C).to(device)
     some = torch.stack([target, target * 0, target * 0 + min(1, C - 1)], 1)
     results = []
@@ -425,7 +425,8 @@ def test_opcheck(backend, law, form):
     torch.library.opcheck(getattr(torch.ops.samplex, f"{law}_log_prob").default, (ids, *tables, flat, offsets))
 
 
-# One law goes through the code generator; the others stop at the traced graph, which is where laws can differ.
+# One distribution goes through the code generator; the others stop at the traced graph, which is where distributions
+# can differ.
 @pytest.mark.parametrize(("law", "compiler"), [(law, "aot_eager") for law in LAWS] + [("alias", "inductor")])
 def test_compile_fullgraph_with_dynamic_batch(law, compiler):
     sampler = make(law, 1000)

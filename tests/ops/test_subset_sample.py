@@ -1,4 +1,4 @@
-"""subset_sample: bit for bit the reference on every backend, distinct ids, corner cases, errors, compile, the law."""
+"""subset_sample: bit for bit the reference on every backend, distinct ids, corner cases, errors, compile."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_opcheck(backend):
     torch.library.opcheck(torch.ops.samplex.subset_sample.default, (key_on(backend.device), 2, 3, 9, exclude))
 
 
-# ------------------------------------------------------------------------------------------------ the law
+# ------------------------------------------------------------------------------------------------ the distribution
 @pytest.mark.stat
 @pytest.mark.parametrize(("n", "k", "excluded"), [(7, 3, 4), (6, 5, 0), (8, 1, 7), (6, 2, None), (6, 4, None)])
 def test_every_subset_is_equally_likely(n, k, excluded):

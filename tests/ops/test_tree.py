@@ -1,4 +1,4 @@
-"""The decision tree against its specification on every backend: law, bits, exclusion, padding, beam search, errors."""
+"""The decision tree against its specification on every backend: distribution, bits, exclusion, padding, beam search, errors."""
 
 # ruff: noqa: E501  (tables of messages)
 
@@ -50,7 +50,7 @@ def truth(tree: Tree, x: torch.Tensor) -> torch.Tensor:
     return reference.log_prob_all(x.cpu(), weights.cpu(), bias.cpu(), tree.leaf_class.cpu())
 
 
-# ------------------------------------------------------------------------------------------------ the law
+# ------------------------------------------------------------------------------------------------ the distribution
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [1, 5, 15, 16, 17, 32, 40])
 @pytest.mark.parametrize("classes", [1, 2, 3, 37, 64])

@@ -1,4 +1,4 @@
-"""Shared draws of the tree against their specification on every backend: law, bits, rows without a law, errors."""
+"""Shared draws of the tree against their specification on every backend: distribution, bits, rows without a distribution, errors."""
 
 # ruff: noqa: E501  (tables of messages)
 
@@ -92,7 +92,7 @@ def check_law(tree: Tree, x: torch.Tensor, most: int | None = None) -> None:
         assert abs(float(got.exp().sum()) - 1) < 1e-6
 
 
-# ------------------------------------------------------------------------------------------------ the law
+# ------------------------------------------------------------------------------------------------ the distribution
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [1, 5, 16, 17, 40])
 @pytest.mark.parametrize("classes", [1, 2, 3, 37, 64])
@@ -120,7 +120,7 @@ def test_one_row_has_its_own_law(backend):
 
 
 def test_rows_that_differ_are_a_mixture_and_not_their_mean(backend):
-    """One row always left, one always right: both children alike, and below them each row's own law."""
+    """One row always left, one always right: both children alike, and below them each row's own distribution."""
     weights = torch.tensor([[0.0, 0.0], [100.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
     tree = Tree(weights, torch.zeros(4), torch.arange(4)).to(backend.device)
     x = torch.tensor([[-1.0, 3.0], [1.0, -1.0]])  # the first row goes left, then right with sigmoid(3)
@@ -242,7 +242,7 @@ def test_a_prefix_of_more_draws(backend):
 
 # ------------------------------------------------------------------------------------------------ strata
 def check_strata(tree: Tree, x: torch.Tensor, ids: torch.Tensor) -> None:
-    """In the order of the leaves, and each class as often as m q says, but for the two strata at its ends."""
+    """In the order of the leaves, and each class as often as m q says, except for the two strata at its ends."""
     leaves = tree.class_leaf.cpu()[ids]
     assert bool((leaves[1:] >= leaves[:-1]).all())
     expected = log_prob(tree, x).double().exp() * len(ids)
@@ -293,7 +293,8 @@ def test_strata_never_meet_probability_zero(backend, bias):
         check_strata(tree, torch.zeros(3, 1), ids)
 
 
-# ------------------------------------------------------------------------------------------------ rows without a law
+# ------------------------------------------------------------------------------------------------ rows without a
+# distribution
 @pytest.mark.parametrize("value", [math.nan, INF, -INF])
 def test_rows_with_a_nan_or_inf_are_left_out(backend, value):
     tree, x = make_tree(13, 17, backend.device, spread=2.0), torch.randn(70, 17)
@@ -363,7 +364,7 @@ def test_unseen_classes_are_never_drawn(backend, unseen):
 
 
 def test_whole_subtrees_without_probability(backend):
-    """Below an impossible child every mass is 0: still -inf, not 0 / 0. The impossible part has laws of its own."""
+    """Below an impossible child every mass is 0: still -inf, not 0 / 0. The impossible part has distributions of its own."""
     x = torch.zeros(3, 1)
     got = log_prob(small_tree([0.0, INF, 0.3, 0.1, 0.5, INF, -INF, 2.0], backend.device), x)
     assert got[:4].isneginf().all()
@@ -373,7 +374,7 @@ def test_whole_subtrees_without_probability(backend):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_large_logits(backend, sign):
-    """exp(-|z|) is 0 from 87 on: such a child has probability 0 in the shared law, and so has all below it."""
+    """exp(-|z|) is 0 from 87 on: such a child has probability 0 in the shared distribution, and so has all below it."""
     tree = small_tree([0.0, sign * 200.0, 0.3, 0.1], backend.device)
     got = log_prob(tree, torch.zeros(2, 1))
     dead, alive = ([0, 1], [2, 3]) if sign > 0 else ([2, 3], [0, 1])

@@ -182,7 +182,7 @@ struct Machine {
     if (memory == MAP_FAILED) throw std::runtime_error("simt: no memory for the fibers' stacks");
     stacks = static_cast<char*>(memory);
     for (int i = 0; i < kMaxThreads; ++i) {
-      mprotect(stacks + stride * i, page, PROT_NONE);  // an overflow faults instead of running into a neighbour
+      mprotect(stacks + stride * i, page, PROT_NONE);  // an overflow faults instead of running into a neighbor
       fibers[i].stack_low = reinterpret_cast<uintptr_t>(stacks + stride * i + page);
       fibers[i].machine = this;
       fibers[i].index = i;

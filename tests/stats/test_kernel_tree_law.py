@@ -53,7 +53,7 @@ def test_rows_and_draws_are_independent():
 
 
 def test_the_estimate_of_the_normaliser_is_unbiased():
-    """E[sum exp o'] = sum of exp o over all classes, for a law that has clipped estimates and a uniform part."""
+    """E[sum exp o'] = sum of exp o over all classes, with clipped estimates and a uniform part."""
     sampler = make("clipped")
     h = normalize(torch.randn(1, 6, generator=torch.Generator().manual_seed(3)), dim=1)
     with warnings.catch_warnings():

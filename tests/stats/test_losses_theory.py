@@ -82,12 +82,12 @@ def exact(loss, scores):
     return rows.detach(), gradient
 
 
-# ------------------------------------------------------------------------------------------------ minimisers
+# ------------------------------------------------------------------------------------------------ minimizers
 @pytest.mark.parametrize("draws", [1, 2])
 def test_nce_has_its_minimum_at_log_p_of_the_data(backend, draws):
     at = Expectation("nce", backend.device, DATA.log(), draws)
     assert at.over(DATA).abs().max() < 1e-14
-    # Not up to a constant: the scores normalise themselves. And not where hits of the target are left out.
+    # Not up to a constant: the scores normalize themselves. And not where hits of the target are left out.
     assert Expectation("nce", backend.device, DATA.log() + 0.1, draws).over(DATA).abs().max() > 1e-3
     assert Expectation("nce", backend.device, DATA.log(), draws, exclude=True).over(DATA).abs().max() > 1e-3
 

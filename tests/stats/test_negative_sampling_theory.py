@@ -40,7 +40,7 @@ class Tabular:
         )  # fmt: skip
 
     def expected(self, xi, device, *, reg=0.0):
-        """The loss that SGD minimises, (A1): a sum over x of expectations."""
+        """The loss that SGD minimizes, (A1): a sum over x of expectations."""
         return (self.rows(xi, device, reg=reg) * self.probability.to(device)).sum()
 
     def minimum(self):
@@ -87,7 +87,7 @@ def inverse_snr(problem, hessian=None, covariance=None):
     return torch.trace(covariance @ torch.linalg.inv(hessian))
 
 
-# ------------------------------------------------------------------------------------------------ D1, D2: the minimiser
+# ------------------------------------------------------------------------------------------------ D1, D2: the minimizer
 def test_d1_scores_plus_log_noise_are_those_of_the_softmax(backend):
     # Eq. 11 and Eq. 5: xi* = log p_D - log p_n, and xi* + log p_n - log p_D does not depend on y.
     problem = Tabular()
@@ -99,7 +99,7 @@ def test_d1_scores_plus_log_noise_are_those_of_the_softmax(backend):
 
 
 def test_d1_fails_where_hits_are_left_out(backend):
-    # Why nothing is excluded: without the pairs y' = y the minimiser is another one.
+    # Why nothing is excluded: without the pairs y' = y the minimizer is another one.
     problem = Tabular()
     problem.probability = torch.where(problem.y == problem.other, 0.0, problem.probability)
     xi = minimise(problem, backend.device)
@@ -171,7 +171,7 @@ def test_d4_d5_covariance_of_the_gradient_and_its_trace(backend, noise):
 def test_d6_the_signal_is_best_where_the_noise_is_the_data():
     best = inverse_snr(Tabular(points=1, noise="adversarial"))
     torch.testing.assert_close(best, torch.tensor(CLASSES - 1.0, dtype=torch.float64), rtol=0, atol=1e-12)
-    # Any other law is worse: 1 / eta = C - 2 sum p_D p_n / (p_D + p_n), enumerated over many.
+    # Any other distribution is worse: 1 / eta = C - 2 sum p_D p_n / (p_D + p_n), enumerated over many.
     data = Tabular(points=1).data
     g = torch.Generator().manual_seed(5)
     noise = torch.distributions.Dirichlet(torch.ones(CLASSES, dtype=torch.float64))

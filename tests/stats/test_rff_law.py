@@ -1,4 +1,4 @@
-"""The laws of random features: no bias, error falling as D^(-1/2), orthogonal frequencies below independent ones, and
+"""Random features: no bias, error falling as D^(-1/2), orthogonal frequencies below independent ones, and
 how often an estimate of a kernel is negative (Rawat et al. 2019). Fixed keys: the outcome is fixed too.
 """
 

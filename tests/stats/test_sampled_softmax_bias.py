@@ -1,9 +1,9 @@
 """The bias of sampled softmax, by exact enumeration (Blanc & Rendle 2018; Rawat et al. 2019, with two corrections).
 
-e_k = exp o_k, S = sum of e over the negatives, Z = e_t + S, r_k = e_k / q_k - S; q is a law on the negatives.
-V = e_t + (1/m) sum of e / q over m draws is the sampled normaliser, U the same sum with the gradients of the logits;
+e_k = exp o_k, S = sum of e over the negatives, Z = e_t + S, r_k = e_k / q_k - S; q is a distribution on the negatives.
+V = e_t + (1/m) sum of e / q over m draws is the sampled normalizer, U the same sum with the gradients of the logits;
 the gradient of the sampled loss is U / V - grad o_t. Only how often each class was drawn matters, so an expectation is
-a sum over counts, weighted by the multinomial law, and m can be large.
+a sum over counts, weighted by the multinomial distribution, and m can be large.
 
 Corrected here, against the printed text: the second moment in Lemma 3 carries (m - 1) / m^2, so that E[1/W] -> 1/Z^2;
 and Theorem 1 holds as printed only for gradients without negative entries.
@@ -46,7 +46,7 @@ def enumerate_draws(q: np.ndarray, m: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Case:
-    """Logits, a law q on the negatives, and gradients [n, d] of the logits; class 0 is the target."""
+    """Logits, a distribution q on the negatives, and gradients [n, d] of the logits; class 0 is the target."""
 
     def __init__(self, seed: int, negatives: int = 3, *, signed: bool = True, law: str = "random", dim: int = 2):
         g = np.random.default_rng(seed)
@@ -117,7 +117,7 @@ NAMES = list(samplers(problem(False)[1], False))
 @pytest.mark.parametrize("name", NAMES)
 def test_a1_to_a4_for_every_sampler(backend, name, absolute):
     """log_q of the sampler, loss and gradient of the op, over all outcomes of m draws: E[V] = Z for every sampler;
-    exact in every sample and without bias for the softmax law alone; elsewhere the target is overrated."""
+    exact in every sample and without bias for the softmax distribution alone; elsewhere the target is overrated."""
     h, weight, e = problem(absolute)
     sampler = samplers(weight, absolute)[name]
     log_q = sampler.log_prob(h, torch.arange(C)[None], exclude=torch.tensor([TARGET]))[0]
@@ -317,7 +317,7 @@ def test_a11_leading_bias(law):
 
 
 def test_a11_orders_the_samplers():
-    """What the formula predicts for each sampler's law is what enumeration finds at m = 40."""
+    """What the formula predicts for each sampler's distribution is what enumeration finds at m = 40."""
     predicted, found = {}, {}
     for law in ("uniform", "random", "softmax"):
         case = Case(5, law=law)

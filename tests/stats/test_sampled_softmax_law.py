@@ -1,7 +1,7 @@
 """What the correction promises, by exact enumeration: every sample of m draws is a row of a batch, with its weight.
 
 e_k = exp s_k, S = sum of e over the negatives, Z = e_t + S; V = e_t + sum of e / (m q) over the draws is the sampled
-normaliser, so that the op's lse is log V. (Blanc & Rendle 2018, Rawat et al. 2019.)
+normalizer, so that the op's lse is log V. (Blanc & Rendle 2018, Rawat et al. 2019.)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Problem:
     def enumerate(self, backend, q: torch.Tensor, m: int):
         """Every sample of m classes with q > 0: probability [n], loss [n], V [n], and d h, d weight of each row's loss.
 
-        The rows of a batch share `weight`, so gradients are asked of the mean loss under the law.
+        The rows of a batch share `weight`, so gradients are asked of the mean loss under the distribution.
         """
         support = [k for k in range(self.classes) if q[k] > 0]
         samples = torch.tensor(list(itertools.product(support, repeat=m)))
@@ -78,7 +78,7 @@ def close(found, wanted, tolerance=1e-12):
 @pytest.mark.parametrize("hits", [False, True], ids=["excluded", "masked"])
 @pytest.mark.parametrize("kind", ["uniform", "random", "softmax"])
 def test_the_sampled_normaliser_is_unbiased_for_every_law(backend, kind, hits, absolute):
-    """E[sum exp o'] = S, whether the target is excluded from the law or drawn and masked."""
+    """E[sum exp o'] = S, whether the target is excluded from the distribution or drawn and masked."""
     problem = Problem(absolute=absolute)
     probability, _, V, _, _ = problem.enumerate(backend, problem.law(kind, hits=hits), 2)
     close(probability.sum(), torch.ones((), dtype=torch.float64))
@@ -98,7 +98,7 @@ def test_variance_of_the_normaliser(backend, kind):
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_softmax_law_makes_every_sample_exact(backend, absolute):
-    """q proportional to e: every single sample has the full normaliser."""
+    """q proportional to e: every single sample has the full normalizer."""
     problem = Problem(absolute=absolute)
     _, loss, V, _, _ = problem.enumerate(backend, problem.law("softmax", hits=False), 2)
     close(V, problem.Z.expand_as(V))
@@ -126,7 +126,7 @@ def test_any_other_law_overrates_the_target(backend, kind, absolute):
 
 
 def test_hits_that_were_kept_would_be_biased_and_masked_ones_are_not(backend):
-    """Drawn with the rest, a kept target adds e_t to the expected normaliser for any m; masked it adds nothing."""
+    """Drawn with the rest, a kept target adds e_t to the expected normalizer for any m; masked it adds nothing."""
     problem, m = Problem(), 2
     q = problem.law("uniform", hits=True)
     probability, _, V, _, _ = problem.enumerate(backend, q, m)

@@ -1,7 +1,7 @@
-"""The laws of the static samplers: chi-square at small C, exact moments at large C, and defects others have had.
+"""Static samplers: chi-square at small C, exact moments at large C, and defects others have had.
 
-Keys are fixed, so a test either always passes or never does. The bound on a p-value is 1e-4: a wrong law misses it by
-hundreds of orders of magnitude, a right one with another key would miss it once in 10,000.
+Keys are fixed, so a test either always passes or never does. The bound on a p-value is 1e-4: a wrong distribution
+misses it by hundreds of orders of magnitude, a right one with another key would miss it once in 10,000.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_chi_square_notices_a_wrong_law():
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_draws_are_independent(name):
-    """Pairs of neighbouring draws, of neighbouring rows and of successive keys have the product law."""
+    """Pairs of neighboring draws, of neighboring rows and of successive keys have the product distribution."""
     make, weights = SAMPLERS[name]
     p = reference.conditional(weights)
     key = sx.Key(5)
@@ -137,7 +137,7 @@ def test_log_uniform_large(C):
 
 
 def test_log_uniform_importance_weights():
-    """The mean of 1/q over draws is C, whatever the law, if log_q is the law's. 1/q is bounded by C log(C+1)/log 2."""
+    """The mean of 1/q over draws is C, if log_q is that of the draws. 1/q is bounded by C log(C+1)/log 2."""
     C = 10**6
     draw = sx.samplers.LogUniform(C).sample(None, 1000, batch_size=1000, key=sx.Key(2))
     weight = np.exp(-draw.log_q.double().numpy().ravel())
@@ -185,7 +185,7 @@ def test_unigram_beyond_2_24(large_unigram):
     ids = draw.ids.numpy().ravel()
     assert counts[ids].min() > 0
     np.testing.assert_allclose(draw.log_q.numpy().ravel(), np.log(counts[ids] / (total - counts[C - 1])), rtol=1.2e-7)
-    # The law of the counts drawn, and where they lie.
+    # The distribution of the counts drawn, and where they lie.
     values = np.bincount(counts.astype(np.int64), minlength=1000) * np.arange(1000.0) / total
     seen = np.bincount(counts[ids].astype(np.int64), minlength=1000)
     assert stats.chisquare(seen[1:], values[1:] * ids.size, ddof=0).pvalue > 1e-4

@@ -1,4 +1,4 @@
-"""Draws of the tree against their law: chi-square over the classes, with and without an excluded class."""
+"""Draws of the tree against their distribution: chi-square over the classes, with and without an excluded class."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_chi_square(excluded):
 
 
 def test_rows_and_draws_are_independent():
-    """Neighbouring draws and neighbouring rows share Philox blocks in no way: their agreement is that of chance."""
+    """Neighbouring draws and neighboring rows share Philox blocks in no way: their agreement is that of chance."""
     tree, x = tree_of_twelve(), torch.zeros(2, 3)
     draw = tree.sample(x, DRAWS, key=sx.Key(8)).ids
     p = tree.log_prob_all(x)[0].double().exp()

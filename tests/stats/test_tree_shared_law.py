@@ -1,4 +1,4 @@
-"""Shared draws of the tree against their law: chi-square over the classes, and draws that are independent."""
+"""Shared draws of the tree against their distribution: chi-square over the classes, and draws that are independent."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_chi_square_without_the_rows_that_have_no_law():
 
 
 def test_weights_of_draws_average_to_one():
-    """E[1 / q] over the draws is the number of classes: log_q is of the law that is drawn from."""
+    """E[1 / q] over the draws is the number of classes: log_q is of the distribution that is drawn from."""
     parameters, x = tree_of_twelve(), rows(5)
     tables = ops_tables(*parameters)
     _, log_q = tree_sample_shared(torch.tensor([9, 0]), x, *tables, DRAWS)

@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kRffQuadraticThreads) rff_quadratic_kernel(Rff
     if (threadIdx.x == 0) to[width - 1] = 1;
     __syncthreads();
     // Pair rows i and d - 2 - i have d pairs together: lanes are busy, whatever i. Both numbers are read by all lanes,
-    // so that neighbours read neighbours and no two lanes meet in a bank.
+    // so that neighbors read neighbors and no two lanes meet in a bank.
     for (int i = warp_id(); 2 * i <= d - 2; i += kRffQuadraticWarps) {
       const int other = d - 2 - i, length = d - 1 - i, end = other == i ? length : d;
       A* first = to + rff_pair_offset(d, i);
@@ -259,8 +259,8 @@ __global__ void __launch_bounds__(kRffQuadraticThreads) rff_quadratic_bwd_kernel
       down[c] = 0;
     }
     const int shift = int((row * width + d) % 8);  // of the first pair from a sector's begin
-    // As many whole pair rows as the tile holds. They lie one behind the other and are read as one run from a sector's
-    // begin on: read one by one, nearly each would share its first and last sector with a neighbour.
+    // As many whole pair rows as the tile holds. They are consecutive and are read as one run from a sector's
+    // begin on: read one by one, nearly each would share its first and last sector with a neighbor.
     for (int first = 0, last; first < d - 1; first = last) {
       const int begin = rff_pairs_before(d, first), head = d < 8 ? 0 : (shift + begin) % 8;
       const int fit = (room - head) / (d - 1 - first);
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kRffQuadraticThreads) rff_quadratic_bwd_kernel
         if (at >= head) tile[at] = pairs[at];
       }
       __syncthreads();
-      // Lanes outside of the triangle repeat a neighbour's load, which no bank minds, and add nothing.
+      // Lanes outside of the triangle repeat a neighbor's load, which no bank minds, and add nothing.
       for (int c = int(threadIdx.x); c - lane < d; c += kRffQuadraticThreads) {
         if (c - lane + kWarpSize - 1 <= first) continue;
         A sum = c < d ? down[c] : A(0);  // row after row, however they are cut into tiles

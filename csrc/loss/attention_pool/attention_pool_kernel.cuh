@@ -50,7 +50,7 @@ struct PoolShared {
 template <typename A>
 struct PoolResult {
   A max, ref, sum, offset;  // offset: F
-  bool present;             // any token that is no padding
+  bool present;             // any token that is not padding
   PoolStep<A> step;
 };
 
@@ -446,7 +446,7 @@ __global__ void __launch_bounds__(kPoolThreads)
 }
 
 // ------------------------------------------------------------------------------------------------ debug check
-// A kernel of its own: a printf in the hot kernels costs them a stack frame and registers.
+// A separate kernel: a printf in the hot kernels costs them a stack frame and registers.
 __global__ void __launch_bounds__(kPoolThreads) attention_pool_check_kernel(AttentionPoolParams p) {
   const int64_t i = int64_t(blockIdx.x) * kPoolThreads + threadIdx.x;
   if (i >= p.batch * p.length) return;

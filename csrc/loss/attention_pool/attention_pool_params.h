@@ -10,7 +10,7 @@
 // q_i (g_i - f) is the same number on paper, but where one token has nearly all mass, g_ref - f is a difference of
 // equal numbers: the coefficient of the reference token would be rounding noise, many orders of magnitude above the
 // truth. Seen from the reference every coefficient keeps its relative precision, as in the sum over pairs.
-//   d E_s = sum over tokens with id s of q_i v + c_i p            (two numbers a token)
+//   d E_s = sum over tokens with id s of q_i v + c_i p            (two numbers per token)
 //   d v   = sum_i q_i E_i,   d p = sum_i c_i E_i                  (kept by the forward, so that no row is read again)
 #pragma once
 
@@ -28,7 +28,7 @@ struct AttentionPoolParams {
   const void* value;   // A [d]: v
   void* pooled;        // A [B]: f
   void* coefs;         // A [B, T, 2]: q_i, c_i; nullptr without gradient
-  void* sums;          // A [B, 2, d]: sum q_i E_i, sum c_i E_i; nullptr where p and v need no gradient; with coefs only
+  void* sums;          // A [B, 2, d]: sum q_i E_i, sum c_i E_i; nullptr if p and v need no gradient; with coefs only
   int64_t batch, length, dim, num_rows;
   DType dtype;
   bool debug;

@@ -559,7 +559,7 @@ __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_k
 }
 
 // ------------------------------------------------------------------------------------------------ debug check
-// A kernel of its own: a printf in the hot kernels costs them a stack frame and registers.
+// A separate kernel: a printf in the hot kernels costs them a stack frame and registers.
 __global__ void __launch_bounds__(kCheckThreads) entry_loss_check_kernel(EntryLossParams p) {
   const char* op = p.kind == EntryLoss::kNegativeSampling ? "negative_sampling"
                    : p.kind == EntryLoss::kNce            ? "nce"

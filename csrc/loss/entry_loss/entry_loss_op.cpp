@@ -25,7 +25,7 @@ EntryLoss kind_of(const char* op, int64_t code) {
   return EntryLoss(code);
 }
 
-// With more rows the mean of a GPU has a kernel of its own: one warp, the last of the loss, would take longer than a
+// With more rows the mean of a GPU has a separate kernel: one warp, the last of the loss, would take longer than a
 // launch does.
 constexpr int64_t kMeanOfLastBlock = 2048;
 

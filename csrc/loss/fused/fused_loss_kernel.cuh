@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdResident) loss_bwd_kernel(Los
 }
 
 // ------------------------------------------------------------------------------------------------ debug check
-// One thread an id: stops with a message at one that is out of range. skipped(id): whether a target is no class.
+// One thread an id: stops with a message at one that is out of range. skipped(id): whether a target is not a class.
 template <int kBlock, typename F>
 SX_DEVICE inline void check_loss_id(const char* op, const int64_t* target, int64_t targets, const int64_t* ids,
                                     int64_t draws, int64_t num_classes, const F& skipped) {

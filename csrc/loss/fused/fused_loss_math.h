@@ -75,7 +75,7 @@ struct LossUpstream {
     return x;
   }
 
-  // Whether row b has no gradient at all. A class weight of 0 leaves the gradient of lse, so that all is looked at.
+  // Whether row b has no gradient at all. A class weight of 0 leaves the gradient of lse, so that all is examined.
   SX_HOST_DEVICE bool none(const LossBwdParams& p, int64_t b) const {
     if (static_cast<const A*>(p.denom)[b] != A(0)) return false;
     if (of_lse == A(0)) return true;

@@ -60,7 +60,7 @@ struct SharedRows {
   GatherRowsParams gather{};     // how to gather the rows; n = 0 without rows
   std::optional<Tensor> staged;  // A [m + 1] of a GPU: their biases, and a counter
 
-  // Nothing runs yet: `gather` is for whoever makes the ids, or for `run`.
+  // Nothing runs yet: `gather` is for code that makes the ids, or for `run`.
   SharedRows(const char* op, const Tensor& weight, const ScalarTable& bias, int64_t batch, int64_t draws, bool shared,
              bool need_grad) {
     const int64_t d = weight.size(1);
@@ -266,7 +266,7 @@ inline DrawProducts SharedRows::products(const Tensor& hidden, void* dots, int64
   return made;
 }
 
-// What shared draws add to the gradients of h by the loss and by lse; 0 where nobody wants it.
+// What shared draws add to the gradients of h by the loss and by lse; 0 if it is not requested.
 inline void run_shared_draws(const Tensor& saved, const SavedLoss& at, const LossShape& x, const SharedRows& class_rows,
                              bool need_hidden, const DrawParts& parts_loss, const DrawParts& parts_lse = {}) {
   const auto make = [&](int64_t part, int64_t coefs, const DrawParts& parts) {
@@ -372,7 +372,7 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
   const LossShape shape{hidden.size(0), P, ids.size(ids.dim() - 1), hidden.size(1), shared};
   const int64_t B = shape.batch, d = shape.dim, m = shape.draws;
   // The whole batch has one upstream gradient: it need not go onto [B, m] coefficients of shared draws. A CPU, which
-  // has it at hand, puts it onto h [B, d]; not where it is 0, which wins over a nan in a coefficient. A GPU puts it
+  // has it available, puts it onto h [B, d]; not where it is 0, which wins over a nan in a coefficient. A GPU puts it
   // onto the summed rows, as their coefficient: one of 0 leaves them out.
   const void* factor_at = part_of(saved, at.factor, 1, false);
   const bool on_cpu = backend_of(op, hidden) == Backend::kCpu;

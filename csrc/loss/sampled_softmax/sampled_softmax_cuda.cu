@@ -1,5 +1,5 @@
 // Launchers: one block per batch row; the one-pass kernel is chosen by storage type, alignment and d. The usual widths
-// have kernels of their own without column checks.
+// have separate kernels without column checks.
 #include "loss/sampled_softmax/sampled_softmax_kernel.cuh"
 
 namespace samplex {

@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, kWidth > 1 ? 2 : 4) sampled_softmax_
 }
 
 // ------------------------------------------------------------------------------------------------ debug check
-// A kernel of its own: a printf in the hot kernels costs them a stack frame and registers.
+// A separate kernel: a printf in the hot kernels costs them a stack frame and registers.
 __global__ void __launch_bounds__(kThreads) sampled_softmax_check_kernel(SampledSoftmaxParams p) {
   const int64_t targets = p.batch * p.num_targets, draws = (p.shared ? 1 : p.batch) * p.num_samples;
   check_loss_id<kThreads>("sampled_softmax", p.target, targets, p.ids, draws, p.num_classes,

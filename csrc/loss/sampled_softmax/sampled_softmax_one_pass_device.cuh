@@ -5,7 +5,7 @@
 // so that a lane ends with the product of one row, computes one exponential, and hands it back. All groups share one
 // running maximum, so their partial gradients simply add up at the end. A row too wide for a warp is shared by several:
 // each adds up its columns, and the sums meet in shared memory. No float atomics, no order that depends on scheduling:
-// the same bits every time. What bounds it is the gather, d numbers a class row: a warp keeps 16 KiB of it in flight
+// the same bits every time. What bounds it is the gather, d numbers per class row: a warp keeps 16 KiB of it in flight
 // (one of several 4 or 8 KiB), so a few hundred rows fill a large GPU.
 #pragma once
 

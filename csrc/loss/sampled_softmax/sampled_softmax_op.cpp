@@ -249,7 +249,7 @@ LossGradients sampled_softmax_bwd(const Tensor& grad_loss, const std::optional<T
   check_tensor(op, "ids", ids, shared ? Shape{m} : Shape{B, m}, shared ? "[m]" : "[B, m]", ScalarType::Long, hidden);
   const bool reduced = reduction != Reduction::kNone;
   check_tensor(op, "grad_loss", grad_loss, reduced ? Shape{} : Shape{B}, reduced ? "[]" : "[B]", acc, hidden);
-  check_value(!grad_lse || with_lse, op, ": grad_lse must be None where the forward did not keep lse (with_lse=False)");
+  check_value(!grad_lse || with_lse, op, ": grad_lse must be None if the forward did not keep lse (with_lse=False)");
   if (grad_lse) check_tensor(op, "grad_lse", *grad_lse, {B}, "[B]", acc, hidden);
   const SavedLoss at({B, P, m, d, shared}, reduction, true, with_lse);
   check_tensor(op, "saved", saved, {at.size}, "what the forward kept", acc, hidden);

@@ -58,7 +58,7 @@ struct SampledSoftmaxParams {
   void* denom;                   // A [B]
   void* coef_loss;               // A [B, P + m], rows `coefs.stride` apart; nullptr without gradient
   void* d_loss;                  // A [B, d]       likewise; when shared, the targets' part only
-  void* coef_lse;                // A [B, P + m]   nullptr where nobody asks for the gradient of lse
+  void* coef_lse;                // A [B, P + m]   nullptr if the gradient of lse is not needed
   void* d_lse;                   // A [B, d]
   void* signs;                   // A [B, P + m]: scratch of the GPU kernels, when absolute or normalize, and need_grad
   void* radial;                  // A [B, P]: scratch of the GPU kernels, with a margin and need_grad

@@ -340,7 +340,7 @@ void predict_lse_rows(const PredictLseParams& p, int64_t begin, int64_t end) {
     double total = 0;
     for (int64_t from = 0; from < chunk.count; from += kPredictSegment) {
       const int64_t to = from + kPredictSegment < chunk.count ? from + kPredictSegment : chunk.count;
-      A lanes[8] = {};  // a fixed order that vectorises
+      A lanes[8] = {};  // a fixed order that vectorizes
       for (int64_t c = from; c < to; ++c) {
         lanes[c % 8] += (class_weight == nullptr ? A(1) : class_weight[c]) * map.logit(dots[c], c);
       }
@@ -350,7 +350,7 @@ void predict_lse_rows(const PredictLseParams& p, int64_t begin, int64_t end) {
   }
 }
 
-// The gradient but for the targets, in place.
+// The gradient except for the targets, in place.
 template <typename A>
 void predict_grad_row(const PredictMap<A>& map, A* dots, int64_t count, A lse, A coef, A smooth,
                       const A* class_weight) {

@@ -23,7 +23,7 @@ constexpr int kPredictResident = sizeof(A) == 4 ? 3 : 2;
 
 // ------------------------------------------------------------------------------------------------ columns
 // Which columns a thread has of a tile of `Threads` threads: load i of a thread takes kPredictWidth columns, and the
-// tile's loads lie one behind the other. The same whether they are made in 16 bytes or in single numbers.
+// tile's loads are consecutive. The same whether they are made in 16 bytes or in single numbers.
 template <typename A, int Threads>
 struct PredictTile {
   static constexpr int kColumns = Threads * kPredictOwn<A>;

@@ -1,5 +1,5 @@
-// bigram_sample on the device: one thread a row, then one thread a draw; no shared memory, no collectives. The law, and
-// with it every bit of the result, is that of bigram_sample_math.h.
+// bigram_sample on the device: one thread a row, then one thread a draw; no shared memory, no collectives. The
+// distribution, and with it every bit of the result, is that of bigram_sample_math.h.
 #pragma once
 
 #include "common/macros.h"

@@ -1,11 +1,12 @@
-// The law of bigram_sample, shared by host and device: integer weights, IEEE double and the log of common/numeric.h, so
-// that ids and log_q have the same bits everywhere.
+// The distribution of bigram_sample, shared by host and device: integer weights, IEEE double and the log of
+// common/numeric.h, so that ids and log_q have the same bits everywhere.
 //
 //   q(k) = pair_unit * w(k | context) + unigram_unit * w(k),   log_q = log q(k) - log_mass
 //
-// A draw chooses one of the two parts, then a class by its alias table. Excluded ids leave the conditional law: draws
-// are repeated under the key up to kRejections times, then one of the two parts is chosen by the mass left in it and
-// its distribution function inverted over what is left. The masses left are integer sums, so nothing cancels.
+// A draw chooses one of the two parts, then a class by its alias table. Excluded ids leave the conditional
+// distribution: draws are repeated under the key up to kRejections times, then one of the two parts is chosen by the
+// mass left in it and its distribution function inverted over what is left. The masses left are integer sums, so
+// nothing cancels.
 #pragma once
 
 #include "sampler/bigram_sample/bigram_sample_params.h"
@@ -57,7 +58,7 @@ SX_HOST_DEVICE inline BigramRow bigram_row(const BigramSampleParams& p, int64_t 
   row.backoff = 1.0;
   const int64_t context = p.context[b];
   if (context >= 0 && context < p.num_contexts) {
-    // Clamped: on CUDA nobody has looked at the offsets before.
+    // Clamped: on CUDA the offsets have not been checked.
     const int64_t begin = p.offsets[context], end = p.offsets[context + 1];
     row.begin = begin < 0 ? 0 : begin > p.num_pairs ? p.num_pairs : begin;
     row.count = end < row.begin ? 0 : (end > p.num_pairs ? p.num_pairs : end) - row.begin;

@@ -1,6 +1,6 @@
 // Schemas, checks and allocation of
 //   bigram_sample      -> ids [B, m] int64, log_q [B, m] float32
-//   bigram_log_prob    ids [B, n] -> [B, n] float32, the same law
+//   bigram_log_prob    ids [B, n] -> [B, n] float32, the same distribution
 #include "common/glue.h"
 #include "common/philox.h"
 #include "sampler/bigram_sample/bigram_sample_params.h"

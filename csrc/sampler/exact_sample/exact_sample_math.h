@@ -98,13 +98,13 @@ struct ExactList {
   SX_HOST_DEVICE void columns(int64_t from, int64_t count, const F& visit) const {
     if (begin == end) return;
     for (int64_t at = lower_bound(ids, begin, end, from); at < end && ids[at] < from + count; ++at) {
-      // On CUDA nobody has looked whether the ids ascend.
+      // On CUDA it is not checked that the ids ascend.
       if (ids[at] >= from) visit(int(ids[at] - from));
     }
   }
 };
 
-// Of row b of this call. Offsets are clamped: on CUDA nobody has looked at them before.
+// Of row b of this call. Offsets are clamped: on CUDA they have not been checked.
 SX_HOST_DEVICE inline ExactList exact_list(const ExactLaw& law, int64_t b) {
   if (law.exclude == nullptr) return {nullptr, 0, 0};
   const int64_t row = law.row + b;
@@ -148,7 +148,7 @@ SX_HOST_DEVICE inline uint64_t exact_point(PhiloxKey key, int64_t row, int64_t d
   return mul_high_u64((bits & ~uint64_t(0xFFF)) | 0x800, total);
 }
 
-// First class of the block of a place. Clamped: on CUDA nobody has looked at the places before.
+// First class of the block of a place. Clamped: on CUDA the places have not been checked.
 SX_HOST_DEVICE inline int64_t exact_first_class(int64_t place, int64_t batch, int64_t num_classes) {
   const int64_t block = place < 0 ? 0 : place / batch, last = (num_classes - 1) / kExactBlock;
   return (block < last ? block : last) * kExactBlock;

@@ -43,7 +43,7 @@ ExactLaw law_of(const char* op, ScalarType logits, int64_t num_classes, int64_t 
   return law;
 }
 
-// CPU tensors only: on CUDA this would wait for the device, and the kernels skip what is no class.
+// CPU tensors only: on CUDA this would wait for the device, and the kernels skip what is not a class.
 void check_exclude_values(const char* op, const ExactLaw& law, int64_t batch) {
   const int64_t* offsets = law.exclude_offsets;
   for (int64_t b = law.row; b < law.row + batch; ++b) {

@@ -77,7 +77,7 @@ inline void kernel_tree_values(const float* left, int64_t stride, const float* c
 template <bool Distance>
 inline float kernel_tree_product(const float* h, const float* row, int64_t dim) {
 #if defined(__AVX2__)
-  // Eight numbers a step on every vector width: rows are padded to eight.
+  // Eight numbers per step on every vector width: rows are padded to eight.
   __m256 sum = _mm256_setzero_ps();
   for (int64_t c = 0; c < dim; c += 8) {
     const __m256 x = _mm256_loadu_ps(h + c), w = _mm256_loadu_ps(row + c);

@@ -194,7 +194,7 @@ SX_DEVICE inline void kernel_tree_exclude(const KernelTreeSampleParams& p, const
   for (int64_t i = warp_id(); i < out.count * levels; i += kKernelTreeWarps) {
     const int64_t entry = i / levels;
     const int level = int(i - entry * levels);
-    // Clamped: on CUDA nobody has looked at the classes before, and only the ends of the row are cut off.
+    // Clamped: on CUDA the classes have not been checked, and only the ends of the row are cut off.
     const int64_t id = out.ids[entry], last = tree.num_classes - 1;
     const int64_t node = kernel_tree_ancestor(tree, id < 0 ? 0 : id > last ? last : id, level);
     double* here = out.left + entry * width + 2 * level;
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
       }
       // A draw thread's own.
       int64_t node = 1, target = -1;
-      bool unknown = false;  // a given id is no class: nan, and no access
+      bool unknown = false;  // a given id is not a class: nan, and no access
       uint64_t group = 0;
       const int64_t in_hand = p.num_samples - base;
       const uint64_t everyone = in_hand >= kKernelTreeDraws ? ~uint64_t(0) : (uint64_t(1) << in_hand) - 1;
@@ -398,7 +398,7 @@ __global__ void __launch_bounds__(kKernelTreeSumThreads, 4) kernel_tree_leaves_k
     int64_t leaf, begin, end;
     if (p.ids != nullptr) {
       const int64_t id = p.ids[i], before = i > 0 ? p.ids[i - 1] : -1;
-      if (id < 0 || id / p.leaf_size >= leaves) continue;  // none, or no class: on CUDA nobody has looked at the ids
+      if (id < 0 || id / p.leaf_size >= leaves) continue;  // none, or no class: on CUDA the ids have not been checked
       leaf = id / p.leaf_size;
       if (before >= 0 && before / p.leaf_size == leaf) continue;  // the block of the leaf's first class does it
       begin = i;

@@ -1,6 +1,6 @@
 // The rules of the kernel tree, for host and device: weights of two children, what excluded classes leave, the choice
-// in a leaf, the mixture with the uniform law. Values are float (products in an order of the backend's own), all that
-// follows from them is double.
+// in a leaf, the mixture with the uniform distribution. Values are float (products in an order of the backend's own),
+// all that follows from them is double.
 #pragma once
 
 #include "common/numeric.h"
@@ -34,7 +34,8 @@ struct KernelTreeBranch {
 };
 
 // Weights of the children of a node of `level` from their values: negative estimates count as 0, the quadratic kernel
-// is at least 1 a class, no class no weight; where nothing is left, the number of classes. A nan stays.
+// is at least 1 per class, and without classes there is no weight; if nothing is left, the number of classes. A nan
+// stays.
 SX_HOST_DEVICE inline KernelTreeBranch kernel_tree_branch(const KernelTree& tree, int64_t node, int level, float left,
                                                           float right) {
   const int64_t begin = kernel_tree_leaf_begin(tree, node, level), half = int64_t(1) << (tree.depth - level - 1);
@@ -93,7 +94,7 @@ SX_HOST_DEVICE inline KernelTreeRow kernel_tree_find_row(const KernelTreeSampleP
   row.begin = b * p.exclude_width;
   row.end = row.begin + p.exclude_width;
   if (p.exclude_offsets != nullptr) {
-    // Clamped: on CUDA nobody has looked at the offsets before.
+    // Clamped: on CUDA the offsets have not been checked.
     const int64_t begin = p.exclude_offsets[b], end = p.exclude_offsets[b + 1];
     row.begin = begin < 0 ? 0 : begin < p.exclude_size ? begin : p.exclude_size;
     row.end = end < row.begin ? row.begin : end < p.exclude_size ? end : p.exclude_size;
@@ -156,7 +157,7 @@ SX_HOST_DEVICE inline void kernel_tree_keep(const KernelTree& tree, const Kernel
   }
 }
 
-// Masses of the row's law once left[0, 0, 0] is known.
+// Masses of the row's distribution once left[0, 0, 0] is known.
 SX_HOST_DEVICE inline void kernel_tree_row_mass(const KernelTree& tree, const KernelTreeExcluded& out,
                                                 KernelTreeRow& row) {
   const double kept = out.count > 0 ? out.left[0] : 1.0;

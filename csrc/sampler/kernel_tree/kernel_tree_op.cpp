@@ -1,6 +1,6 @@
 // Schemas, checks and allocation of the kernel tree's ops:
 //   kernel_tree_sample     -> ids [B, m] int64, log_q [B, m] float32, clipped [B] float32
-//   kernel_tree_log_prob   ids [B, n] -> [B, n] float32, the same law
+//   kernel_tree_log_prob   ids [B, n] -> [B, n] float32, the same distribution
 //   kernel_tree_build      leaf sums of a run of classes from their features, in place
 //   kernel_tree_update     leaf sums of some classes by new minus old features, in place
 //   kernel_tree_parents    sums of the nodes above all leaves or above some, in place

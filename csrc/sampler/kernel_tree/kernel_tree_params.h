@@ -30,7 +30,7 @@ struct KernelTree {
   int depth;
   LeafKernel kernel;
   float scale;     // nu or alpha
-  double epsilon;  // share of the uniform law
+  double epsilon;  // share of the uniform distribution
 };
 
 // What a row's excluded classes leave.
@@ -64,7 +64,8 @@ struct KernelTreeSampleParams {
 };
 
 // Sums of leaves: leaf sums of classes [first, first + count) become the sums of their features (`old` and `ids` null),
-// or those of the classes `ids`, ascending and different, grow by phi - old. An id of -1 is no class; these come first.
+// or those of the classes `ids`, ascending and different, grow by phi - old. An id of -1 is not a class; these come
+// first.
 struct KernelTreeLeavesParams {
   float* sums;         // [2^(depth + 1), stride]
   const float* phi;    // [count, stride]

@@ -6,7 +6,7 @@
 namespace samplex::cpu {
 namespace {
 
-constexpr int64_t kPart = 256;  // draws, or given ids, of a row that one thread makes: each part sums the codes anew
+constexpr int64_t kPart = 256;  // draws, or given ids, of a row that one thread makes: each part sums the codes again
 
 void midx_gone_rows_scalar(const MidxSampleParams& params, int64_t begin, int64_t end) {
   midx_rows::gone_rows(params, begin, end);

@@ -4,7 +4,7 @@
 // groups in their order. So ids and log_q have the same bits everywhere, given the same weights and masses.
 //
 // Excluded ids: the units of a cell are integers, so that a cell without its excluded classes is exact, 0 if nothing is
-// left of it. Its k1 is summed anew. Nothing is subtracted from a sum of floating-point numbers.
+// left of it. Its k1 is summed again. Nothing is subtracted from a sum of floating-point numbers.
 //
 // A table may come from a damaged file: indices read from it are checked before they are used.
 #pragma once

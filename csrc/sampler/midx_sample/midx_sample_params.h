@@ -33,16 +33,17 @@ struct MidxGone {
 static_assert(sizeof(MidxGone) == 16, "an int64 [nnz, 2] tensor holds nnz entries");
 
 struct MidxSampleParams {
-  StaticSampleParams uniform;  // law kUniform: batch, num_samples, num_classes, key, given, exclude, ids, log_q
-  int64_t codes;               // K
-  const float* weights;        // [B, 2, K] a and b
-  const float* mass;           // [B, K]
-  const float* omega;          // [K, K]
-  const int32_t* cell;         // [C] k1 * K + k2 of each class
-  const int32_t* place;        // [C] of each class in `members`
-  const int32_t* members;      // [C] classes, ordered by cell
-  const int32_t* starts;       // [K * K + 1] where the members of each cell begin
-  const int64_t* prefix;       // [C + 1] running sums of the units of the members; nullptr: one unit each
+  StaticSampleParams
+      uniform;             // distribution kUniform: batch, num_samples, num_classes, key, given, exclude, ids, log_q
+  int64_t codes;           // K
+  const float* weights;    // [B, 2, K] a and b
+  const float* mass;       // [B, K]
+  const float* omega;      // [K, K]
+  const int32_t* cell;     // [C] k1 * K + k2 of each class
+  const int32_t* place;    // [C] of each class in `members`
+  const int32_t* members;  // [C] classes, ordered by cell
+  const int32_t* starts;   // [K * K + 1] where the members of each cell begin
+  const int64_t* prefix;   // [C + 1] running sums of the units of the members; nullptr: one unit each
   double epsilon;
   bool stratified;  // draw j takes its uniform number from part j of m equal parts of [0, 1)
   MidxGone* gone;   // [nnz] scratch, with `exclude` only

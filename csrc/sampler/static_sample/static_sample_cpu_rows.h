@@ -1,5 +1,5 @@
 // The CPU body of static_sample, compiled once per instruction set: blocks of draws, each stage a plain loop over the
-// block that the compiler vectorises, Philox by hand. Every lane does the arithmetic of static_sample_math.h.
+// block that the compiler vectorizes, Philox by hand. Every lane does the arithmetic of static_sample_math.h.
 #pragma once
 
 #include "common/philox_many.h"

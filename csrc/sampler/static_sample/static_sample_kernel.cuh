@@ -1,5 +1,5 @@
-// static_sample on the device: one thread a draw, no shared memory, no collectives. The laws, and with them every bit
-// of the result, are those of static_sample_math.h.
+// static_sample on the device: one thread a draw, no shared memory, no collectives. The distributions, and with them
+// every bit of the result, are those of static_sample_math.h.
 #pragma once
 
 #include "common/gather_rows.cuh"
@@ -10,7 +10,7 @@ namespace samplex::SX_BACKEND_NS {
 constexpr int kStaticBlock = 256;
 constexpr int kStaticWarps = kStaticBlock / kWarpSize;
 
-// rows [B]: what the excluded ids leave of the law. One thread a row.
+// rows [B]: what the excluded ids leave of the distribution. One thread a row.
 __global__ void __launch_bounds__(kStaticBlock) static_rows_kernel(StaticSampleParams p) {
   const int64_t stride = int64_t(gridDim.x) * kStaticBlock;
   for (int64_t b = int64_t(blockIdx.x) * kStaticBlock + threadIdx.x; b < p.batch; b += stride) {
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kStaticBlock, 2) static_sample_kernel(StaticSa
   }
 }
 
-// One row of draws that excludes nothing, and what it reads of a table: as many draws a block as it has warps. A thread
-// makes a draw, then a warp copies its row.
+// One row of draws that excludes nothing, and what it reads of a table: as many draws per block as it has warps. A
+// thread makes a draw, then a warp copies its row.
 template <typename Word>
 __global__ void __launch_bounds__(kStaticBlock, 2) static_gather_kernel(StaticSampleParams p, int64_t words) {
   const int64_t first = int64_t(blockIdx.x) * kStaticWarps;

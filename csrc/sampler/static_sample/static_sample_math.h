@@ -1,17 +1,17 @@
-// The laws of static_sample, shared by host and device. Integer arithmetic and the exp and log of common/numeric.h
-// only, so that ids and log_q have the same bits everywhere.
+// The distributions of static_sample, shared by host and device. Integer arithmetic and the exp and log of
+// common/numeric.h only, so that ids and log_q have the same bits everywhere.
 //
-//   law          weight of class k               mass of all classes
+//   distribution          weight of class k               mass of all classes
 //   uniform      1                               C
 //   log-uniform  log((k+2)/(k+1))                log(C+1)
 //   alias        an integer, from the table      their sum, below 2^62
 //
 // P(k) = weight / mass and log_q = log(weight) - log(mass), subtracted in double and rounded once.
 //
-// Excluded ids leave the conditional law over the rest. Uniform maps a smaller range past them. The others draw again
-// under the key up to kRejections times, then invert the distribution function over the gaps between the excluded ids;
-// both parts have the conditional law, so has their mixture. The mass left is summed over those gaps: 1 - p would lose
-// every digit when one class holds nearly all the mass.
+// Excluded ids leave the conditional distribution over the rest. Uniform maps a smaller range past them. The others
+// draw again under the key up to kRejections times, then invert the distribution function over the gaps between the
+// excluded ids; both parts have the conditional distribution, so has their mixture. The mass left is summed over those
+// gaps: 1 - p would lose every digit when one class holds nearly all the mass.
 //
 // A table may come from a damaged file. An index read from it is checked before it is used: one out of range makes
 // kNoClass, a draw of class 0 with log_q = nan, and no access.
@@ -158,8 +158,8 @@ SX_HOST_DEVICE inline int64_t alias_from_gaps(const StaticSampleParams& p, const
 }
 
 // ------------------------------------------------------------------------------------------------ rows
-// What the host knows of the law with nothing excluded. For alias the sum of the weights lies in device memory; the
-// kernels add it by whole_row_in_kernel.
+// What the host knows of the distribution with nothing excluded. For alias the sum of the weights lies in device
+// memory; the kernels add it by whole_row_in_kernel.
 SX_HOST_DEVICE inline StaticRow whole_row(StaticLaw law, int64_t num_classes) {
   StaticRow row = {0, 0, num_classes, 0.0, 0.0};
   if (law == StaticLaw::kUniform) row.log_mass = exact_log(double(num_classes));
@@ -182,7 +182,7 @@ SX_HOST_DEVICE inline StaticRow whole_row_in_kernel(const StaticSampleParams& p)
 SX_HOST_DEVICE inline StaticRow excluded_row(const StaticSampleParams& p, int64_t b) {
   StaticRow row = {b * p.exclude_width, (b + 1) * p.exclude_width, 0, 0.0, 0.0};
   if (p.exclude_offsets != nullptr) {
-    // Clamped: on CUDA nobody has looked at the offsets before.
+    // Clamped: on CUDA the offsets have not been checked.
     const int64_t begin = p.exclude_offsets[b], end = p.exclude_offsets[b + 1];
     row.begin = begin < 0 ? 0 : begin > p.exclude_size ? p.exclude_size : begin;
     row.end = end < row.begin ? row.begin : end > p.exclude_size ? p.exclude_size : end;

@@ -1,6 +1,6 @@
 // Schemas, checks and allocation of the static samplers:
 //   uniform_sample, log_uniform_sample, alias_sample             -> ids [B, m] int64, log_q [B, m] float32
-//   uniform_log_prob, log_uniform_log_prob, alias_log_prob       ids [B, n] -> [B, n] float32, the same law
+//   uniform_log_prob, log_uniform_log_prob, alias_log_prob       ids [B, n] -> [B, n] float32, the same distribution
 #include "sampler/static_sample/static_sample_op.h"
 
 #include "common/calls.h"

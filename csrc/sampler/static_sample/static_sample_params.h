@@ -1,4 +1,5 @@
-// static_sample: draws from laws that do not look at the query. Uniform, log-uniform (closed form), alias table.
+// static_sample: draws from distributions that do not look at the query. Uniform, log-uniform (closed form), alias
+// table.
 //
 // One POD serves drawing (`key` set) and the log-probability of given ids (`given` set).
 #pragma once
@@ -22,7 +23,7 @@ struct alignas(16) AliasEntry {
 };
 static_assert(sizeof(AliasEntry) == 32, "an int64 [C, 4] tensor holds C entries");
 
-// What is left of a law in one row once the row's excluded ids are gone.
+// What is left of a distribution in one row once the row's excluded ids are gone.
 struct StaticRow {
   int64_t begin, end;  // the row's ids inside `exclude`, those outside [0, C) cut off at both ends
   int64_t left;        // uniform: classes left; alias: integer weight left; log-uniform: classes left
@@ -42,7 +43,7 @@ struct StaticSampleParams {
   const int64_t* exclude_offsets;           // [B + 1] or nullptr for [B, P]
   int64_t exclude_width, exclude_size;      // P (0 with offsets), nnz
   StaticRow* rows;                          // [B] scratch, with `exclude` only
-  StaticRow whole;                          // the law with nothing excluded; see whole_row
+  StaticRow whole;                          // the distribution with nothing excluded; see whole_row
   int64_t* ids;                             // [B, m] out, nullptr with `given`
   float* log_q;                             // [B, m] out
   GatherRowsParams gather;                  // GPU only, n > 0: what the one row of draws reads of a table, besides

@@ -1,6 +1,6 @@
-// subset_sample on the device: one warp a row, 32 steps at a time. The law, and with it every bit of the result, is
-// that of subset_sample_math.h: each lane looks its offer up among what earlier rounds took, then the lanes tell each
-// other in the order of the steps what they took.
+// subset_sample on the device: one warp a row, 32 steps at a time. The distribution, and with it every bit of the
+// result, is that of subset_sample_math.h: each lane looks its offer up among what earlier rounds took, then the lanes
+// tell each other in the order of the steps what they took.
 #pragma once
 
 #include "common/macros.h"

@@ -1,4 +1,4 @@
-// The law of subset_sample, shared by host and device: Floyd's algorithm (Bentley & Floyd 1987).
+// The distribution of subset_sample, shared by host and device: Floyd's algorithm (Bentley & Floyd 1987).
 //
 // Of the N classes left in a row, step j = 0 .. k-1 offers a uniform class t of 0 .. N-k+j and takes it, or N-k+j where
 // t has been taken before. By induction every (j+1)-subset of 0 .. N-k+j is then equally likely: k random numbers and k
@@ -20,7 +20,7 @@ struct SubsetRow {
   SX_HOST_DEVICE SubsetRow(const SubsetSampleParams& p, int64_t b) : left(p.num_classes), hole(p.num_classes) {
     if (p.exclude == nullptr) return;
     const int64_t id = p.exclude[b];
-    if (id < 0 || id >= p.num_classes) return;  // on CUDA nobody has looked at it before
+    if (id < 0 || id >= p.num_classes) return;  // on CUDA it has not been checked
     hole = id;
     --left;
   }

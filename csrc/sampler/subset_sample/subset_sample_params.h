@@ -13,7 +13,7 @@ struct SubsetSampleParams {
   const int64_t* key;                       // [2] seed, offset
   const int64_t* exclude;                   // [B], -1 for none, or nullptr: one class that the row must not draw
   // What a row has drawn so far, one table of `slots` (a power of two, at least 2 k) for each of `tables` warps of the
-  // GPU kernels; nullptr where a row is one step of a warp. The CPU kernels have their own.
+  // GPU kernels; nullptr if a row is one step of a warp. The CPU kernels have their own.
   unsigned long long* table;
   int64_t slots, tables;
   int64_t* ids;  // [B, k] out

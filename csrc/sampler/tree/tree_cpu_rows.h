@@ -1,6 +1,6 @@
 // CPU bodies of the tree, compiled once per instruction set. Many draws, of one row or of several, go down together,
 // level by level: their nodes are independent loads, and the choice of a child is a plain loop over the draws that the
-// compiler vectorises. The top levels, which hold no more nodes than a row has draws, are scored once for the row.
+// compiler vectorizes. The top levels, which hold no more nodes than a row has draws, are scored once for the row.
 #pragma once
 
 #include "common/philox_many.h"

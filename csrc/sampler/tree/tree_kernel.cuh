@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kTreeThreads, 8) tree_sample_kernel(TreeSample
       for (int64_t i = threadIdx.x; i < out.count * tree.depth; i += kTreeThreads) {
         const int64_t which = i / tree.depth;
         const int level = int(i - which * tree.depth);
-        // Clamped: on CUDA nobody has looked at the leaves before, and only the ends of the row are cut off.
+        // Clamped: on CUDA the leaves have not been checked, and only the ends of the row are cut off.
         const int64_t leaf = out.leaves[which], last = (int64_t(1) << tree.depth) - 1;
         const int64_t at = ancestor(tree, leaf < 0 ? 0 : leaf > last ? last : leaf, level);
         out.left[which * (tree.depth + 1) + level] = double(logit(at, level));

@@ -113,7 +113,7 @@ SX_HOST_DEVICE inline TreeExcluded excluded_of(const TreeSampleParams& p, int64_
   if (p.exclude == nullptr) return {nullptr, nullptr, 0};
   int64_t begin = b * p.exclude_width, end = begin + p.exclude_width;
   if (p.exclude_offsets != nullptr) {
-    // Clamped: on CUDA nobody has looked at the offsets before.
+    // Clamped: on CUDA the offsets have not been checked.
     begin = p.exclude_offsets[b] < 0 ? 0 : p.exclude_offsets[b];
     begin = begin < p.exclude_size ? begin : p.exclude_size;
     end = p.exclude_offsets[b + 1] < p.exclude_size ? p.exclude_offsets[b + 1] : p.exclude_size;
@@ -196,7 +196,7 @@ SX_HOST_DEVICE inline double path_log_p(const TreeTable& tree, int64_t leaf, con
   return tree_path(tree, leaf, logit).log_p();
 }
 
-// Log-probability of a class under the law without the excluded ones.
+// Log-probability of a class under the distribution without the excluded ones.
 template <typename Logit>
 SX_HOST_DEVICE inline float given_log_q(const TreeSampleParams& p, const TreeExcluded& out, int64_t id,
                                         const Logit& logit) {

@@ -1,7 +1,7 @@
 // Schemas, checks and allocation of the tree's ops:
 //   tree_project       features [B, K] -> what the nodes see, [B, k] float32
 //   tree_sample        -> ids [B, m] int64, log_q [B, m] float32
-//   tree_log_prob      ids [B, n] -> [B, n] float32, the same law
+//   tree_log_prob      ids [B, n] -> [B, n] float32, the same distribution
 //   tree_sample_and_score  features [B, K], ids [B] or [B, n] -> draws, log_q [B, m], scores as ids: the three in one
 //   call tree_log_prob_all  -> [B, C] float32 tree_topk          -> log_p [B, k] float32, ids [B, k] int64
 #include "sampler/tree/tree_op.h"

@@ -7,7 +7,7 @@
 // additions, and the passes over examples need no labels.
 //
 // Large nodes are fitted one after the other, all threads sharing a node's blocks of examples; the others in parallel,
-// one thread each. A node's rows are gathered once, from x itself, into a buffer of their own.
+// one thread each. A node's rows are gathered once, from x itself, into a separate buffer.
 #include "sampler/tree_fit/tree_fit.h"
 
 #include <algorithm>
@@ -217,7 +217,7 @@ class NodeFit {
       const double* part = parts.data() + (shared_ ? g * kp * kp : 0);
       for (int64_t i = 0; i < kp * kp; ++i) covariance[i] += part[i];
     }
-    // Where all T_y are 0 but for rounding (one class has all examples, constant features) there is no direction.
+    // Where all T_y are 0 except for rounding (one class has all examples, constant features) there is no direction.
     const double noise = 1e-13 * sums[kp];
     dominant(covariance, noise * noise, v);
     for_classes(m, [&](int64_t begin, int64_t end) {

@@ -40,7 +40,7 @@ struct TreeFitTrace {
 // Number of leaves: the power of two that holds `num_classes`.
 SX_EXPORT int64_t tree_num_leaves(int64_t num_classes);
 
-// The discrete step, Eq. 9: the subset to the right that maximises sum over right of delta - sum over left of delta,
+// The discrete step, Eq. 9: the subset to the right that maximizes sum over right of delta - sum over left of delta,
 // with between `least` and `most` classes on the right. Ranked by falling delta, then by rising id. Classes of delta 0
 // are free and bring the count as near to half as they can. Writes right [m] (0 or 1), returns how many are 1.
 SX_EXPORT int64_t tree_split(const double* delta, const int32_t* ids, int64_t m, int64_t least, int64_t most,
@@ -52,7 +52,7 @@ SX_EXPORT int64_t tree_split(const double* delta, const int32_t* ids, int64_t m,
 //
 // fp64 arithmetic. Sums run over blocks of examples whose size depends on nothing but the node, in a fixed order: the
 // same bits for any number of threads. Memory beside the arguments: at most one more copy of x (for the root) and about
-// 20 bytes a class and an example. Throws std::invalid_argument, before anything is written.
+// 20 bytes per class and an example. Throws std::invalid_argument, before anything is written.
 SX_EXPORT void fit_tree(const float* x, const int64_t* y, int64_t n, int64_t k, int64_t num_classes,
                         const TreeFitOptions& options, float* weights, float* bias, int64_t* leaf_class, double* exact,
                         const std::function<void(const TreeFitLevel&)>& progress, std::vector<TreeFitTrace>* trace);

@@ -1,6 +1,6 @@
 // Shared draws on the CPU: down the tree once, depth first, with the draws that pass a node sorted into its children.
 // Draws in strata are sorted from the start.
-// With several threads the subtrees below a level are tasks of their own.
+// With several threads the subtrees below a level are separate tasks.
 #include <algorithm>
 #include <vector>
 
@@ -24,7 +24,7 @@ struct Place {
   int64_t node, begin, end;  // the draws are order[begin, end)
   int level;
   double q;            // probability of the way to it
-  double low;          // where its interval of [0, 1) begins; for draws in strata
+  double low;          // where its interval of [0, 1) begins; for stratified draws
   const double* mass;  // [tiles * 64] of the rows
 };
 
@@ -68,7 +68,7 @@ class Descent {
   }
 
   void run() {
-    // Without a row that has a law there is none: 0 / 0 in every node.
+    // Without a row that has a distribution there is none: 0 / 0 in every node.
     const Place root = {1, 0, p_.num_samples, 0, some_ || p_.tree.depth == 0 ? 1.0 : quiet_nan<double>(), 0.0, root_};
     const int threads = num_threads(), depth = p_.tree.depth;
     int cut = depth;  // the level whose subtrees are tasks
@@ -123,7 +123,7 @@ class Descent {
     if (at.level == last) return arrive(at);
     const float bias = bias_of(at.node);
     if (is_infinite(bias)) return pass(at, bias > 0, last, buffers, arrive);
-    const bool leaves = at.level + 1 == p_.tree.depth;  // nobody asks for the masses of a leaf
+    const bool leaves = at.level + 1 == p_.tree.depth;  // nothing reads the masses of a leaf
     if (!leaves) prefetch_children(at.node);
     TreeSharedNode node = {x_, at.mass, leaves ? nullptr : buffers, leaves ? nullptr : buffers + rows_, tiles_, width_,
                            0,  0};
@@ -141,9 +141,9 @@ class Descent {
   // A node that sends every row to one side: the masses stay, and so does what scoring it would give.
   template <typename F>
   void pass(const Place& at, bool right, int last, double* buffers, const F& arrive) {
-    const double all = at.q == at.q ? 1.0 : 0.0;  // without a law every draw goes left, as in any node
+    const double all = at.q == at.q ? 1.0 : 0.0;  // without a distribution every draw goes left, as in any node
     const TreeSharedNode node = {nullptr, nullptr, nullptr, nullptr, 0, 0, right ? all : 0.0, right ? 0.0 : all};
-    // Only a given class can be on the other side: it has probability 0, or nan where there is no law.
+    // Only a given class can be on the other side: it has probability 0, or nan where there is no distribution.
     const double none = 0.0 * at.q, q_left = right ? none : at.q, q_right = right ? at.q : none;
     const TreeSplitMass mass = split_mass(at, node, q_left, q_right);
     const int64_t middle = p_.stratified ? split_strata(at, mass.left, mass.right) : sort_draws(at, mass);
@@ -151,7 +151,7 @@ class Descent {
     go({2 * at.node + 1, middle, at.end, at.level + 1, q_right, at.low + mass.left, at.mass}, last, buffers, arrive);
   }
 
-  // Both lie side by side: on their way from memory while this node is scored.
+  // Both are adjacent: on their way from memory while this node is scored.
   void prefetch_children(int64_t node) const {
     const int64_t bytes = p_.tree.stride * (p_.tree.dtype == DType::kBFloat16 ? 2 : 4);
     const char* first = static_cast<const char*>(p_.tree.nodes) + 2 * node * bytes;
@@ -206,7 +206,7 @@ class Descent {
     return left;
   }
 
-  // The same for draws in strata, which are in order already.
+  // The same for stratified draws, which are in order already.
   int64_t split_strata(const Place& at, double q_left, double q_right) const {
     const double* places = uniforms_;
     return std::partition_point(places + at.begin, places + at.end,
@@ -231,12 +231,12 @@ class Descent {
   const int64_t tiles_, rows_, width_;  // rows: up to the next whole tile
   const int64_t stride_, levels_;       // of the uniforms
   const Workspace memory_;
-  double* root_;             // [rows] masses at the root: 1, or 0 for a row without a law
+  double* root_;             // [rows] masses at the root: 1, or 0 for a row without a distribution
   double* buffers_;          // [depth, 2, rows]
   double* uniforms_;         // [levels, stride]
   float* x_;                 // see TreeSharedNode
   int32_t *order_, *aside_;  // [m]
-  bool some_ = false;        // a row has a law
+  bool some_ = false;        // a row has a distribution
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// A node of the shared law compiled for AVX2.
+// A node of the shared distribution compiled for AVX2.
 #include "sampler/tree_shared/tree_shared_cpu_rows.h"
 
 namespace samplex::cpu {

@@ -1,4 +1,4 @@
-// A node of the shared law compiled for AVX512.
+// A node of the shared distribution compiled for AVX512.
 #include "sampler/tree_shared/tree_shared_cpu_rows.h"
 
 namespace samplex::cpu {

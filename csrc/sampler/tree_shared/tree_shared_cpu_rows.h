@@ -1,5 +1,5 @@
 // One node for all rows of a batch, compiled once per instruction set: plain loops over a tile of 64 rows, which the
-// compiler vectorises. The additions of a row are those of tree_logit.
+// compiler vectorizes. The additions of a row are those of tree_logit.
 #pragma once
 
 #include "sampler/tree_shared/tree_shared_math.h"

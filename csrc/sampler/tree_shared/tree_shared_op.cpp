@@ -1,8 +1,8 @@
 // Schemas, checks and allocation of the shared draws of a tree:
-//   tree_sample_shared    rows x [B, k] -> ids [m] int64, log_q [m] float32, from the mean of the rows' laws;
+//   tree_sample_shared    rows x [B, k] -> ids [m] int64, log_q [m] float32, from the mean of the rows' distributions;
 //   independent
-//                         draws, or draws in strata
-//   tree_log_prob_shared  ids [n] -> [n] float32, the same law
+//                         draws, or stratified draws
+//   tree_log_prob_shared  ids [n] -> [n] float32, the same distribution
 #include <tuple>
 
 #include "common/ids.h"

@@ -2,8 +2,8 @@
 //
 // Every thread lists a chunk of the entries, then sorts and later sums the ids of a range of its own: no two threads
 // write to the same cache line. Ranges are cut where a histogram says that the entries halve, not the ids: those of a
-// Zipf law put most entries into few rows. The packed key holds the entry's number, so the sorted order, and with it
-// every sum, is the same for any number of threads.
+// Zipf distribution put most entries into few rows. The packed key holds the entry's number, so the sorted order, and
+// with it every sum, is the same for any number of threads.
 #include <algorithm>
 #include <bit>
 #include <stdexcept>

@@ -199,14 +199,14 @@ struct EntryWalk {
     if (matches && part.lane > 0) part.entry = int(p.order[place + part.lane]);
     part.matches = group_count(matches);
     part.complete = head;
-    // Whether the row goes on behind the last place: only if all places that were looked at are the row's.
+    // Whether the row goes on behind the last place: only if all places that were examined are the row's.
     if (part.matches > lane_mask() || part.place + part.matches == part.stop)
       part.complete = head && key(end) != part.id;
     return part;
   }
 
   // sums[0 .. Width) = the part's sums of the columns from c on, those of part.lane, in the lanes that are `here`.
-  // `bias`: that of the bias terms, where wanted; the same in all lanes of the part.
+  // `bias`: that of the bias terms, if requested; the same in all lanes of the part.
   SX_DEVICE void add(const EntriesPart& part, int c, A* sums, bool with_bias, A& bias) const {
 #pragma unroll
     for (int i = 0; i < Width; ++i) sums[i] = 0;

@@ -79,7 +79,7 @@ struct RowReduceRange {
   const uint64_t* keys;  // (id << entry_bits) | entry, ascending
   int64_t num_keys, first_row;
   int entry_bits;
-  int64_t readable;  // keys that may be looked at ahead: these and those of the ranges that follow
+  int64_t readable;  // keys that may be examined ahead: these and those of the ranges that follow
   bool repeats;      // of all entries of the call, an eighth and more share their row with another one before them
 };
 // Sorts the entries and calls body(range, context) for disjoint ranges of whole rows, from several threads. Returns the

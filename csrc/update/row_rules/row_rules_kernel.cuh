@@ -98,7 +98,7 @@ SX_DEVICE inline void update_row(const RowRulesParams& p, const RuleNumbers<A>& 
           rate = row_rate(r, next);
         }
         if (last - first > 1) continue;
-        pass = 1;  // the only block is at hand
+        pass = 1;  // the only block is available
       }
       if (!inside) continue;
       r.weight_decay -= along;

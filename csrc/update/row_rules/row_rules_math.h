@@ -110,7 +110,7 @@ SX_HOST_DEVICE inline void dispatch_rule(RowRuleKind kind, F&& body) {
 }
 
 // ------------------------------------------------------------------------------------------------ stochastic rounding
-// Up with the probability of the distance to the lower neighbour, by 16 random bits. What is not finite, and what has
+// Up with the probability of the distance to the lower neighbor, by 16 random bits. What is not finite, and what has
 // no coarser type, is rounded as ever.
 SX_HOST_DEVICE inline BFloat16 round_with(float x, uint32_t noise, BFloat16) {
   if (!is_finite(x)) return from_acc<BFloat16>(x);

@@ -43,7 +43,7 @@ struct RowLive {
 
 struct RowTable {
   void* values;  // [C, d] in `dtype`; bias: [C]; nullptr: absent
-  void* state0;  // A [C, d], or [C] of kRowAdagrad; nullptr where the rule keeps none
+  void* state0;  // A [C, d], or [C] of kRowAdagrad; nullptr if the rule keeps none
   void* state1;  // A [C, d], kAdam
   DType dtype;
   RowRule rule;  // with live.rule: its constants

@@ -167,7 +167,7 @@ def evaluate(
     rows: Annotated[int, typer.Option(min=0, help="Only so many first examples; 0: all.")] = 0,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Examples at a time.")] = None,
     exclude_history: Annotated[
-        bool | None, typer.Option(help="Interactions: known items are no answers; by default as in the run.")
+        bool | None, typer.Option(help="Interactions: known items are not answers; by default as in the run.")
     ] = None,
     propensity_a: Annotated[
         float | None, typer.Option(help="psp@K: A; by default as in the run (0.5 Wikipedia, 0.6 Amazon).")
@@ -218,7 +218,7 @@ def predict(
     which: WhichOption = Which.best,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 256,
     exclude_history: Annotated[
-        bool | None, typer.Option(help="Interactions: known items are no answers; by default as in the run.")
+        bool | None, typer.Option(help="Interactions: known items are not answers; by default as in the run.")
     ] = None,
     device: Device = "cpu",
     trust_model: Trust = None,

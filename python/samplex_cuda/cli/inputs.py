@@ -122,7 +122,7 @@ def _slices(count: int, make: Callable[[int, int], dict[str, Tensor]]) -> Inputs
 
 
 def open_inputs(config: Config, meta: dict[str, Any], path: str, form: str | None) -> Inputs:
-    """The rows of a file; labels that it may have are not looked at.
+    """The rows of a file; labels that it may have are not used.
 
     Args:
         config: of the run.

@@ -145,7 +145,7 @@ def top(
         h: [B, d].
         features: [B, f] or None.
         k: how many.
-        known: CSR (offsets int64 [B + 1], ids) of classes that are no answers.
+        known: CSR (offsets int64 [B + 1], ids) of classes that are not answers.
 
     Returns:
         (ids int64 [B, k], probabilities float32 [B, k]); -1 and 0 where fewer classes are left.

@@ -422,7 +422,7 @@ def _report(out: Output, trainer: Trainer, result: Result, started: int, wall: f
     rows = [
         ("status", result.status + (f": {result.message}" if result.message else "")),
         ("steps", f"{result.step:,} ({done.epoch} epochs)"),
-        ("time", f"{_duration(done.seconds)} of training ({_number(rate)} steps/s), {_duration(wall)} in all"),
+        ("time", f"{_duration(done.seconds)} of training ({_number(rate)} steps/s), {_duration(wall)} in total"),
     ]
     if result.best is not None:
         limit = math.log(trainer.train.num_classes)

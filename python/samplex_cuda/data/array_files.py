@@ -1,4 +1,4 @@
-"""Arrays on disk: npy files are mapped as they are; members of zip files (npz) are unpacked into the cache first."""
+"""Arrays on disk: npy files are mapped unchanged; members of zip files (npz) are unpacked into the cache first."""
 
 from __future__ import annotations
 

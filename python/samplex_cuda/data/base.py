@@ -464,7 +464,7 @@ class _Labels:
         return np.concatenate(parts)
 
     def largest(self, num_classes: int | None) -> int:
-        """Largest target under the rule (-1 where there is none); a label outside [0, num_classes) is an error."""
+        """Largest target under the rule (-1 if there is none); a label outside [0, num_classes) is an error."""
         most = -1
         for begin in range(0, self.rows, _CHUNK):
             y = self.get(self.stored(np.arange(begin, min(begin + _CHUNK, self.rows))))
@@ -505,7 +505,7 @@ class _Labels:
         return _pad(values, lengths, PAD, max(1, int(lengths.max(initial=0))))
 
     def others(self, stored: Array) -> tuple[Tensor, Tensor] | None:
-        """Labels of each row besides the one that the rule picks, CSR; None where there can be none."""
+        """Labels of each row besides the one that the rule picks, CSR; None if there can be none."""
         if self.several or (self.table is not None and self.table.ndim == 1):
             return None
         if self.table is not None:

@@ -84,7 +84,7 @@ class ArrayWriter:
     Args:
         path: where.
         dtype: of the numbers.
-        width: numbers a row; None for a one-dimensional array.
+        width: numbers per row; None for a one-dimensional array.
 
     Example:
         >>> import tempfile, numpy as np

@@ -14,7 +14,7 @@ __all__ = ["Plan", "by_role", "find_plan"]
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 TABLES = (*SEPARATORS, ".rating", ".ratings", ".inter", ".data", ".dat")  # names of files that are tables
-_ROWS = 2000  # looked at
+_ROWS = 2000  # examined
 _SAMPLE = 1 << 18
 
 _KEY = "(id|ids|idx|index|nr|no|number|key|hash|name|code)?"
@@ -135,7 +135,7 @@ def _refuse(where: str, path: Path, line: str, why: str, width: int) -> ValueErr
 
 
 def _by_name(where: str, path: Path, names: list[str]) -> list[int] | None:
-    """Places by the names of a header; None where they say nothing."""
+    """Places by the names of a header; None if they say nothing."""
     roles = [_role(name) for name in names]
     if "user" not in roles and "item" not in roles:
         return None

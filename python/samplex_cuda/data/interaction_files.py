@@ -82,12 +82,12 @@ class _PairWriter:
         if self.num_users > max(_FEW_USERS, _USERS_PER_PAIR * total):  # before anything of that length is made
             raise ValueError(
                 f"{conversion.where}: {conversion.source}: users must be numbered without such gaps, got user "
-                f"{self.num_users - 1} in {total} interactions; relabel=True of interactions_file numbers them anew"
+                f"{self.num_users - 1} in {total} interactions; relabel=True of interactions_file numbers them again"
             )
         if self.most_item >= max(_FEW_ITEMS, _USERS_PER_PAIR * total):
             raise ValueError(
                 f"{conversion.where}: {conversion.source}: items must be numbered without such gaps, got item "
-                f"{self.most_item} in {total} interactions; relabel=True numbers them anew. If that is a time or a "
+                f"{self.most_item} in {total} interactions; relabel=True numbers them again. If that is a time or a "
                 "rating, layout and fields say which columns are user and item"
             )
         users, items = conversion.finished("pair_user"), conversion.finished("pair_item")
@@ -148,7 +148,7 @@ class _PairWriter:
 
 # ------------------------------------------------------------------------------------------------ user item item ...
 def _fast_lists(block: bytes) -> tuple[np.ndarray, np.ndarray] | None:
-    """(numbers of all lines, how many each line has); None where anything but digits and spaces occurs."""
+    """(numbers of all lines, how many each line has); None if anything but digits and spaces occurs."""
     raw = np.frombuffer(block, dtype=np.uint8)
     if not _DIGIT_OR_SPACE[raw].all():
         return None
@@ -257,7 +257,7 @@ def _time(field: bytes) -> float:
 
 
 def _fast_table(block: bytes, sep: bytes, width: int, places: list[int]) -> np.ndarray | None:
-    """The wanted columns, float64 [n, 2 or 3]; None where a line is not plainly `width` numbers."""
+    """The wanted columns, float64 [n, 2 or 3]; None if a line is not plainly `width` numbers."""
     raw = np.frombuffer(block, dtype=np.uint8)
     is_sep, is_end = raw == ord(sep), raw == 10
     edge = is_sep | is_end

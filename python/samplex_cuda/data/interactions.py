@@ -17,7 +17,7 @@ class Interactions(Dataset):
     """Which items each user took, in order: predict an item from the ones before it.
 
     Row r is one interaction of one user: "y" int64 [B] is the item, "history" int64 [B, T] the items before it, most
-    recent last, padded with -1 at the front, "user" int64 [B]. The first `min_history` items of a user are no targets.
+    recent last, padded with -1 at the front, "user" int64 [B]. The first `min_history` items of a user are not targets.
 
     With `targets` (a test set) a row is a user who has some: "history" ends with the last known item, and "y" is
     [B, P], padded with -100.
@@ -167,7 +167,7 @@ class Interactions(Dataset):
         return _long(self._users[found] if self._targets is not None else self._place(found)[0])
 
     def seen(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Every known item that is no target of each row, however long ago: what a recommendation leaves out.
+        """Every known item that is not a target of each row, however long ago: what a recommendation leaves out.
 
         With `targets`: all items of the user. Else: the items before the target (order="none": all the others).
 

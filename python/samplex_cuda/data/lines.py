@@ -38,7 +38,7 @@ class BadLines:
         >>> bad = BadLines("xc_file", "train.txt", allowed=1)
         >>> bad.add(3, "feature 'x' is no number")
         >>> bad.note()
-        "xc_file: skipped 1 bad line of train.txt (line 3: feature 'x' is no number)"
+        "xc_file: skipped 1 bad line of train.txt (line 3: feature 'x' is not a number)"
         >>> bad.add(7, "label -1 is below 0")
         Traceback (most recent call last):
         ...
@@ -62,7 +62,7 @@ class BadLines:
             self.add(int(line), str(reason))
 
     def note(self) -> str | None:
-        """What was skipped, in words; None where nothing was."""
+        """What was skipped, in words; None if nothing was."""
         if not self.found:
             return None
         count = f"{len(self.found)} bad line{'s' if len(self.found) > 1 else ''}"

@@ -50,7 +50,7 @@ class Rows(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------ one block by numpy
 def fast_rows(block: bytes, first_index: int, num_features: int, num_labels: int) -> Rows | None:
-    """The rows of a block of lines `l1,l2 j:v j:v ...`; None where it is not plainly that.
+    """The rows of a block of lines `l1,l2 j:v j:v ...`; None if it is not plainly that.
 
     Args:
         block: lines, each with its newline.
@@ -92,7 +92,7 @@ def fast_rows(block: bytes, first_index: int, num_features: int, num_labels: int
     if inside[~is_value].any():
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # text that is no number
+        warnings.simplefilter("error")  # text that is not a number
         try:
             numbers = np.fromstring(block.translate(_TO_SPACES), dtype=np.float64, sep=" ")
         except (DeprecationWarning, ValueError):

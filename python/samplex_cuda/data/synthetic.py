@@ -2,7 +2,7 @@
 
 `HierarchicalZipf` is a stream of batches, `BuiltIn` a `Dataset` with the same classes.
 
-Nothing is downloaded and nothing of size C * dim is stored: a class centre is computed from its place in the tree when
+Nothing is downloaded and nothing of size C * dim is stored: a class center is computed from its place in the tree when
 a batch needs it, so 10^6 classes and more cost no more than a few small tables and the class probabilities.
 """
 
@@ -29,12 +29,12 @@ _SPLITS = {"train": 0, "valid": 1}
 
 
 class HierarchicalZipf:
-    """Seeded classification data: classes in a tree, Zipf class frequencies, Gaussian noise around class centres.
+    """Seeded classification data: classes in a tree, Zipf class frequencies, Gaussian noise around class centers.
 
     Class ids are frequency ranks: class 0 is the most frequent, and p(c) is proportional to (c + 1)^-exponent. (So
-    `samplers.LogUniform` fits the law.) Each class is a leaf of a tree of `depth` levels with `branching` children per
-    inner node, placed there at random, so every super-class has frequent and rare members. The centre of a class is
-    the sum of a random direction for each of its ancestors and for itself, scaled to length 1; an example is
+    `samplers.LogUniform` fits the distribution.) Each class is a leaf of a tree of `depth` levels with `branching`
+    children per inner node, placed there at random, so every super-class has frequent and rare members. The center of a
+    class is the sum of a random direction for each of its ancestors and for itself, scaled to length 1; an example is
     `x = centre + noise * gaussian / sqrt(dim)`.
 
     Example i of a split is the same whatever the batch size: data come in blocks of `block_size` examples, each block
@@ -49,7 +49,7 @@ class HierarchicalZipf:
         exponent: Zipf exponent.
         depth: levels of super-classes above the classes.
         branching: children of each inner node; by default the (depth + 1)-th root of C.
-        noise: length of the noise vector relative to the centre's.
+        noise: length of the noise vector relative to the center's.
         block_size: examples drawn at once.
 
     Example:
@@ -116,7 +116,7 @@ class HierarchicalZipf:
                 return stride
 
     def _generator(self, split: int, block: int) -> torch.Generator:
-        # Mixed by multiplication with odd 64-bit constants: neighbouring blocks get unrelated seeds.
+        # Mixed by multiplication with odd 64-bit constants: neighboring blocks get unrelated seeds.
         mixed = (self.seed * 0x9E3779B97F4A7C15 + (split + 2) * 0xBF58476D1CE4E5B9 + block * 0x94D049BB133111EB) % 2**64
         mixed ^= mixed >> 31
         return torch.Generator().manual_seed(mixed % 2**63)
@@ -198,7 +198,7 @@ class HierarchicalZipf:
         """Streams batches in a fixed order, holding one block at a time.
 
         Args:
-            split: "train" or "valid"; they share classes and centres and no example.
+            split: "train" or "valid"; they share classes and centers and no example.
             batch_size: rows per batch.
             epochs: how often to go through the split; None for ever. Each epoch repeats the same examples.
             drop_last: leave out a last, smaller batch.
@@ -274,7 +274,7 @@ class HierarchicalZipf:
 class BuiltIn(Dataset):
     """The built-in data: hierarchical Zipf classes at any C, made when a batch asks for them.
 
-    Classes, centres and class probabilities are those of `HierarchicalZipf` with the same settings. Row i is a function
+    Classes, centers and class probabilities are those of `HierarchicalZipf` with the same settings. Row i is a function
     of (seed, split, i) alone, so rows come in any order at the same cost and N x K is never held.
 
     Args:
@@ -286,7 +286,7 @@ class BuiltIn(Dataset):
         exponent: Zipf exponent.
         depth: levels of super-classes above the classes.
         branching: children of each inner node.
-        noise: length of the noise vector relative to the centre's.
+        noise: length of the noise vector relative to the center's.
 
     Example:
         >>> import torch

@@ -23,7 +23,7 @@ _STEP = 1 << 20  # tokens renamed at once
 
 
 def _decode(conversion: Conversion, block: bytes, first: int) -> str:
-    """The text of a block; lines that are no UTF-8 are bad lines."""
+    """The text of a block; lines that are not UTF-8 are bad lines."""
     try:
         return block.decode("utf-8")
     except UnicodeDecodeError:
@@ -139,7 +139,7 @@ def text_file(
         min_count: words that are rarer become `<unk>`.
         max_size: only so many words, `<unk>` and `<eos>` among them.
         eos: whether lines end with `<eos>`.
-        skip_bad: how many lines that are no UTF-8 may be left out.
+        skip_bad: how many lines that are not UTF-8 may be left out.
         cache_dir: as in `xc_file`.
         verify: as in `xc_file`.
 

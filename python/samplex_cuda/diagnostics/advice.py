@@ -48,14 +48,14 @@ def recommend(found: Diagnosis) -> str:
         )
     points = [pair for pair in points if _comparable(pair, reference, timed)]
     goal = max(reference[1].bias * 1.02, NEGLIGIBLE * found.gradient_norm)
-    # A bias that was measured counts with its noise, but for the one that all are held against.
+    # A bias that was measured counts with its noise, except for the one that all are held against.
     good = [pair for pair in points if _upper(pair[1]) <= goal and (timed or pair[0].kind not in _ORACLES)]
     good = good if any(pair[1] is reference[1] for pair in good) else [*good, reference]
     law, best = _cheapest(good, timed)
     words = []
     if found.full_ms is not None and timed and found.full_ms + 2.0 * found.full_error <= _low(best, timed):
         words.append(
-            f"The full softmax takes {_ms(found.full_ms)} ms a step here, no more than {_name(law, best)} "
+            f"The full softmax takes {_ms(found.full_ms)} ms per step here, no more than {_name(law, best)} "
             f"({_ms(best.step_ms)} ms), and has no bias: loss='full_softmax' is the better choice at this C."
         )
     if (law is reference[0] and best is reference[1]) or not _clearly_less(best, reference[1], timed):
@@ -219,7 +219,7 @@ def _compare(found: Diagnosis, law: Law, best: Point, reference: tuple[Law, Poin
         assert base.step_ms is not None
         return (
             f"{text} at {_fraction(best.step_ms / base.step_ms)} the time ({_ms(best.step_ms)} against "
-            f"{_ms(base.step_ms)} ms a step)."
+            f"{_ms(base.step_ms)} ms per step)."
         )
     return f"{text} with {_fraction(best.num_samples / base.num_samples)} the samples."
 
@@ -241,7 +241,7 @@ def _for_the_same(
 
 
 def _uniform_equivalent(found: Diagnosis, law: Law, best: Point) -> list[str]:
-    """How many samples Uniform would take, by its law of 1/m, where that is more than was tried."""
+    """How many samples Uniform would take, since its bias falls as 1/m, where that is more than was tried."""
     uniform = next((one for one in found.laws if one.kind == "Uniform" and one.points), None)
     if uniform is None or law is uniform or best.bias <= 0:
         return []

@@ -1,16 +1,17 @@
-"""What a sampler's law means for the gradient of sampled softmax, row by row, in float64.
+"""What a sampler's distribution means for the gradient of sampled softmax, row by row, in float64.
 
 For a row with logits o and target t: p = softmax(o), s = 1 - p_t, pi = p / s on the other classes (the negatives), q
-the law that negatives come from, rho = p / q. The sampled normaliser over the true one is V = p_t + mean of rho over
-the m draws, and the gradient in the logits is G = (mean of rho_c unit_c over the draws + p_t unit_t) / V - unit_t.
+the distribution that negatives come from, rho = p / q. The sampled normalizer over the true one is V = p_t + mean of
+rho over the m draws, and the gradient in the logits is G = (mean of rho_c unit_c over the draws + p_t unit_t) / V -
+unit_t.
 
     v        m Var[V] = sum q (rho - s)^2
     bias     m (E[G] - full) -> p_k (v - (rho_k - s)) at a negative k, p_t v at the target
     spread   m Var[G] -> E |rho_c (unit_c - p)|^2 - |its mean|^2
 
-The target is either excluded (q is the law of the other classes: draws per row) or masked (q is the whole law, a draw
-of the target counts as rho = 0: shared draws). Where q is 0 on a share of the softmax, G tends to the gradient of the
-softmax over the other classes: a bias that no m removes, kept apart as the term of order 0.
+The target is either excluded (q is the distribution of the other classes: draws per row) or masked (q is the whole
+distribution, a draw of the target counts as rho = 0: shared draws). Where q is 0 on a share of the softmax, G tends to
+the gradient of the softmax over the other classes: a bias that no m removes, kept apart as the term of order 0.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Rows:
         out = out.mul_(self.head.scale)
         if self.head.loss.absolute:
             out = out.abs_()
-        if self.head.loss.needs.prior:  # its scores are relative to the sampler's law
+        if self.head.loss.needs.prior:  # its scores are relative to the sampler's distribution
             some = self.seen[rows]
             wanted = ids.expand(some.shape[0], -1) if ids.dim() == 1 else ids
             given = None if self.context is None else self.context[rows]
@@ -130,14 +131,14 @@ class Rows:
 
 @dataclasses.dataclass
 class RowLaw:
-    """Numbers of a law for each row, all [B] float64; `exact` says whether every class was looked at."""
+    """Statistics of a distribution for each row, all [B] float64; `exact` says whether every class was examined."""
 
     exact: bool
     kl: Tensor  # KL(pi || q given the negatives)
     tv: Tensor  # total variation between them
     second: Tensor  # sum of pi^2 / q: m / second is the effective sample size
     missing: Tensor  # share of pi on classes that are never drawn
-    target_q: Tensor  # probability of the target under the whole law
+    target_q: Tensor  # probability of the target under the whole distribution
     log_q_min: Tensor  # over classes that can be drawn, as they are drawn
     log_q_max: Tensor
     log_ratio: Tensor  # largest log(e^o / q)
@@ -161,7 +162,7 @@ def _law_of(sampler: Any, seen: Tensor, context: Tensor | None) -> Tensor:
 
 
 class SharedLaw:
-    """The law of draws that all rows share, where the sampler has another one for each row: the mean of these.
+    """The distribution of draws that all rows share, where the sampler has another one for each row: the mean of these.
 
     Args:
         sampler: any sampler.
@@ -203,7 +204,7 @@ class SharedLaw:
 
 @torch.no_grad()
 def enumerate_law(sampler: Any, rows: Rows, seen: Tensor, context: Tensor | None, *, shared: bool) -> RowLaw:
-    """Everything from the law itself, class by class; a few rows at a time, so that [rows, C] stays small.
+    """Everything from the distribution itself, class by class; a few rows at a time, so that [rows, C] stays small.
 
     Args:
         sampler: any sampler.
@@ -295,15 +296,15 @@ def _of_block(logits: Tensor, log_q: Tensor, rows: Rows, part: slice, shared: bo
 def estimate_law(sampler: Any, rows: Rows, seen: Tensor, context: Tensor | None, draws: Draws) -> RowLaw:
     """The same from draws alone, for class sets that are too large to look at: means over the draws of each row.
 
-    What was never drawn is not seen: `missing` is 0, the largest ratio is that of the draws, and a law that misses
-    likely classes looks better than it is.
+    What was never drawn is not seen: `missing` is 0, the largest ratio is that of the draws, and a distribution that
+    misses likely classes looks better than it is.
     """
     pi, w, s, p_t = draws.pi, draws.log_rho.exp(), rows.rest[: draws.count], rows.p_target[: draws.count]
     target_q = sampler.log_prob(seen[: draws.count], rows.target[: draws.count, None], context=draws.context)
     target_q = target_q[:, 0].double().exp()
     u = w / s[:, None].clamp_min(1e-300)
     left = (1.0 - target_q).clamp_min(1e-300) if draws.shared else torch.ones_like(s)
-    alone = u * left[:, None]  # pi / q where both are laws of the negatives
+    alone = u * left[:, None]  # pi / q where both are distributions of the negatives
     mean = (lambda x: x.sum(1) / (~draws.hit).sum(1).clamp_min(1)) if draws.shared else (lambda x: x.mean(1))
     kl = mean(torch.where(alone > 0, alone * alone.clamp_min(1e-300).log(), 0.0)).clamp_min(0.0)
     tv = 0.5 * mean(torch.where(draws.hit, 0.0, (alone - 1.0).abs()))
@@ -344,7 +345,7 @@ class Draws:
         self.context = None if context is None else context[:count]
         target = rows.target[:count]
         exclude = None if shared else target
-        # Shared draws have, for each single row, the law of draws of its own.
+        # Shared draws have, for each single row, the distribution of draws of its own.
         drawn = sampler.sample(seen[:count], each, key=key, exclude=exclude, context=self.context)
         self.ids, self.log_q = drawn.ids, drawn.log_q.double()
         self.hit = self.ids == target[:, None]

@@ -27,7 +27,7 @@ class Point:
         bias: norm of the bias, root mean square over rows: the best number there is, see `measured`.
         bias_leading: the same from the terms up to order 1/m alone, over all rows.
         bias_error: standard error of the measured part of `bias`; 0 where it is all formula.
-        excess: mean over rows of |bias|^2 less that of Uniform with the same m; None where there is no such.
+        excess: mean over rows of |bias|^2 less that of Uniform with the same m; None if there is no such.
         excess_error: its standard error; 0 where nothing was measured.
         measured: share of the rows whose bias was measured from draws, because m is too small for the leading term.
         std: root of the total variance of one row's gradient, root mean square over rows.
@@ -64,13 +64,13 @@ class Point:
 
 @dataclasses.dataclass
 class Law:
-    """One sampler: how its law compares with the model's softmax, both over the classes other than the target.
+    """One sampler: how its distribution compares with the model's softmax, both over the classes other than the target.
 
     Attributes:
         name: as in the table.
         kind: class of the sampler.
         own: whether it is the sampler of the head.
-        exact: whether every class was looked at; otherwise the numbers are estimates from draws.
+        exact: whether every class was examined; otherwise the numbers are estimates from draws.
         kl: KL(softmax || q), mean over rows; inf where q is 0 somewhere and softmax is not.
         tv: total variation, mean over rows.
         ess_share: effective sample size per sample, mean over rows.
@@ -79,7 +79,7 @@ class Law:
         log_ratio_max: largest log(e^o / q).
         missing: share of the softmax on classes that are never drawn, mean over rows.
         follows: whether the sampler depends on the class table.
-        stale_rows: share of the sampler's class rows that differ from the head's; None where it keeps none.
+        stale_rows: share of the sampler's class rows that differ from the head's; None if it keeps none.
         drift: |sampler's rows - head's| / |head's|; None as above.
         stale_steps: training forwards since the head brought it up to date.
         stratified: whether draws are stratified: `step_ms` is of that, bias and std of independent draws.
@@ -119,7 +119,7 @@ class Diagnosis:
     Attributes:
         num_classes: C.
         in_features: d.
-        rows: how many rows were looked at.
+        rows: how many rows were examined.
         loss: of the head.
         shared: whether targets are masked (shared draws) instead of excluded.
         seed: of the draws.

@@ -28,7 +28,7 @@ MAX_CLASSES = 1 << 23  # one row of float64 numbers is 64 MB
 MOST_SHARED = 1 << 14  # draws of a batch that are tried
 LEAK_ROWS = 64  # at most, and as many as the limit above allows: their leak is exact
 POOL = 1 << 19  # draws of a sampler that bias and variance are measured from
-TRUSTED = 0.1  # relative variance of the normaliser up to which the leading term is taken
+TRUSTED = 0.1  # relative variance of the normalizer up to which the leading term is taken
 _TIMED_NUMBERS = 1 << 26  # gathered weights of a timed step
 _TIMED_DRAWS = 1 << 12  # of an exact sampler
 _COPIED_BYTES = 1 << 28  # of a sampler whose update is timed on a copy
@@ -60,7 +60,7 @@ def diagnose(
         candidates: samplers (or `Candidate`s) by name, or a list of samplers; Uniform is added for comparison. By
             default `default_candidates(head, class_counts)` and `other_ways` of them.
         num_samples: the m to try; `head.num_samples` is added where the head's own sampler is among the candidates.
-            Shared draws are tried with 16 times as many where the head draws per row, and the other way round.
+            Shared draws are tried with 16 times as many where the head draws per row, and vice versa.
         features: [*, f], what the head's sampler and trees look at where that is not h.
         y: int64 [*], or [*, P] padded with `head.ignore_index`, of which the first counts; rows without a target are
             left out. Without y, targets are drawn from the head's own softmax.
@@ -143,7 +143,7 @@ def diagnose(
                 head, name, one, used[number], rows, look, given, _sizes(head, one, sizes), row_laws[number], key
             )
             if math.isnan(law.kl):
-                broken.append(f"{name}: its law is not a number on these rows; it was left out.")
+                broken.append(f"{name}: its distribution is not a number on these rows; it was left out.")
                 continue
             if gradient is None or law.kind == "Uniform":  # estimated from draws, Uniform's is the steadiest
                 gradient = float((squares + rows.rest[: squares.shape[0]].square()).mean().sqrt())
@@ -240,7 +240,7 @@ def _one(
     row_law: gradient_error.RowLaw | None,
     key: Tensor,
 ) -> tuple[Law, Tensor, list[Tensor]]:
-    """Numbers of a sampler, by the law that is used of it.
+    """Numbers of a sampler, by the distribution that is used of it.
 
     Also the sum of p^2 over the negatives of the rows, and for each m |bias|^2 of the rows it was found for.
     """

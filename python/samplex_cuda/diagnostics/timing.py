@@ -53,7 +53,7 @@ def spread(times: list[float]) -> tuple[float, float]:
 
 
 def _used() -> tuple[float, float] | None:
-    """Processor seconds of the machine and of this process; None where the system does not say."""
+    """Processor seconds of the machine and of this process; None if the system does not say."""
     try:
         fields = [int(field) for field in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
         tick = os.sysconf("SC_CLK_TCK")
@@ -87,7 +87,7 @@ class Load:
 
 
 def measure(jobs: list[Job], device: torch.device) -> float | None:
-    """Times jobs in turns, round by round, so that what else the machine does meets all of them alike.
+    """Times jobs alternately, round by round, so that what else the machine does meets all of them alike.
 
     The first round is left out: it finds cold caches, and in a new process torch imports seconds' worth of modules in
     it.

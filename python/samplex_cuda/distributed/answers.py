@@ -129,7 +129,7 @@ class ShardedAnswers(SampledClassifier):
             h: [n, d], this rank's rows.
             y: int64 [n, P], numbers below 0 for none.
             features: as in `SampledClassifier.topk`.
-            known: int64 [n, K], classes that are no answers, -1 for none.
+            known: int64 [n, K], classes that are not answers, -1 for none.
 
         Returns:
             int64 [n], 1 for the best class, ties to the lower id; 0 for a row without a target.

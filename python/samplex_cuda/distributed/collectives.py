@@ -217,7 +217,7 @@ class Exchange:
 
         Args:
             mine: bool [...], which entries this rank knows.
-            fields: tensors of that shape, of 4 or 8 bytes a number.
+            fields: tensors of that shape, of 4 or 8 bytes per number.
         """
         if self.world == 1:
             return tuple(torch.where(mine, t, 0) for t in fields)

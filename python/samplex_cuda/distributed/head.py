@@ -222,7 +222,7 @@ class ShardedClassifier(ShardedAnswers):
         if inside_ddp(self):
             raise RuntimeError(
                 f"{_NAME}: a sharded head must not be inside DistributedDataParallel, which gives every rank the rows "
-                "of rank 0: wrap the encoder alone, and make the head anew"
+                "of rank 0: wrap the encoder alone, and make a new head"
             )
         grad = torch.is_grad_enabled()
         negatives = negatives if self.training else None

@@ -423,7 +423,7 @@ class ShardedKernel(ShardedSampler, KernelRows):
 
     @torch.no_grad()
     def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """All rows anew from this rank's table [rows, d] (and bias [rows]); every rank must call it."""
+        """Rebuilds all rows from this rank's table [rows, d] (and bias [rows]); every rank must call it."""
         width = self.dim + self.has_bias
         for part in torch.arange(self.layout.rows, device=self.rows.device).split(self._rows_at_a_time()):
             new, old = self._own(weight, bias, part), self.own_rows()[part, :width]

@@ -19,7 +19,7 @@ class Layout:
     """Classes in slots, slots in the ranges of `torch.chunk`: rank r holds n = ceil(C / world) slots from r * n on.
 
     With `order="class"` slot and class are the same, and a rank holds a range of classes. With "spread" class c is in
-    slot (a * c) mod C, where a is near C times the golden section: neighbouring classes, and so the frequent ones where
+    slot (a * c) mod C, where a is near C times the golden section: neighboring classes, and so the frequent ones where
     ids are sorted by frequency, lie far apart. C need not be a multiple of the world size; the last ranks may hold
     fewer rows than the others, or none.
 

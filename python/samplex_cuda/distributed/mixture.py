@@ -57,7 +57,7 @@ class ShardedMixture(Mixture):
                 part.follow(ids, weight, bias if part.has_bias else None)
 
     def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """All rows anew from this rank's tables; every rank must call it."""
+        """Rebuilds all rows from this rank's tables; every rank must call it."""
         for part in self._parts():
             if part.follows_rows:
                 part.rebuild(weight, bias if part.has_bias else None)

@@ -103,7 +103,7 @@ def _check_head(head: SampledClassifier) -> None:
     if not head.loss.needs.draws:
         raise ValueError(
             f"{_NAME}: loss must sample classes, got {head.loss!r}, whose gradient is dense: DistributedDataParallel "
-            "takes it as it is"
+            "takes it unchanged"
         )
     if head.weight.is_meta:
         raise ValueError(f"{_NAME}: heads must have numbers, got one on the meta device: call head.to_empty() first")

@@ -75,7 +75,7 @@ class ShardedSampler(Sampler):
         raise NotImplementedError
 
     def _score_slots(self, h: Tensor | None, slots: Tensor, excluded: Tensor | None) -> Tensor:
-        """log q [B, n] float32 of slots [B, n]; -1 is no class."""
+        """log q [B, n] float32 of slots [B, n]; -1 is not a class."""
         raise NotImplementedError
 
     def log_prob_local(self, h: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class ShardedExact(ShardedSampler):
         return self.weight, self.bias
 
     def _own(self) -> ExactSampler | None:
-        """The sampler of this rank's classes, None where it has none."""
+        """The sampler of this rank's classes, None if it has none."""
         return self._make(*self._tables(), **self._options) if self.layout.rows else None
 
     # -------------------------------------------------------------------------------------------- draws and scores
@@ -204,7 +204,7 @@ class ShardedExact(ShardedSampler):
 
     @torch.no_grad()
     def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """All rows anew from this rank's table [rows, d] (and bias [rows])."""
+        """Rebuilds all rows from this rank's table [rows, d] (and bias [rows])."""
         if self.weight is not None:
             self.weight.copy_(weight)
             if self.bias is not None and bias is not None:

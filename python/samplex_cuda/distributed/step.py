@@ -1,7 +1,7 @@
 """One training step of a sharded head: partial logits, the loss of their sum, partial gradients.
 
 Each rank computes the logits of the classes it holds and zeros elsewhere; their sum over the ranks has the same bits on
-any number of ranks. The fused losses then run as they are, on a table of one column that holds these logits: entry j of
+any number of ranks. The fused losses then run unchanged, on a table of one column that holds these logits: entry j of
 row b is class b * (P + m) + j of that table, and a draw that must not count gets the class of its row's first target,
 which every loss masks.
 """

@@ -47,7 +47,7 @@ def prepare(
         positives: CSR pair or None.
 
     Returns:
-        The leading shape that a result per row has (None where it is [B] already), and the inputs.
+        The leading shape that a result per row has (None if it is [B] already), and the inputs.
     """
     for name, t, wanted in (
         ("h", h, "[*, d]"),
@@ -184,7 +184,7 @@ def row_values(
 
 
 def target_weights(op: str, given: Tensor | None, target: Tensor, flat: Tensor, weight: Tensor) -> Tensor | None:
-    """What targets weigh, in the dtype and the shape the ops take; None where they all weigh the same.
+    """What targets weigh, in the dtype and the shape the ops take; None if they all weigh the same.
 
     Args:
         op: name for error messages.

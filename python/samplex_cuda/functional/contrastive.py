@@ -61,9 +61,9 @@ def contrastive(
     .. math::
         -\log \frac{\exp s_{ip}}{\exp s_{ip} + \sum_{j \in N_i} \exp(s_{ij} - \log q_{ij} - \log |N_i|)}
 
-    where there is a `log_q`, and the same without the correction (Wen 2020, Eq. 3.1) where there is none. With the
-    correction the sum estimates that over all other keys, whatever law the negatives have; without it keys that are
-    drawn often are pushed away more often than they should be.
+    where there is a `log_q`, and the same without the correction (Wen 2020, Eq. 3.1) if there is none. With the
+    correction the sum estimates that over all other keys, whatever distribution the negatives have; without it keys
+    that are drawn often are pushed away more often than they should be.
 
     **Keys and positives.** A memory bank: `keys` [n, d] and `positives` [B], the row of each query's key. In-batch:
     `keys` [n, d] without `positives`, one for each query: row i is the key of query i. Rows from B on (of a second
@@ -90,14 +90,14 @@ def contrastive(
         positives: int64 [B] rows of `keys`, or None: in-batch.
         negatives: int64 [B, k] rows of `keys` for each query, or [k] for all. One that is the query's positive takes no
             part.
-        log_q: log-probability of the negatives under the law they were drawn from, shape of `negatives`. In-batch [n]:
-            of each key as a draw, such as the log of how often it is some query's positive
+        log_q: log-probability of the negatives under the distribution they were drawn from, shape of `negatives`.
+            In-batch [n]: of each key as a draw, such as the log of how often it is some query's positive
             (`sx.samplers.StreamingFrequency`). The divisor is n - 1, also where copies are masked.
         num_negatives: k.
         sampler: a sampler over the n keys, such as `sx.samplers.Unigram`; it sees the queries.
         key: randomness of the draw; see `samplex_cuda.Key`. None: torch's default generator.
-        key_ids: int64 [n]: what each key is. A key of the same id as the query's own is no negative; not with a uniform
-            subset, `sampler` or `exact`.
+        key_ids: int64 [n]: what each key is. A key of the same id as the query's own is not a negative; not with a
+            uniform subset, `sampler` or `exact`.
         query_log_q: [B], with `symmetric`: log-probability of each query as a draw, for the other direction.
         exact: the expectation over all subsets of `num_negatives` other keys, enumerated; O(B C(n-1, k) k).
         scale: multiplies the scores (1 / temperature), before the correction.
@@ -276,7 +276,7 @@ def _ways(
         if not 0 <= num_negatives <= MAX_SAMPLES:
             raise ValueError(f"{_OP}: num_negatives must be in [0, 2^24], got {num_negatives}")
         if negatives is not None:
-            raise ValueError(f"{_OP}: num_negatives must be None where negatives are given, got {num_negatives}")
+            raise ValueError(f"{_OP}: num_negatives must be None if negatives are given, got {num_negatives}")
         how = "exact" if exact else "subset" if sampler is None else "sampler"
     elif negatives is not None:
         how = "given"

@@ -41,12 +41,12 @@ def negative_sampling(
         \text{softplus}(-\xi_y) + \lambda (\xi_y + \log p_n(y|x))^2
         + \frac{1}{m} \sum_j [\text{softplus}(\xi_{y'_j}) + \lambda (\xi_{y'_j} + \log p_n(y'_j|x))^2].
 
-    The paper has one draw; more are averaged, which leaves the expected loss and its minimiser as they are. At the
+    The paper has one draw; more are averaged, which leaves the expected loss and its minimizer as they are. At the
     minimum :math:`\xi_y = \log p_D(y|x) - \log p_n(y|x)`: the scores are biased by the noise, and prediction adds
     :math:`\log p_n(y|x)` back (Eq. 5), which `SampledClassifier` does by itself.
 
     The draws come from the *unconditional* p_n: do not exclude the target when sampling. A draw that hits it counts
-    like any other; without those the minimiser would be another one.
+    like any other; without those the minimizer would be another one.
 
     One pass over the gathered rows, forward and backward: no [B, m, d] and no [C, d] tensor is made. Gradients of
     `weight` and `bias` are coalesced sparse COO tensors, good for `torch.optim.SGD`, `Adagrad` and `SparseAdam`.
@@ -54,11 +54,11 @@ def negative_sampling(
     Args:
         h: [*, d] hidden vectors. Under autocast they are cast to the dtype of `weight`, which keeps its own.
         weight: [C, d] in float32, float64, float16 or bfloat16; sums run in float32 (float64 for float64).
-        target: int64 [*], or [*, P] for several targets a row, padded with -100: their terms are averaged.
+        target: int64 [*], or [*, P] for several targets per row, padded with -100: their terms are averaged.
         ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows. With m = 0 only the target's
             term is left.
         log_q: log p_n of each draw, shape of `ids`; read only where `reg` is not 0.
-        target_log_q: shape of `target`, log p_n(y|x) of the targets; may be None where `reg` is 0. Not read where a
+        target_log_q: shape of `target`, log p_n(y|x) of the targets; may be None if `reg` is 0. Not read where a
             target is padded.
         bias: [C] or None, in the dtype of `weight` or float32.
         scale: multiplies the score (1 / temperature).
@@ -68,7 +68,7 @@ def negative_sampling(
             weight of its class, the draws' terms the mean weight of the targets.
         ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
         positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]), left out where drawn. This
-            moves the minimiser (a class is then drawn less often than p_n says): leave it out unless that is wanted.
+            moves the minimizer (a class is then drawn less often than p_n says): leave it out unless that is wanted.
         sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).
 
     Returns:
@@ -124,7 +124,7 @@ def nce(
     .. math::
         \text{softplus}(-(s_y - \log m - \log q_y)) + \sum_{k=1}^m \text{softplus}(s_k - \log m - \log q_k).
 
-    At the minimum :math:`s_y = \log p_D(y|x)`, whatever the noise: the scores normalise themselves, and prediction adds
+    At the minimum :math:`s_y = \log p_D(y|x)`, whatever the noise: the scores normalize themselves, and prediction adds
     nothing. The draws come from the *unconditional* q: do not exclude the target when sampling, a draw that hits it
     counts like any other.
 
@@ -133,11 +133,11 @@ def nce(
     Args:
         h: [*, d] hidden vectors.
         weight: [C, d].
-        target: int64 [*], or [*, P] for several targets a row, padded with -100: their terms are averaged.
+        target: int64 [*], or [*, P] for several targets per row, padded with -100: their terms are averaged.
         ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows. With m = 0 only the target's term is
             left.
         log_q: log-probability of each draw, shape of `ids`. A row with nan or inf here (or in h) has loss nan.
-        target_log_q: log-probability of the targets under the same law, shape of `target`.
+        target_log_q: log-probability of the targets under the same distribution, shape of `target`.
         bias: [C] or None, in the dtype of `weight` or float32.
         scale: multiplies the score (1 / temperature), before the correction.
         reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
@@ -145,7 +145,7 @@ def nce(
             the mean weight of the targets.
         ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
         positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]), left out where drawn. This
-            moves the minimiser: leave it out unless that is wanted.
+            moves the minimizer: leave it out unless that is wanted.
         sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).
 
     Returns:
@@ -206,7 +206,7 @@ def one_vs_each(
     Args:
         h: [*, d] hidden vectors.
         weight: [C, d].
-        target: int64 [*], or [*, P] for several targets a row, padded with -100: the mean of their bounds, each over
+        target: int64 [*], or [*, P] for several targets per row, padded with -100: the mean of their bounds, each over
             the classes that are no target of the row.
         ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows.
         log_q: log-probability of each draw, shape of `ids`. A row with nan or inf here (or in h) has loss nan.
@@ -276,8 +276,8 @@ def augment_reduce(
     Args:
         h: [*, d] hidden vectors.
         weight: [C, d].
-        target: int64 [*], or [*, P] for several targets a row, padded with -100. With several the bound is on the loss
-            of `sampled_softmax`, lse over all of them and the draws minus the mean target score: R is the sum of
+        target: int64 [*], or [*, P] for several targets per row, padded with -100. With several the bound is on the
+            loss of `sampled_softmax`, lse over all of them and the draws minus the mean target score: R is the sum of
             exp(s_k - mean target score) over targets and draws.
         ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows.
         log_q: log-probability of each draw, shape of `ids`. A row with nan or inf here (or in h) has loss nan.

@@ -37,8 +37,8 @@ def full_softmax(
     Args:
         h: [*, d] hidden vectors. Under autocast they are cast to the dtype of `weight`, which keeps its own.
         weight: [C, d] in float32, float64, float16 or bfloat16; sums run in float32 (float64 for float64).
-        target: int64 [*], or [*, P] for several targets a row, padded with -100. With several, the loss is lse over all
-            classes minus the mean target logit.
+        target: int64 [*], or [*, P] for several targets per row, padded with -100. With several, the loss is lse over
+            all classes minus the mean target logit.
         bias: [C] or None, in the dtype of `weight` or float32.
         scale: multiplies the logit (1 / temperature).
         reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".

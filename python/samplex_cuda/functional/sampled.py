@@ -43,7 +43,7 @@ def sampled_softmax(
     r"""Cross-entropy over the target and a sample of the other classes, corrected for how they were drawn.
 
     With logits :math:`s_k = \text{scale}\,(h \cdot w_k + b_k)`, the target keeps :math:`s_y` and a draw enters as
-    :math:`s_k - \log q_k - \log m` (Blanc & Rendle 2018), so that the sampled normaliser estimates the full one. A draw
+    :math:`s_k - \log q_k - \log m` (Blanc & Rendle 2018), so that the sampled normalizer estimates the full one. A draw
     that equals a target of its row, or one of its known `positives`, takes no part.
 
     One pass over the gathered rows, forward and backward: no [B, m, d] and no [C, d] tensor is made. Gradients of
@@ -52,8 +52,8 @@ def sampled_softmax(
     Args:
         h: [*, d] hidden vectors. Under autocast they are cast to the dtype of `weight`, which keeps its own.
         weight: [C, d] in float32, float64, float16 or bfloat16; sums run in float32 (float64 for float64).
-        target: int64 [*], or [*, P] for several targets a row, padded with -100. With several, the loss is lse over all
-            of them and the draws, minus the mean target logit.
+        target: int64 [*], or [*, P] for several targets per row, padded with -100. With several, the loss is lse over
+            all of them and the draws, minus the mean target logit.
         ids: int64 [*, m] drawn classes of each row, or [m] shared by all rows; or a CSR pair (offsets int64 [B + 1],
             ids int64 [n]) for rows with different numbers of draws (on a GPU that waits for the device).
         log_q: log-probability of each draw, shape of `ids` ([n] for a CSR pair). A row with nan or inf here (or in h)
@@ -74,7 +74,7 @@ def sampled_softmax(
         ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
         positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]): masked where drawn.
         sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).
-        return_lse: also return the log-normaliser of each row ([*], differentiable).
+        return_lse: also return the log-normalizer of each row ([*], differentiable).
 
     Returns:
         The loss in float32 (float64 for float64): a scalar, or [*] for "none"; with `return_lse`, (loss, lse).

@@ -320,7 +320,7 @@ class ExactAnswers(nn.Module):
         )
 
     def index(self, kind: str = "flat", **options: Any) -> ClassIndex:
-        """An approximate nearest-neighbour index over the class rows (FAISS or USearch), for `index.topk(h, k)`.
+        """An approximate nearest-neighbor index over the class rows (FAISS or USearch), for `index.topk(h, k)`.
 
         The index holds a copy of the rows as they are now. Needs the extra `faiss` or `usearch`.
 

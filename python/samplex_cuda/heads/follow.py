@@ -81,7 +81,7 @@ class TableFollower:
             self._known[name] = version
 
     def accept(self) -> None:
-        """Takes the table as it is: whoever wrote to it says which rows."""
+        """Takes the table as it is: code that wrote to it says which rows."""
         for name, reference in self._tables.items():
             if (t := reference()) is not None:
                 self._known[name] = version_of(t)

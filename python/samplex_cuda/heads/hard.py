@@ -37,7 +37,7 @@ class HardNegatives:
         k: hard negatives per row.
         source: what names the candidates. "pool": `pool` random classes, the same for the batch, O(pool) per row;
             "tree": the beam of the head's `Tree` sampler, O(beam log C); "exact": all classes, O(C); "index":
-            `head.index(...)` (FAISS), made anew every `refresh` calls; or a function that makes, from the head, an
+            `head.index(...)` (FAISS), made again every `refresh` calls; or a function that makes, from the head, an
             object with `topk(h, k) -> (logits, ids)`, such as one around another search library, called as often.
         pool: size of the pool.
         refresh: calls that share one index.

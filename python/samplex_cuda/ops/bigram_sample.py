@@ -1,6 +1,6 @@
 """Draws that depend on a context id: `samplex::bigram_sample` and `bigram_log_prob`.
 
-P(k | c) = (1 - b_c) P(k after c) + b_c P(k): both laws are alias tables, that of the contexts in CSR.
+P(k | c) = (1 - b_c) P(k after c) + b_c P(k): both distributions are alias tables, that of the contexts in CSR.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def bigram_sample(
     exclude: Tensor | None = None,
     exclude_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draws from the law of each row's context, without the row's excluded ids. The same bits on every backend.
+    """Draws from the distribution of each row's context, excluded ids left out; the same bits on every backend.
 
     Args:
         key: [2] int64 (seed, offset); its device is the op's.
-        context: [B] int64; -1, or a context without pairs, stands for the unigram law.
+        context: [B] int64; -1, or a context without pairs, stands for the unigram distribution.
         num_samples: m.
-        table: [C, 4] int64, the unigram law, from `build_alias`.
+        table: [C, 4] int64, the unigram distribution, from `build_alias`.
         prefix: [C + 1] int64, from `build_alias`.
         offsets: [N + 1] int64, where the pairs of each context begin.
         pair_ids: [nnz] int64 classes, ascending in each context.
         pair_table: [nnz, 4] int64, from `build_alias_rows`.
         pair_prefix: [nnz + N] int64, from `build_alias_rows`.
-        backoff: [N] float64 in [0, 1], the share of the unigram law.
+        backoff: [N] float64 in [0, 1], the share of the unigram distribution.
         exclude: [B, P] int64, each row ascending, -1 first for "none"; or [nnz] with `exclude_offsets`.
         exclude_offsets: [B + 1] int64.
 
@@ -76,7 +76,7 @@ def bigram_log_prob(
     exclude: Tensor | None = None,
     exclude_offsets: Tensor | None = None,
 ) -> Tensor:
-    """Log-probability [B, n] float32 of ids [B, n] int64 under the law of `bigram_sample`; -inf for an excluded id.
+    """Log-probability [B, n] float32 of ids [B, n] int64 as drawn by `bigram_sample`; -inf for an excluded id.
 
     Example:
         >>> import torch

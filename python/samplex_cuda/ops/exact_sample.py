@@ -201,7 +201,7 @@ def exact_log_prob(
         weight: as in `exact_draw`.
         bias: as in `exact_draw`.
         lse: [B] from `exact_blocks`.
-        ids: int64 [B, n]. On CUDA an id that is no class gets nan.
+        ids: int64 [B, n]. On CUDA an id that is not a class gets nan.
         kind: as in `exact_mass`.
         scale: as in `exact_mass`.
         alpha: as in `exact_mass`.

@@ -27,7 +27,7 @@ __all__ = ["full_softmax"]
 
 
 class _Options(NamedTuple):
-    """The arguments of the op that are no tensors."""
+    """The arguments of the op that are not tensors."""
 
     scale: float
     label_smoothing: float
@@ -120,7 +120,7 @@ def _rows(
     num_classes: int,
     target_weight: Tensor | None = None,
 ) -> tuple[Tensor, _Weights | None]:
-    """Targets [B, P] with -1 for none, and the weights; None where every row has one target and weighs 1."""
+    """Targets [B, P] with -1 for none, and the weights; None if every row has one target and weighs 1."""
     if (
         class_weight is None
         and target_weight is None
@@ -137,7 +137,7 @@ def _rows(
 
 
 def _total(target: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """What the loss of a batch is divided by in a mean; class_weight is None where targets have weights."""
+    """What the loss of a batch is divided by in a mean; class_weight is None if targets have weights."""
     total = mean_weight(target, valid_targets(target, ignore_index), class_weight).sum().to(dtype)
     return torch.where(total == 0, 1.0, total)
 

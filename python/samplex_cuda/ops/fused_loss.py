@@ -279,7 +279,7 @@ def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tup
 
 
 def differentiate(op: str, read: Any) -> None:
-    """Registers the backward of a loss op for compiled graphs, and for whoever calls the op itself.
+    """Registers the backward of a loss op for compiled graphs, and for code that calls the op itself.
 
     Args:
         op: e.g. "samplex::nce".

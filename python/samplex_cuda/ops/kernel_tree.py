@@ -80,7 +80,7 @@ def kernel_tree_sample(
         leaf_size: classes per leaf.
         kernel: "gaussian" exp(-scale |c - h|^2 / 2), "exponential" exp(scale c . h) or "quadratic" scale <h, c>^2 + 1.
         scale: of the kernel.
-        epsilon: share of the uniform law, in [0, 1).
+        epsilon: share of the uniform distribution, in [0, 1).
         num_samples: m.
         exclude: [B, P] int64 classes, each row ascending, -1 first for "none"; or [nnz] with `exclude_offsets`.
         exclude_offsets: [B + 1] int64.
@@ -118,7 +118,7 @@ def kernel_tree_log_prob(
     exclude: Tensor | None = None,
     exclude_offsets: Tensor | None = None,
 ) -> Tensor:
-    """Log-probability [B, n] float32 of classes [B, n] under the law of `kernel_tree_sample`; an excluded one has -inf.
+    """Log-probability [B, n] float32 of classes [B, n] as drawn by `kernel_tree_sample`; an excluded one has -inf.
 
     For the same queries on the same device these are the bits of a draw's log_q.
 

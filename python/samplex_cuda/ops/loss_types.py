@@ -150,7 +150,7 @@ class Sink(Protocol):
     def deliver(
         self, grad: LossGrad, need: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of hidden, weight and bias for autograd; None where the sink has used them up."""
+        """Gradients of hidden, weight and bias for autograd; None if the sink has used them up."""
         ...
 
 

@@ -38,7 +38,7 @@ def predict_lse(
     total: Tensor | None = None,
     by_class: bool = False,
 ) -> None:
-    """Adds a chunk to the running normaliser, and picks the target logits that lie in it.
+    """Adds a chunk to the running normalizer, and picks the target logits that lie in it.
 
     Args:
         dots: [B, n] float32 or float64.

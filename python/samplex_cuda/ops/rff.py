@@ -1,4 +1,4 @@
-"""Feature maps: fakes and autograd of `torch.ops.samplex.rff` and its backward. `samplex_cuda.rff` is the door."""
+"""Feature maps: fakes and autograd of `torch.ops.samplex.rff`; `samplex_cuda.rff` is the public function."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ torch.library.register_autograd("samplex::rff", _backward, setup_context=_setup_
 
 
 class _Eager(torch.autograd.Function):
-    """The same formula for eager mode, by the shortest way: see `sampled_softmax`."""
+    """The same formula for eager mode, by the fast path: see `sampled_softmax`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, omega: Tensor | None, settings: tuple[Any, ...], shift: float) -> Tensor:
@@ -107,7 +107,7 @@ class _Eager(torch.autograd.Function):
 
 
 def rff(x: Tensor, omega: Tensor | None, kind: int, nu: float, alpha: float, gaussian: bool, shift: float) -> Tensor:
-    """`torch.ops.samplex.rff` by the shortest way: the op itself under compile, a plain Function else.
+    """`torch.ops.samplex.rff` by the fast path: the op itself under compile, a plain Function else.
 
     Args:
         x: [B, d] contiguous.

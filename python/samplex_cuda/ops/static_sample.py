@@ -1,6 +1,6 @@
-"""Draws from laws that do not look at the query: `samplex::uniform_sample`, `log_uniform_sample`, `alias_sample`.
+"""Draws that do not depend on the query: `samplex::uniform_sample`, `log_uniform_sample`, `alias_sample`.
 
-Each comes with a `*_log_prob` op for given ids under the same law. `exclude` is what `sort_exclude` returns.
+Each comes with a `*_log_prob` op for given ids under the same distribution. `exclude` is what `sort_exclude` returns.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def alias_sample(
 def uniform_log_prob(
     ids: Tensor, num_classes: int, exclude: Tensor | None = None, exclude_offsets: Tensor | None = None
 ) -> Tensor:
-    """Log-probability [B, n] float32 of ids [B, n] int64 under the law of `uniform_sample`; -inf for an excluded id.
+    """Log-probability [B, n] float32 of ids [B, n] int64 as drawn by `uniform_sample`; -inf for an excluded id.
 
     Example:
         >>> import torch
@@ -129,7 +129,7 @@ def uniform_log_prob(
 def log_uniform_log_prob(
     ids: Tensor, num_classes: int, exclude: Tensor | None = None, exclude_offsets: Tensor | None = None
 ) -> Tensor:
-    """Log-probability [B, n] float32 of ids [B, n] int64 under the law of `log_uniform_sample`.
+    """Log-probability [B, n] float32 of ids [B, n] int64 under the distribution of `log_uniform_sample`.
 
     Example:
         >>> import torch
@@ -143,7 +143,7 @@ def log_uniform_log_prob(
 def alias_log_prob(
     ids: Tensor, table: Tensor, prefix: Tensor, exclude: Tensor | None = None, exclude_offsets: Tensor | None = None
 ) -> Tensor:
-    """Log-probability [B, n] float32 of ids [B, n] int64 under the law of `alias_sample`; -inf for weight zero.
+    """Log-probability [B, n] float32 of ids [B, n] int64 as drawn by `alias_sample`; -inf for weight zero.
 
     Example:
         >>> import torch

@@ -180,7 +180,7 @@ def tree_log_prob(
     base_prefix: Tensor | None = None,
     base_weight: float = 0.0,
 ) -> Tensor:
-    """Log-probability [B, n] float32 of classes [B, n] under the law of `tree_sample`: the very bits of its log_q.
+    """Log-probability [B, n] float32 of classes [B, n] as drawn by `tree_sample`: bit-identical to its log_q.
 
     Example:
         >>> import torch

@@ -218,7 +218,7 @@ class RowOptimizer(Optimizer):
 
         All of it is checked before anything changes. The values are copied into this optimizer's own tensors, in their
         dtype: fp32 state of bf16 parameters stays fp32, and a captured CUDA graph goes on with what was loaded.
-        `capturable` stays as it is here, and with it whether rate and step count are tensors.
+        `capturable` stays unchanged here, and with it whether rate and step count are tensors.
 
         Args:
             state_dict: "state" and "param_groups"; "key" where there is one.
@@ -283,7 +283,7 @@ class RowOptimizer(Optimizer):
         """Updates the rows of every parameter that has a gradient.
 
         Args:
-            closure: computes the loss anew and returns it; optional.
+            closure: computes the loss again and returns it; optional.
 
         Returns:
             What the closure returned, or None.

@@ -149,7 +149,7 @@ class Combined(Optimizer):
         """One step of both.
 
         Args:
-            closure: computes the loss anew and returns it; optional.
+            closure: computes the loss again and returns it; optional.
 
         Returns:
             What the closure returned, or None.

@@ -224,7 +224,7 @@ def keep_rows(p: Tensor, wanted: Callable[[], bool]) -> Any:
 
     Args:
         p: a leaf [C, d] or [C].
-        wanted: asked in every backward; False leaves the sparse gradient as it is.
+        wanted: asked in every backward; False leaves the sparse gradient unchanged.
 
     Returns:
         A handle; `handle.remove()` undoes it.

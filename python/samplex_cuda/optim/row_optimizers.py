@@ -21,7 +21,7 @@ class RowSGD(RowOptimizer):
     Args:
         params: parameters [C, d] or [C], or groups of them.
         lr: learning rate, above 0: a number, or a tensor of one.
-        momentum: of the buffer; a row's buffer stays as it is while the row is not touched.
+        momentum: of the buffer; a row's buffer stays unchanged while the row is not touched.
         weight_decay: added to the gradient of a touched row, times the row.
         nesterov: look ahead; needs momentum.
         stochastic_rounding: round bf16 and fp16 weights up or down at random, so that updates below half a step are
@@ -160,7 +160,7 @@ class RowAdam(RowOptimizer):
     Args:
         params: parameters [C, d] or [C], or groups of them.
         lr: learning rate, above 0: a number, or a tensor of one.
-        betas: of the averages of the gradient and its square; a row's averages stay as they are while it is not
+        betas: of the averages of the gradient and its square; a row's averages stay unchanged while it is not
         touched.
         eps: added to the root after bias correction, as `torch.optim.Adam` does.
         weight_decay: added to the gradient of a touched row, times the row.

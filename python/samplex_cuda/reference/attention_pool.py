@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def attention_pool(ids: Tensor, table: Tensor, query: Tensor, value: Tensor) -> Tensor:
-    """f_b = sum_i q_i (E_i . v) with q = softmax(E p) over the tokens of row b that are no padding.
+    """f_b = sum_i q_i (E_i . v) with q = softmax(E p) over the tokens of row b that are not padding.
 
     Args:
         ids: int64 [B, T]; a negative id is padding.

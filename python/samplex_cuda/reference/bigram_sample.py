@@ -31,7 +31,7 @@ def law(
         pair_ids: [nnz] classes.
         weights: [nnz] integer weights of the pairs.
         backoff: [N].
-        context: -1, or a context without pairs: the unigram law.
+        context: -1, or a context without pairs: the unigram distribution.
 
     Example:
         >>> import numpy as np

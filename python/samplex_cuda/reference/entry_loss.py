@@ -109,7 +109,7 @@ def negative_sampling(
         target: int64 [B] or [B, P].
         ids: int64 [B, m] or [m].
         log_q: shape of ids.
-        target_log_q: shape of target; None where reg is 0.
+        target_log_q: shape of target; None if reg is 0.
         bias: [C] or None.
         scale, reg, class_weight, ignore_index, positives: as in `samplex_cuda.functional`.
 

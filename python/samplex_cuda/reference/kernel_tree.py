@@ -9,7 +9,7 @@ classes. A query h goes from the root to a leaf, with v_i = <phi(h), z_i>:
     P(child | node) = v+_child / (v+_left + v+_right); where both are 0, by the number of classes below
 
 and in the leaf takes class c with probability K(h, c) / sum of K(h, .), by the closed form of the kernel. That is
-q_tree; the sampler's law is q = (1 - epsilon) q_tree + epsilon / n.
+q_tree; the sampler's distribution is q = (1 - epsilon) q_tree + epsilon / n.
 
 Kernels: "gaussian" exp(-scale |c - h|^2 / 2), "exponential" exp(scale c . h), "quadratic" scale <h, c>^2 + 1.
 """
@@ -132,7 +132,7 @@ def tree_law(h: Tensor, phi: Tensor, rows: Tensor, sums: Tensor, leaf_size: int,
 
 
 def conditional(log_tree: Tensor, epsilon: float, excluded: list[list[int]] | None = None) -> Tensor:
-    """log q of every class, [B, n] float64: the mixture with the uniform law, conditioned on no excluded class.
+    """log q of every class, [B, n] float64: the mixture with uniform, given that no class is excluded.
 
     Example:
         >>> import torch

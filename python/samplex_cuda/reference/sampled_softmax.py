@@ -37,7 +37,7 @@ def sampled_softmax(
         bias: [C] or None.
         scale, absolute, label_smoothing, class_weight, ignore_index, positives: as in `samplex_cuda.functional`.
         target_weight: shape of target, or None.
-        normalize: class rows on the sphere; h is taken as it is.
+        normalize: class rows on the sphere; h is used unchanged.
         margin: (m1, m2, m3) of the targets, or ().
 
     Returns:

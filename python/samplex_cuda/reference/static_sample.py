@@ -84,7 +84,7 @@ def sample(
 
     Args:
         law: "uniform", "log_uniform" or "alias".
-        weights: [C], what the law is proportional to; integers for "alias".
+        weights: [C], what the distribution is proportional to; integers for "alias".
         key: (seed, offset).
         batch: B.
         num_samples: m.

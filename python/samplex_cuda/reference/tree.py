@@ -58,7 +58,7 @@ def log_prob_all(x: Tensor, weights: Tensor, bias: Tensor, leaf_class: Tensor) -
 
 
 def conditional_log_prob(log_p: Tensor, excluded: list[list[int]]) -> Tensor:
-    """log p(class | x, class not excluded), [B, C] float64: what is left, normalised."""
+    """log p(class | x, class not excluded), [B, C] float64: what is left, normalized."""
     log_p = log_p.clone()
     for row, ids in enumerate(excluded):
         log_p[row, ids] = -math.inf

@@ -38,8 +38,8 @@ def sample_shared(
 ) -> Tensor:
     """Classes drawn with the op's own random numbers, [m]; a branch within 1e-6 of its threshold gives -1 instead.
 
-    At each level the right child is taken if u < P(right | node) under the mean law. Two levels share a Philox block,
-    of row 0.
+    At each level the right child is taken if u < P(right | node) under the mean distribution. Two levels share a Philox
+    block, of row 0.
     """
     leaves = weights.shape[0]
     rows = x[x.isfinite().all(1)]
@@ -63,7 +63,7 @@ def sample_strata(
 ) -> Tensor:
     """Draws in strata with the op's own random numbers, [m]; one within 1e-6 of the edge of an interval gives -1.
 
-    Draw i is the class whose interval holds (i + u_i) / m, where the intervals of the classes lie side by side in the
+    Draw i is the class whose interval holds (i + u_i) / m, where the intervals of the classes are adjacent in the
     order of the leaves, each as long as its probability. u_i is the first number of the draw's first Philox block.
     """
     rows = x[x.isfinite().all(1)]

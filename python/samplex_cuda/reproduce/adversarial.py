@@ -30,7 +30,7 @@ Point = dict[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A loss, its noise, draws per example, and where the search of rate and regulariser starts."""
+    """A loss, its noise, draws per example, and where the search of rate and regularizer starts."""
 
     name: str
     loss: str
@@ -143,7 +143,7 @@ def train(
         loss=_loss(method.loss, reg, len(y)),
     )
     torch.nn.init.zeros_(head.weight)
-    # NCE learns normalised scores: from 0 it would have to lower every class for every example first.
+    # NCE learns normalized scores: from 0 it would have to lower every class for every example first.
     assert head.bias is not None
     torch.nn.init.constant_(head.bias, -math.log(data.num_classes) if method.loss == "nce" else 0.0)
     decay = 0.0 if method.loss == "negative_sampling" else reg
@@ -178,7 +178,7 @@ def train(
 def choose(
     r: Run, method: Method, noise: Noise | None, data: Data, steps: int, most: int, step: Any
 ) -> tuple[tuple[float, float], list[Point]]:
-    """Rate and regulariser of the best validation accuracy: the whole grid, or a walk from neighbour to neighbour."""
+    """Rate and regularizer of the best validation accuracy: the whole grid, or a walk from neighbor to neighbor."""
     tried: dict[tuple[int, int], float] = {}
     listed: list[Point] = []
 
@@ -346,7 +346,7 @@ def theorem_two(r: Run) -> None:
     r.claim(
         "Theorem 2, six classes, enumerated",
         "1/eta is least, |Y| - 1, exactly where p_n = p_D; Cov = diag(alpha) - 2 alpha alpha^T (N = 1)",
-        f"{best:.4f} at p_D, {uniform:.4f} uniform, least of 20,000 random laws {float(others.min()):.4f}; "
+        f"{best:.4f} at p_D, {uniform:.4f} uniform, least of 20,000 random distributions {float(others.min()):.4f}; "
         f"covariance to {error:.0e}",
         holds=bool(others.min() > best - 1e-12 and abs(best - (classes - 1)) < 1e-12 and error < 1e-12),
     )
@@ -382,7 +382,7 @@ def draw_signal(r: Run, found: dict[str, dict[str, Any]]) -> None:
 
 
 def built_in_part(r: Run) -> None:
-    """Figure 1 on data whose law is known."""
+    """Figure 1 on data whose distribution is known."""
     classes = r.scale(quick=300, default=20_000, full=200_000)
     examples = r.scale(quick=4_000, default=200_000, full=1_600_000)
     data = built_in(classes, examples, r.scale(quick=32, default=128, full=512), 0.7, seed=r.seed,
@@ -476,7 +476,7 @@ def built_in_part(r: Run) -> None:
         "alternates with Newton steps until the split is stable",
         f"held-out log p_n better by {gain:.3f} nats than with median splits along the first component",
         holds=gain > 0,
-        note="the authors' code leaves the median splits as they are",
+        note="the authors' code leaves the median splits unchanged",
     )
 
 
@@ -517,14 +517,14 @@ def eurlex_part(r: Run, folder: Path) -> None:
     r.claim("EURLex-4K: uniform negative sampling", "26.4 %", f"{100 * uniform:.1f} %", holds=uniform >= 0.264)
     r.claim(
         "EURLex-4K: the gap",
-        "accuracy drops with (uniform) negative sampling: minimise the full softmax where possible",
+        "accuracy drops with (uniform) negative sampling: minimize the full softmax where possible",
         f"{100 * (full - uniform):.1f} points; adversarial {100 * ours:.1f} %, {100 * (full - ours):.1f} points below",
         holds=full > uniform,
         note="the paper's gap is 7.2 points",
     )
     r.deviation(
         f"EURLex-4K: the paper's C = {data.num_classes:,} is the largest label number plus one. Only "
-        f"{len(y.unique()):,} of these labels are the smallest one of a training document. C is left as it is: the "
+        f"{len(y.unique()):,} of these labels are the smallest one of a training document. C is left unchanged: the "
         "others get noise."
     )
     r.deviation(
@@ -538,7 +538,7 @@ def deviations(r: Run) -> None:
     """What differs from the paper in all parts."""
     r.deviation(
         "Wikipedia-500K and Amazon-670K (XML-CNN features) are not obtainable: built-in data of "
-        f"{r.scale(quick=300, default=20_000, full=200_000):,} classes instead, whose law is known exactly."
+        f"{r.scale(quick=300, default=20_000, full=200_000):,} classes instead, whose distribution is known exactly."
     )
     r.deviation(
         "Features have mean square 1, so rates up to 1 are tried beside the paper's 0.0003 to 0.03; lambda is that of "
@@ -546,17 +546,17 @@ def deviations(r: Run) -> None:
         + (
             "The whole grid."
             if r.full
-            else "At this size a walk from neighbour to neighbour replaces the whole grid, with "
+            else "At this size a walk from neighbor to neighbor replaces the whole grid, with "
             "shorter runs and fewer values of lambda; --full takes the whole grid."
         )
     )
     r.deviation(
         "A&R and OVE are this library's losses with 16 uniform draws an example and Adagrad, without the prior "
-        "variance, not the authors' program; A&R keeps eta of each example. NCE has no regulariser here: Eq. 6 pulls "
+        "variance, not the authors' program; A&R keeps eta of each example. NCE has no regularizer here: Eq. 6 pulls "
         "corrected scores to 0, which for NCE are not corrected."
     )
     r.deviation(
-        "The full softmax is regularised by weight decay (appendix: a quadratic regulariser), which at this size is 0. "
+        "The full softmax is regularized by weight decay (appendix: a quadratic regularizer), which at this size is 0. "
         "It gets fewer steps than the others: a step costs as much as a hundred of theirs."
     )
     r.deviation("Time is processor time of one thread; the paper's is wall time on unknown machines.")
@@ -566,7 +566,7 @@ def deviations(r: Run) -> None:
     r.deviation(
         "Corrected against the authors' code: minibatches are shuffled; the discrete step (Eq. 9) uses the current "
         "weights and the bias, where the code always splits at the median of the first component; NCE draws are not "
-        "broadcast over the batch and NCE predicts without log p_n, as the paper defines it; the regulariser of the "
+        "broadcast over the batch and NCE predicts without log p_n, as the paper defines it; the regularizer of the "
         "tree is lambda_n |.|², the code has half of it. As the code and unlike the text, the PCA of the tree whitens."
     )
 

@@ -34,7 +34,7 @@ class Data:
     source: HierarchicalZipf | None = None
 
     def log_posterior(self, x: Tensor) -> Tensor:
-        """log p(y | x) of the law that the built-in data come from: x [n, K] scaled as in the parts -> [n, C].
+        """log p(y | x) of the distribution that the built-in data come from: x [n, K] scaled as in the parts -> [n, C].
 
         Example:
             >>> from samplex_cuda.reproduce.adversarial_data import built_in
@@ -46,7 +46,7 @@ class Data:
         if source is None:
             raise ValueError("log_posterior: the data must be built in, got others")
         centres = source.centres(torch.arange(source.num_classes))
-        # |x - c|^2 up to what all classes share; centres have length 1.
+        # |x - c|^2 up to what all classes share; centers have length 1.
         logits = (x / self.factor) @ centres.T * (source.dim / source.noise**2)
         return (logits + source.class_counts.log().float()).log_softmax(1)
 

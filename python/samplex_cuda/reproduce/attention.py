@@ -358,7 +358,7 @@ def run(r: Run) -> None:
     gradients(r)
     max_margin_flow(r)
     panels = synthetic(r) + reviews(r)
-    caption = "Each point is a token; colour is its difference of posteriors."
+    caption = "Each point is a token; color is its difference of posteriors."
     with r.figure("headline", "Embeddings learn which tokens matter", caption, (8, 0.4 + 2.7 * len(panels))) as fig:
         scatter(fig, panels)
     assert all(math.isfinite(float(t.abs().max())) for _, *parts in panels for t in parts)

@@ -79,7 +79,7 @@ def reproduce(
             "deviations": result.found["deviations"],
         }
     index = write_index(folder)
-    out.say(f"{index} ({time.perf_counter() - began:.0f} s in all)")
+    out.say(f"{index} ({time.perf_counter() - began:.0f} s in total)")
     payload: dict[str, Any] = {"status": "error" if failed else "finished", "index": str(index), "papers": papers}
     if failed:
         payload["failed"] = failed

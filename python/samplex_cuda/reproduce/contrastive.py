@@ -243,7 +243,7 @@ def _widths(r: Run) -> dict[int, Trace]:
 
 
 def _starts(r: Run) -> None:
-    """What the initialisation gives, and the lemma that depth breaks."""
+    """What the initialization gives, and the lemma that depth breaks."""
     rows: list[list[object]] = []
     for width in r.scale(quick=(128, 512), default=(128, 512, 2048), full=(128, 512, 2048, 8192)):
         x, query, key = _setup(width, r.seed)
@@ -352,7 +352,7 @@ def _practice(r: Run) -> dict[str, dict[str, Outcome]]:
             tune=total if r.full else total // 2,
             steps=[max(1, total // 4), total // 2, total],
             what=f"{task.num_users:,} users, {task.num_items:,} places, LightGCN's split; d = {task.dim}, batches of "
-            f"{task.batch:,}, {task.samples} sampled negatives a query, row-wise Adagrad; recall over "
+            f"{task.batch:,}, {task.samples} sampled negatives per query, row-wise Adagrad; recall over "
             f"{len(task.asked['test'][0]):,} test users.",
         )
     return found
@@ -374,7 +374,7 @@ def run(r: Run) -> None:
         r.deviation(f"Corrected or noted: {text}")
     r.text(
         f"Sizes of the theory part: n = {N} points on the sphere of dimension {INPUTS}, at least {DELTA:g} apart; "
-        f"encoders with L = {DEPTH} hidden layers and d = {OUTPUTS} outputs, Definition 3.2's initialisation, float64; "
+        f"encoders with L = {DEPTH} hidden layers and d = {OUTPUTS} outputs, Definition 3.2's initialization, float64; "
         f"k = {K} negatives, the exact expectation over all {math.comb(N - 1, K)} subsets."
     )
     with _threads(1):

@@ -48,7 +48,7 @@ CORRECTIONS = (
 
 # ------------------------------------------------------------------------------------------------ encoders and data
 class Encoder(torch.nn.Module):
-    """f(x) = W_L relu(... relu(W_1 relu(W_0 x))) without biases (Definition 3.1), initialised by Definition 3.2.
+    """f(x) = W_L relu(... relu(W_1 relu(W_0 x))) without biases (Definition 3.1), initialized by Definition 3.2.
 
     Args:
         inputs: b.

@@ -217,7 +217,7 @@ class GowallaTask(Task):
         self.optimizer = optim.RowAdagrad(self.tables, lr=rate)
         self.source, self.corrected = METHODS[method]
         self.users, self.items = self.pairs[final]
-        # The law of a positive; + 1: a place of the test part may be new.
+        # The distribution of a positive; + 1: a place of the test part may be new.
         self.unigram = samplers.Unigram(torch.bincount(self.items, minlength=self.num_items).double() + 1)
         self.uniform = samplers.Uniform(self.num_items)
         self.log_q = self.unigram.log_prob_all()[0]

@@ -29,7 +29,7 @@ Point = dict[str, float]
 class Flat(Sampler):
     """The softmax or the quartic kernel of a small table that is in training: all masses, then torch.multinomial.
 
-    `sx.samplers.Softmax` and `Quartic` have the same laws for tables that do not fit into [B, C].
+    `sx.samplers.Softmax` and `Quartic` have the same distributions for tables that do not fit into [B, C].
     """
 
     _op = "flat"
@@ -386,7 +386,7 @@ def run(r: Run) -> None:
     )
     r.deviation(
         "The paper's proof (Theorem 1.1) has q on the negatives only; every sampler here excludes the target exactly, "
-        "by the law of the others, and the positive's logit stays uncorrected."
+        "by the distribution of the others, and the positive's logit stays uncorrected."
     )
     r.deviation(
         "Quadratic is the tree of this library with leaves of D/d classes, drawn and updated after every step; "

@@ -43,7 +43,7 @@ class Task:
 
 
 class Window(nn.Module):
-    """A word from the three before it: embeddings [n, L, d] -> tanh of a linear map of neighbours [n * (L - 2), d]."""
+    """A word from the three before it: embeddings [n, L, d] -> tanh of a linear map of neighbors [n * (L - 2), d]."""
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def words(
 
 
 def markov_text(classes: int, tokens: int, seed: int) -> Tensor:
-    """A stream of made-up words int64 [tokens]: each follows the last by a sparse law of its own, or by a Zipf law.
+    """Synthetic words int64 [tokens]: each follows the last one by its sparse distribution, or is Zipf.
 
     Example:
         >>> from samplex_cuda.reproduce.kernel_tasks import markov_text

@@ -255,7 +255,7 @@ class Run:
 
     @contextlib.contextmanager
     def progress(self, what: str, total: int) -> Iterator[Step]:
-        """A progress bar where there is a terminal, a line where there is none, nothing without a console."""
+        """A progress bar where there is a terminal, a line if there is none, nothing without a console."""
         if self.console is None or not self.console.is_terminal:
             if self.console is not None:
                 self.console.print(f"{self.name}: {what}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Sampled softmax with random Fourier features: time, loss, and how near its law is (Rawat et al. 2019)."""
+"""Sampled softmax with random Fourier features: time, loss, and how near its distribution is (Rawat et al. 2019)."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Trial:
 
 
 def losses(r: Run) -> estimates.Sphere:
-    """Loss against D, nu and m; returns the rows and queries of the full softmax, on which the laws are measured."""
+    """Loss against D, nu and m; returns the rows and queries of the full softmax, for the measurements."""
     trial = Trial(r)
     kinds = list(KINDS)
     features = r.scale(quick=[16, 32], default=[64, 256, 1024], full=[64, 256, 1024, 4096])
@@ -245,7 +245,7 @@ def losses(r: Run) -> estimates.Sphere:
     return estimates.Sphere(rows, h, trial.valid[1][:queries], TAU)
 
 
-# ---------------------------------------------------------------------------------------------------- laws
+# ---------------------------------------------------------------------------------------------------- distributions
 def kernel_error(r: Run, s: estimates.Sphere, features: list[int]) -> None:
     """Equations 49 to 51: no bias, and an error that falls as the root of D."""
     nu, repeats = 1.0, r.scale(quick=4, default=10, full=50)
@@ -271,7 +271,7 @@ def kernel_error(r: Run, s: estimates.Sphere, features: list[int]) -> None:
 
 
 def ratios(r: Run, s: estimates.Sphere, features: list[int]) -> None:
-    """Theorem 2: e^o / q over what it should be, with the right normaliser and with the printed one; negatives."""
+    """Theorem 2: e^o / q over what it should be, with the right normalizer and with the printed one; negatives."""
     others = s.others
     rows: list[list[object]] = []
     shares: dict[str, list[float]] = {}
@@ -318,7 +318,7 @@ def ratios(r: Run, s: estimates.Sphere, features: list[int]) -> None:
         f"nu = 1, D = {features[-1]}: 5 to 95 % of the classes within {low:.3f} and {high:.3f} of the corrected form, "
         f"median {mid:.3f}",
         holds=0.8 < low <= high < 1.25 and abs(mid - 1) < 0.05,
-        note="the normaliser is corrected to sum e^(nu c.h); with the printed sum e^o the median would be "
+        note="the normalizer is corrected to sum e^(nu c.h); with the printed sum e^o the median would be "
         + ", ".join(f"{v:.3g} (nu = {nu:.3g})" for nu, v in wrong.items()),
     )
     four, top = shares["rff, 4"], shares[f"rff, {s.tau:.3g}"]
@@ -328,7 +328,7 @@ def ratios(r: Run, s: estimates.Sphere, features: list[int]) -> None:
         f"plain, nu = 4: {100 * four[0]:.0f} % at D = {features[0]}, {100 * four[-1]:.0f} % at {features[-1]}; "
         f"nu = tau: {100 * top[0]:.0f} % and {100 * top[-1]:.0f} %; positive: "
         f"{100 * max(max(v) for k, v in shares.items() if k.startswith('positive')):.0f} %",
-        note="here they count as 0, and log q is that of the law really drawn from",
+        note="here they count as 0, and log q is that of the distribution really drawn from",
     )
     with r.figure(
         "ratio",
@@ -392,7 +392,7 @@ def biases(r: Run, s: estimates.Sphere, features: list[int]) -> None:
         ["law", *(f"D = {d}" for d in features)],
         table,  # type: ignore[arg-type]
         f"{samples:,} samples of m negatives for each of {len(s.targets)} queries; below: not told from the noise. "
-        "Flat laws (Eq. 52), negative estimates at 0, one percent uniform.",
+        "Flat distributions (Eq. 52), negative estimates at 0, one percent uniform.",
     )
     with r.figure(
         "headline",
@@ -467,10 +467,10 @@ def theory(r: Run) -> None:
 
 def deviations(r: Run) -> None:
     """What differs from the paper, and what is corrected."""
-    r.deviation("Only the supplement of the paper was at hand: its tables of time and quality are not quoted here.")
+    r.deviation("Only the supplement of the paper was available: its tables of time and quality are not quoted here.")
     r.deviation("Corrected: Eq. 50 prints 1/sqrt(D) before the sum of cosines; 1/D makes it the estimate of Eq. 49.")
     r.deviation(
-        "Corrected: the normaliser of Eq. 57 and Theorem 2 is sum e^(nu c.h), not sum e^o, for nu other than tau."
+        "Corrected: the normalizer of Eq. 57 and Theorem 2 is sum e^(nu c.h), not sum e^o, for nu other than tau."
     )
     r.deviation("Corrected: Lemma 3's second moment carries (m - 1)/m^2, so E[1/W] tends to 1/Z^2.")
     r.deviation(
@@ -479,15 +479,15 @@ def deviations(r: Run) -> None:
     )
     r.deviation(
         "Negative estimates, of which the supplement says nothing, count as 0; one percent of the draws is uniform; "
-        "log q is always that of the law drawn from."
+        "log q is always that of the distribution drawn from."
     )
     r.deviation(
         "Loss: a linear map of built-in features onto the sphere, tau = 11.1, not an LSTM on text or extreme "
-        "classification data; the trees are rebuilt every 10 steps, so a law may be up to 10 steps old "
+        "classification data; the trees are rebuilt every 10 steps, so a distribution may be up to 10 steps old "
         "(its log q is right all the same)."
     )
     r.deviation(
-        "Bias and ratios use the flat law of Eq. 52; the trees compute leaves exactly and so are nearer to the kernel."
+        "Bias and ratios use the flat distribution of Eq. 52; the trees compute leaves exactly, so they are closer."
     )
 
 

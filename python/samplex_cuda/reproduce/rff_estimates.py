@@ -1,4 +1,4 @@
-"""Laws of random features on unit rows, measured: estimates, ratios, bias of the gradient, and the bounds on it."""
+"""Random features on unit rows, measured: estimates, ratios, bias of the gradient, and the bounds on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import samplex_cuda as sx
 
 __all__ = ["Sphere", "bounds", "estimates", "gradient_bias", "law", "lemma_three", "phi"]
 
-EPSILON = 0.01  # share of the uniform law in what is drawn from
+EPSILON = 0.01  # share of the uniform distribution in what is drawn from
 
 
 class Sphere:

@@ -1,17 +1,17 @@
 """Samplers: where negatives come from, and with which probability.
 
-    Uniform, LogUniform, Unigram    laws that do not look at the query
-    Bigram                          a law for each context id, with back-off
+    Uniform, LogUniform, Unigram    distributions that do not look at the query
+    Bigram                          a distribution for each context id, with back-off
     Tree                            a decision tree fitted to data
     Quadratic, RandomFourier        kernels of query and class row, over a tree that follows the rows
     MIDX                            close to the softmax, by two codebooks of the class rows
-    Softmax, Quartic                exact laws of the model's own logits, O(C): oracles
+    Softmax, Quartic                exact distributions of the model's own logits, O(C): oracles
     Mixture                         several of them, with the probability of the mixture
     InBatch                         targets of the other rows of a batch, with draws of another sampler
     KeyQueue                        no sampler: keys of past batches, as negatives of the next ones
     StreamingFrequency              no sampler: estimates how often ids come, for InBatch
 
-Every sampler gives a `Draw` whose log_q is the log-probability under the law it really drew from.
+Every sampler gives a `Draw` whose log_q is the log-probability under the distribution it really drew from.
 """
 
 from samplex_cuda.samplers.base import Exclude, Sampler

@@ -68,7 +68,7 @@ def refuse_classes(
                 f"{num_classes}: make it with {classes} classes, or load the weights alone "
                 f"({{name: t for name, t in state.items() if not name.startswith('{prefix}')}}, strict=False)"
             )
-            for own, t in owner.state_dict(prefix=prefix).items():  # what the parts load now leaves them as they are
+            for own, t in owner.state_dict(prefix=prefix).items():  # what the parts load now leaves them unchanged
                 state_dict[own] = t
             return True
     return False
@@ -88,9 +88,11 @@ class Sampler(torch.nn.Module):
     _op = "sampler"
     _needs_context = False
     num_classes: int
-    follows_rows = False  # whether the law depends on the class table, so that `update` and `rebuild` do something
+    follows_rows = (
+        False  # whether the distribution depends on the class table, so that `update` and `rebuild` do something
+    )
     has_bias = False  # whether they also take the bias of the class table
-    conditional = True  # whether each row has a law of its own
+    conditional = True  # whether each row has its own distribution
     stratifies = False  # whether `sample` takes `stratified`
 
     def sample(
@@ -109,12 +111,13 @@ class Sampler(torch.nn.Module):
         Args:
             h: [*, d] queries; the leading dimensions are flattened to B.
             num_samples: m.
-            shared: one set of draws [m] for the whole batch instead of [B, m]. Where each row has a law of its own
-                they come from the mean of these laws, and log_q is of that mean.
+            shared: one set of draws [m] for the whole batch instead of [B, m]. Where each row has its own distribution
+                they come from the mean of these distributions, and log_q is of that mean.
             key: where the randomness comes from; see `samplex_cuda.Key`. None: torch's default generator.
-            exclude: classes a row must not draw, int64: [B] | [B, P] padded with -1 | CSR (offsets [B + 1], ids).
-                The draws follow the law conditioned on the other classes, and log_q is of that law. A row with no
-                class left gets its first excluded id with log_q = 0. Not with `shared`: losses mask shared draws.
+            exclude: classes per row must not draw, int64: [B] | [B, P] padded with -1 | CSR (offsets [B + 1], ids).
+                The draws follow the distribution conditioned on the other classes, and log_q is of that distribution. A
+                row with no class left gets its first excluded id with log_q = 0. Not with `shared`: losses mask shared
+                draws.
             context: what some samplers condition on besides h.
             batch_size: B, for samplers that do not look at h and get None.
         """
@@ -138,10 +141,10 @@ class Sampler(torch.nn.Module):
 
     @torch.no_grad()
     def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
-        """Log-probability of given ids under the law of shared draws: the mean of the rows' laws.
+        """Log-probability of given ids under the distribution of shared draws: the mean of the rows' distributions.
 
         Args:
-            h: [*, d] queries, flattened to B rows; one with a nan or inf has no part in the law.
+            h: [*, d] queries, flattened to B rows; one with a nan or inf has no part in the distribution.
             ids: int64 of any shape.
             context: as in `sample`.
 
@@ -175,7 +178,7 @@ class Sampler(torch.nn.Module):
         context: Tensor | None,
         batch_size: int | None,
     ) -> Draw:
-        """Draws [m] from the mean of the rows' laws: a row by chance, then a class of that row."""
+        """Draws [m] from the mean of the rows' distributions: a random row, then a class of that row."""
         self._check_shared(exclude)
         rows, there = self._lawful(h, context)
         if h is not None:
@@ -186,7 +189,7 @@ class Sampler(torch.nn.Module):
             return Draw(*_no_law(count, device))
         bits = uniform_sample(fold_in(pair, 0), 1, count, 1 << _UNIFORM_BITS)[0][0]
         place = (bits.double().mul_(2.0**-_UNIFORM_BITS) * there.sum()).long()
-        which = torch.argsort(there.logical_not(), stable=True)[place]  # rows with a law first
+        which = torch.argsort(there.logical_not(), stable=True)[place]  # rows with a distribution first
         queries = None if h is None else h.reshape(rows, h.shape[-1])[which]
         given = None
         if context is not None:
@@ -205,7 +208,7 @@ class Sampler(torch.nn.Module):
             )
 
     def _lawful(self, h: Tensor | None, context: Tensor | None) -> tuple[int, Tensor]:
-        """B, and which rows have a law: those without nan and inf."""
+        """B, and which rows have a distribution: those without nan and inf."""
         if h is not None:
             rows = self._rows_of(h)
             return rows, check_dense(self._op, "h", h).reshape(rows, h.shape[-1]).isfinite().all(1)
@@ -226,13 +229,13 @@ class Sampler(torch.nn.Module):
     ) -> tuple[Draw, Tensor]:
         """`sample` and the `log_prob` of given ids in one call, which shares what both need of h.
 
-        What a step of `negative_sampling` takes: draws from the unconditional law, and log p_n of the targets.
+        What a step of `negative_sampling` takes: draws from the unconditional distribution, and log p_n of the targets.
 
         Args:
             h: [*, d] queries, flattened to B rows.
             num_samples: m.
             ids: int64 [B] | [B, n], as in `log_prob`.
-            shared: as in `sample`; then the log-probabilities, too, are of the law that the batch shares.
+            shared: as in `sample`; then the log-probabilities, too, are of the distribution that the batch shares.
             key: as in `sample`.
             context: as in `sample`.
 
@@ -264,7 +267,7 @@ class Sampler(torch.nn.Module):
         raise NotImplementedError
 
     def rebuild(self, weight: Tensor) -> None:
-        """Build the sampler anew from the whole class table [C, d]."""
+        """Build the sampler again from the whole class table [C, d]."""
         raise NotImplementedError
 
     @torch.no_grad()

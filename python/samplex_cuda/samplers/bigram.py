@@ -1,4 +1,4 @@
-"""Bigram: a law for each context id (the class before), with back-off to the unigram law."""
+"""Bigram: a distribution for each context id (the class before), with back-off to the unigram distribution."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _BUFFERS = ("table", "prefix", "offsets", "pair_ids", "pair_table", "pair_prefix
 
 
 class Bigram(Sampler):
-    """P(k | c) = (1 - b) count(c, k) / count(c) + b P(k): what follows context c, mixed with the unigram law.
+    """P(k | c) = (1 - b) count(c, k) / count(c) + b P(k): what follows context c, mixed with the unigram distribution.
 
-    Both laws are alias tables, so a draw takes a few memory accesses, whatever C and the number of pairs are; log_q is
-    that of the mixture. A context without counts, or context -1, has the unigram law. Contexts are classes (the word
-    before) or anything else with an id (the user's last item, a query cluster).
+    Both distributions are alias tables, so a draw takes a few memory accesses, whatever C and the number of pairs are;
+    log_q is that of the mixture. A context without counts, or context -1, has the unigram distribution. Contexts are
+    classes (the word before) or anything else with an id (the user's last item, a query cluster).
 
-    48 bytes a pair and 40 a class. Weights are integers inside, as in `Unigram`: exclusion is exact, and draws have the
-    same bits on every backend.
+    48 bytes a pair and 40 per class. Weights are integers inside, as in `Unigram`: exclusion is exact, and draws have
+    the same bits on every backend.
 
     Args:
         offsets: [N + 1] where the pairs of each context begin; with `ids` and `counts` a CSR matrix [N, C].
         ids: [nnz] classes, in any order; counts of equal pairs add up, counts of zero are dropped.
         counts: [nnz] non-negative numbers.
         unigram: [C] non-negative numbers: counts of the classes alone. They define C.
-        backoff: b, the share of the unigram law, for all contexts or [N] for each: 0 or in [1e-12, 1]. With 0 a class
-            that never followed the context is never drawn.
+        backoff: b, the share of the unigram distribution, for all contexts or [N] for each: 0 or in [1e-12, 1]. With 0
+            per class that never followed the context is never drawn.
         power: exponent on the counts of the pairs and of the classes.
 
     Example:
@@ -168,7 +168,7 @@ class Bigram(Sampler):
         """Draw `num_samples` classes for each row of `context`, int64 [*]; see `Sampler.sample`.
 
         h may be None; it only says how many rows there are. `shared` draws come
-        from the mean of the contexts' laws.
+        from the mean of the contexts' distributions.
         """
         count = self._check_count(num_samples)
         if shared:
@@ -196,10 +196,10 @@ class Bigram(Sampler):
         return call(ops.bigram_log_prob, ids, rows, *self._tables())
 
     def update(self, ids: Tensor, rows: Tensor) -> None:
-        """Nothing to do: the law does not depend on the class table."""
+        """Nothing to do: the distribution does not depend on the class table."""
 
     def rebuild(self, weight: Tensor) -> None:
-        """Nothing to do: the law does not depend on the class table."""
+        """Nothing to do: the distribution does not depend on the class table."""
 
     def _tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         return (
@@ -238,7 +238,7 @@ class Bigram(Sampler):
         super(Sampler, self)._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Bigram:
-        # `.half()` of a model is not about the law: the shares stay float64, and follow the device.
+        # `.half()` of a model is not about the distribution: the shares stay float64, and follow the device.
         before = self.backoff
         super()._apply(fn, recurse)
         if self.backoff.dtype != before.dtype:

@@ -155,8 +155,8 @@ class ExactSampler(Sampler):
     def update(self, ids: Tensor, rows: Tensor, bias: Tensor | None = None) -> None:
         """Take over changed rows of the class table; with `copy=False` there is nothing to do.
 
-        On a GPU the host does not wait: an id that is no class, or a row that is not finite, leaves the table as it is
-        there, and a later `update` raises.
+        On a GPU the host does not wait: an id that is not a class, or a row that is not finite, leaves the table as it
+        is there, and a later `update` raises.
 
         Args:
             ids: int64 [n]; of equal ids the last counts.
@@ -384,9 +384,9 @@ class ExactSampler(Sampler):
 
 
 class Softmax(ExactSampler):
-    """q(k) = softmax of the model's own logits, exactly: the law with which sampled softmax has no bias at all.
+    """q(k) = softmax of the model's own logits, exactly: with it sampled softmax is unbiased.
 
-    With the sampler's `scale` and `absolute` equal to those of the loss, every single sample has the normaliser of the
+    With the sampler's `scale` and `absolute` equal to those of the loss, every single sample has the normalizer of the
     full softmax, whatever `num_samples` is (Blanc & Rendle 2018, Theorem 1). It costs O(C d) per row: the yardstick for
     the other samplers, and cheaper than a kernel tree that follows the weights up to some 10^5 classes on a CPU and, by
     the arithmetic of docs/samplers/exact.md, 3 x 10^5 to 4 x 10^6 on a GPU with a 16-bit table.
@@ -397,7 +397,7 @@ class Softmax(ExactSampler):
         scale: inverse temperature; the logit is `scale * (h @ w + b)`.
         absolute: the logit is its absolute value, for the absolute softmax.
         copy: keep a copy of the table, which `update` and `rebuild` change. False: read the given tensors themselves,
-            so that the law follows a model in training; they are then not part of `state_dict()`.
+            so that the distribution follows a model in training; they are then not part of `state_dict()`.
         chunk_size: classes per chunk, rounded down to blocks of 256; by default chosen from B and the device.
 
     Example:
@@ -410,7 +410,7 @@ class Softmax(ExactSampler):
         >>> torch.allclose(sampler.log_prob_all(h), (h @ weight.T).log_softmax(1), atol=1e-5)
         True
 
-        The law of a head that is being trained:
+        The distribution of a head that is being trained:
 
         >>> head = sx.SampledClassifier(8, 1000, sx.samplers.Uniform(1000), num_samples=5)
         >>> head.sampler = sx.samplers.Softmax(head.weight, head.bias, copy=False)
@@ -448,7 +448,8 @@ class Softmax(ExactSampler):
 class Quartic(ExactSampler):
     """q(k) proportional to alpha * s^4 + 1, the quartic kernel of Blanc & Rendle (2018), exactly and in O(C d) a row.
 
-    The law is symmetric in the sign of the logit, so the loss it serves is the absolute softmax (`absolute=True`).
+    The distribution is symmetric in the sign of the logit, so the loss it serves is the absolute softmax
+    (`absolute=True`).
 
     Args:
         weight: [C, d] class table.

@@ -27,8 +27,8 @@ class InBatch(Sampler):
         Q(c) = ((B - 1) q_data(c) + m q_extra(c)) / (B - 1 + m)
 
     whichever of the two it came from. In-batch negatives alone never show a rare class as a negative; a few draws of
-    `Uniform` do. A target that occurs again in the batch is no negative of its own rows, and B - 1 stays the divisor.
-    log_q is an estimate unless `frequency` is the true distribution of the targets.
+    `Uniform` do. A target that occurs again in the batch is not a negative of its own rows, and B - 1 stays the
+    divisor. log_q is an estimate unless `frequency` is the true distribution of the targets.
 
     A head draws with it by itself: `SampledClassifier(d, C, sx.samplers.InBatch(...), num_samples=m, shared=True)`; the
     estimator learns from every training batch and is in the head's `state_dict()`. For towers whose keys come from an
@@ -152,7 +152,7 @@ class InBatch(Sampler):
             expected = torch.logaddexp(expected, of_extra + math.log(count))
         log_q = expected - math.log(max(ids.shape[0], 1))
         if batch.shape[0]:
-            # A row without a target is no draw: its entry has no weight.
+            # A row without a target is not a draw: its entry has no weight.
             log_q[: batch.shape[0]] = torch.where(there, log_q[: batch.shape[0]], _NO_WEIGHT)
         return Draw(ids, log_q.to(torch.float32), independent=False)
 
@@ -200,7 +200,7 @@ class InBatch(Sampler):
             of_extra(weight, bias) if self.extra.has_bias else of_extra(weight)
 
 
-_NO_WEIGHT = 300.0  # log q of an entry that is no draw: exp(-300) of its score
+_NO_WEIGHT = 300.0  # log q of an entry that is not a draw: exp(-300) of its score
 
 
 def _rows(h: Tensor | None, targets: Tensor) -> dict[str, Any]:

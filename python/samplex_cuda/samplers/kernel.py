@@ -20,14 +20,14 @@ _KINDS = ("rff", "orf", "positive")
 class Quadratic(KernelSampler):
     """q(c | h) proportional to alpha <h, c>^2 + 1 (Blanc & Rendle 2018): many draws where |<h, c>| is large.
 
-    Exact: all features of the kernel are kept, d (d + 1) / 2 + 1 numbers a node, so a draw costs O(d^2 log C). Nothing
-    is clipped and every class has a positive probability. The kernel is even, so it suits `absolute=True` best.
+    Exact: all features of the kernel are kept, d (d + 1) / 2 + 1 numbers per node, so a draw costs O(d^2 log C).
+    Nothing is clipped and every class has a positive probability. The kernel is even, so it suits `absolute=True` best.
 
     Args:
         weight: [C, d] class rows, floating point; copied.
         alpha: factor of the square.
         bias: [C]; the rows are then [c, b] and the queries [h, 1].
-        epsilon: share of the uniform law; 0, for the + 1 is one already.
+        epsilon: share of the uniform distribution; 0, for the + 1 is one already.
         progress: show a progress bar on a terminal while building.
 
     Example:
@@ -75,15 +75,15 @@ class RandomFourier(KernelSampler):
     "rff" and "orf" estimate exp(-nu |c - h|^2 / 2), which on rows of length 1 is proportional to exp(nu c . h);
     "positive" estimates exp(nu c . h) itself, for rows of any length. Softmax over logits tau c . h is best matched by
     nu = tau, if num_features allows: the estimates of "rff" and "orf" scatter around their mean, and where they fall
-    below zero they count as 0. `epsilon` keeps every class possible. log_q is that of the law that was really drawn
-    from, whatever the estimates are.
+    below zero they count as 0. `epsilon` keeps every class possible. log_q is that of the distribution that was really
+    drawn from, whatever the estimates are.
 
     Args:
         weight: [C, d] class rows, floating point; copied.
-        num_features: D, the number of frequencies ("rff" and "orf" keep 2 D numbers a node, "positive" D).
+        num_features: D, the number of frequencies ("rff" and "orf" keep 2 D numbers per node, "positive" D).
         nu: sharpness of the kernel.
         kind: "rff", "orf" (orthogonal frequencies: less scatter) or "positive".
-        epsilon: share of the uniform law: bounds exp(logit) / q.
+        epsilon: share of the uniform distribution: bounds exp(logit) / q.
         bias: [C]; the rows are then [c, b] and the queries [h, 1].
         normalize: scale rows and queries (not the bias) to length 1; zero rows stay zero.
         key: where the frequencies come from; None: torch's default generator.

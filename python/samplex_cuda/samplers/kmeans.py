@@ -13,7 +13,7 @@ from samplex_cuda.rng import fold_in, uniform_at
 
 __all__ = ["ROWS_PER_CODE", "assign", "kmeans"]
 
-ROWS_PER_CODE = 256  # that are looked at: more change the codes little
+ROWS_PER_CODE = 256  # that are examined: more change the codes little
 _SEED_ROWS = 64  # rows for each code among which the first codes are chosen
 _STILL = 1e-4  # relative fall of the inertia from which on the CPU stops
 
@@ -103,7 +103,7 @@ def _step(rows: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
 def kmeans(rows: Tensor, num_codes: int, pair: Tensor, *, start: Tensor | None = None, iterations: int = 20) -> Tensor:
     """Codes [K, d] float32 with a small sum of squared distances from the rows to their nearest code.
 
-    At most 256 K rows are looked at, chosen by the key.
+    At most 256 K rows are examined, chosen by the key.
 
     Args:
         rows: [n, d] floating point, n >= 1, finite.

@@ -27,8 +27,8 @@ class Mixture(Sampler):
     A mixture with a little `Uniform` bounds exp(s) / q, and with it the variance of the loss; one with `Unigram` adds
     frequent negatives to hard ones. Components draw as often as the row with most draws from them needs.
 
-    With `exclude` the components are re-weighted by 1 - q_c(excluded), so that the law is the conditional one exactly;
-    that number is never computed as a difference.
+    With `exclude` the components are re-weighted by 1 - q_c(excluded), so that the distribution is the conditional one
+    exactly; that number is never computed as a difference.
 
     Args:
         components: pairs (sampler, weight), the weights positive; they are divided by their sum.
@@ -76,7 +76,7 @@ class Mixture(Sampler):
 
     @property
     def conditional(self) -> bool:  # type: ignore[override]
-        """Whether a component has another law for each row."""
+        """Whether a component has another distribution for each row."""
         return any(sampler.conditional for sampler in self._parts())
 
     @property
@@ -150,7 +150,7 @@ class Mixture(Sampler):
 
     @torch.no_grad()
     def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
-        """Log-probability of given ids of any shape under the mixture of the components' shared laws."""
+        """Log-probability of given ids of any shape under the mixture of the components' shared distributions."""
         check_int64(self._op, "ids", ids)
         terms = [sampler.log_prob_shared(h, ids, context=context).double() for sampler in self._parts()]
         return (torch.stack(terms, -1) + self.weights.log()).logsumexp(-1).float()
@@ -200,7 +200,7 @@ class Mixture(Sampler):
             super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Mixture:
-        # `.half()` of a model is not about the law: the weights stay float64, and follow the device.
+        # `.half()` of a model is not about the distribution: the weights stay float64, and follow the device.
         before = self.weights
         super()._apply(fn, recurse)
         if self.weights.dtype != before.dtype:

@@ -32,7 +32,7 @@ _UNIFORM, _LOG_UNIFORM = StaticLaw(0), StaticLaw(1)
 
 
 class StaticSampler(Sampler):
-    """What the static samplers share. `h` only says how many rows there are; `context` is not looked at.
+    """What the static samplers share. `h` only says how many rows there are; `context` is not used.
 
     Example:
         >>> import samplex_cuda as sx
@@ -219,7 +219,7 @@ class StaticSampler(Sampler):
         return call(self._log_prob_op, ids.expand(batch, -1).contiguous(), flat, offsets)
 
     def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
-        """Log-probability of given ids of any shape under the law of shared draws, which is every row's law."""
+        """Log-probability of given ids of any shape under the distribution of shared draws: that of every row."""
         check_int64(self._op, "ids", ids)
         return call(self._log_prob_op, ids.reshape(1, -1).contiguous(), None, None).reshape(ids.shape)
 
@@ -421,9 +421,9 @@ class LogUniform(StaticSampler):
 class Unigram(StaticSampler):
     """P(k) proportional to counts[k] ** power, by an alias table: one memory access a draw, whatever C is.
 
-    The weights are turned into integers whose sum is just below 2^61, so that the table, the law after an exclusion and
-    log_q agree exactly; counts with a sum below 2^53 and power 1 keep their exact ratios. A class of count 0 is never
-    drawn; a positive weight below 2^-61 of the sum counts as that much. 40 bytes a class.
+    The weights are turned into integers whose sum is just below 2^61, so that the table, the distribution after an
+    exclusion and log_q agree exactly; counts with a sum below 2^53 and power 1 keep their exact ratios. A class of
+    count 0 is never drawn; a positive weight below 2^-61 of the sum counts as that much. 40 bytes per class.
 
     Args:
         counts: [C] non-negative numbers: a tensor, an array or a list.

@@ -1,4 +1,4 @@
-"""Whether the tables of a state dict are tables at all: what the ops rely on, looked at once, when they are loaded.
+"""Checks the tables of a state dict once, when they are loaded: the ops rely on them.
 
 Each function returns what is wrong, or None. The ops check every index they read and stay inside their buffers whatever
 a table says, but a damaged table would give draws of another distribution in silence.

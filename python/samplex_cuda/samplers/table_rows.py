@@ -74,15 +74,15 @@ def last_of_equal(ids: Tensor) -> Tensor:
 def replace_rows(ids: Tensor, changes: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Writes new rows into tables, of equal ids the last. All sizes are those of the arguments: nothing waits.
 
-    An id that is no class is passed over. Where a number of a class's new rows is not finite, the class keeps its rows
-    in all tables.
+    An id that is not a class is passed over. Where a number of a class's new rows is not finite, the class keeps its
+    rows in all tables.
 
     Args:
         ids: int64 [n], n >= 1.
         changes: (table [C, ...], new rows [n, ...]).
 
     Returns:
-        Two bool [n]: which ids are no classes; which of the others have new rows that are not finite.
+        Two bool [n]: which ids are not classes; which of the others have new rows that are not finite.
 
     Example:
         >>> import torch
@@ -101,8 +101,8 @@ def replace_rows(ids: Tensor, changes: list[tuple[Tensor, Tensor]]) -> tuple[Ten
     if classes < 1 << 31:
         key = key.to(torch.int32)  # half the passes of a radix sort
     ordered, order = key.sort(stable=True)
-    # Entries that write to one class all write the row of the last of them. One that is no class does what the entry of
-    # the largest id does; if there is no class at all, class 0 gets the row it has.
+    # Entries that write to one class all write the row of the last of them. One that is not a class does what the entry
+    # of the largest id does; if there is no class at all, class 0 gets the row it has.
     last = torch.where(ordered < 0, count - 1, torch.searchsorted(ordered, ordered, right=True) - 1)
     at, source = ordered[last].clamp_min(0).long(), order[last]
     taken = (ordered[-1:] >= 0) & ~unfit[source]

@@ -35,7 +35,7 @@ class Tree(Sampler):
         bias: [2^depth]; +inf sends every row right, -inf left.
         leaf_class: [2^depth] int64, the class at each leaf, every class once; -1 for padding. A node with classes on
             one side only sends every row there, whatever its bias.
-        mean: [K] of the features; None: features are taken as they are.
+        mean: [K] of the features; None: features are taken unchanged.
         projection: [K, k]; None with mean None.
         dtype: of the stored nodes, float32 or bfloat16 (half the memory traffic, probabilities of the rounded tree).
         base: a fixed distribution that is mixed in, q = (1 - w) tree + w base, in the same op: class frequencies plus
@@ -146,7 +146,7 @@ class Tree(Sampler):
     ) -> Tree:
         """Fit a tree to features and labels: PCA to `dim`, then the greedy top-down fit of Bamler & Mandt (2020).
 
-        At every node the logistic regression (Newton, Eq. 8 with its regulariser) and the split of the classes into
+        At every node the logistic regression (Newton, Eq. 8 with its regularizer) and the split of the classes into
         halves (Eq. 9, exact) alternate until the split is stable. O(N k^2 log C) time, on all threads.
 
         Args:
@@ -154,7 +154,7 @@ class Tree(Sampler):
             y: [N] int64 labels in [0, num_classes).
             num_classes: C; classes without an example are fine.
             dim: k, the features a node looks at.
-            reg: strength of the quadratic regulariser on the weights and bias of a node.
+            reg: strength of the quadratic regularizer on the weights and bias of a node.
             whiten: scale the principal components to unit variance.
             dtype: of the stored nodes.
             seed: of the randomised PCA.
@@ -184,7 +184,7 @@ class Tree(Sampler):
         return tree
 
     def refit(self, x: Any, y: Tensor, *, progress: bool = True) -> Tree:
-        """Fit anew to other data, with the options of the first fit; the old tree stays until the new one is there.
+        """Fit again to other data, with the options of the first fit; the old tree stays until the new one is there.
 
         Args:
             x: [N, K] with the K of before, as in `fit`.
@@ -356,13 +356,14 @@ class Tree(Sampler):
     ) -> Draw:
         """Draw `num_samples` classes for each row of the features h [*, K]; see `Sampler.sample`.
 
-        `exclude` is exact: the law conditioned on the other classes. `shared` draws come from the mean of the rows'
-        laws, and cost little more for many draws than for few: a node is scored once for all that pass it.
+        `exclude` is exact: the distribution conditioned on the other classes. `shared` draws come from the mean of the
+        rows' distributions, and cost little more for many draws than for few: a node is scored once for all that pass
+        it.
 
-        With `stratified` shared draws are no longer independent: one comes from each of m equal parts of the law, in
-        the order of the leaves. A class comes m q times in expectation, as before, but never two more or two fewer
-        times than that, so that every sum of the draws varies less, or at the most as much. `Draw.independent` is
-        False, and copies of a class lie side by side.
+        With `stratified` shared draws are no longer independent: one comes from each of m equal parts of the
+        distribution, in the order of the leaves. A class comes m q times in expectation, as before, but never two more
+        or two fewer times than that, so that every sum of the draws varies less, or at the most as much.
+        `Draw.independent` is False, and copies of a class are adjacent.
         """
         count = self._check_count(num_samples)
         self._check_stratified(stratified, shared)
@@ -389,7 +390,7 @@ class Tree(Sampler):
         return out.squeeze(1) if squeeze else out
 
     def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
-        """Log-probability of given ids of any shape under the law of shared draws; see `Sampler.log_prob_shared`."""
+        """Log-probability of given ids of any shape under that of shared draws; see `Sampler.log_prob_shared`."""
         check_int64(self._op, "ids", ids)
         wanted = ids.reshape(-1).contiguous()
         out = call(tree_shared.tree_log_prob_shared, self.project(h), wanted, *self._tables(), *self._base)
@@ -522,7 +523,8 @@ class Tree(Sampler):
     def _apply(self, fn: Any, recurse: bool = True) -> Tree:
         before = self.nodes.dtype
         super()._apply(fn, recurse)
-        # `.to(bfloat16)` or `.half()` of a model is not about the tree: its law, and with it log_q, would change.
+        # `.to(bfloat16)` or `.half()` of a model is not about the tree: its distribution, and with it log_q, would
+        # change.
         if self.nodes.dtype != before:
             raise TypeError(
                 f"tree: nodes must stay {before}; choose the storage with dtype= when the tree is made, "

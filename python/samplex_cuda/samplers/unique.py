@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["UniqueDraw", "draw_unique", "log_inclusion"]
 
 _BITS = 52
-_MOST = 1 << 24  # tries of a batch before the classes that are left are looked at one by one
+_MOST = 1 << 24  # tries of a batch before the classes that are left are examined one by one
 
 
 class UniqueDraw(NamedTuple):
@@ -28,7 +28,7 @@ class UniqueDraw(NamedTuple):
     Attributes:
         draw: ids [B, m] or [m] without repeats in a row, and log_q = log(inclusion probability) - log m, so that a loss
             that divides by m q weighs a class by one over its inclusion probability.
-        level: float64 [B] or []: tau, the time at which the (m + 1)-th distinct class came (inf where there is none),
+        level: float64 [B] or []: tau, the time at which the (m + 1)-th distinct class came (inf if there is none),
             or with mode "tf" the number of tries.
 
     Example:

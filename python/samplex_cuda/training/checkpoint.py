@@ -2,7 +2,7 @@
 
     checkpoint-00001200/
         tensors.safetensors   every tensor, in the safetensors format
-        meta.json             counters and what else is no tensor
+        meta.json             counters and what else is not a tensor
         manifest.json         bytes and sha256 of the two others
 
 A checkpoint is written beside its place (`.tmp-...`), every file and the directory are synced to the disk, and a rename
@@ -271,7 +271,7 @@ def list_checkpoints(run_dir: str | Path) -> list[Path]:
 
 
 def latest(run_dir: str | Path, on_refused: Callable[[Path, str], None] | None = None) -> Path | None:
-    """The newest checkpoint of a run that is whole; None where there is none.
+    """The newest checkpoint of a run that is whole; None if there is none.
 
     Args:
         run_dir: a run folder, or a folder of checkpoints.

@@ -43,9 +43,9 @@ def evaluate(
             those of `samplex_cuda.metrics`: "precision@5", "recall@20", "ndcg@10", "psp@3", "mrr" (over all
             classes).
         rows: only so many first examples, in whole batches; 0: all.
-        exclude_history: interactions: items that a user knows are no answers.
+        exclude_history: interactions: items that a user knows are not answers.
         propensities: [C], for "psp@k".
-        on_batch: called with (batches done, batches in all).
+        on_batch: called with (batches done, batches in total).
         ranks: those of a sharded head, each of which calls it and measures its part of every batch; None: one process.
 
     Example:

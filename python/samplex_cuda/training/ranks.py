@@ -109,7 +109,7 @@ class Alone:
         return models.build(config, train, fit=fit, trust_model=trust_model)
 
     def refit(self, config: Config, train: Dataset, encoder: models.Encoder, head: SampledClassifier) -> None:
-        """Fits the tree of the sampler anew."""
+        """Fits the tree of the sampler again."""
         models.refit_tree(config, train, encoder, head)
 
     def encode(self, encoder: models.Encoder, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:

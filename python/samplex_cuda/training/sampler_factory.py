@@ -377,7 +377,7 @@ def _hidden(config: Config, dataset: Dataset, encoder: Encoder) -> tuple[Tensor,
 
 
 def refit_tree(config: Config, dataset: Dataset, encoder: Encoder, head: SampledClassifier) -> None:
-    """Fit the head's tree (or that of its mixture) anew, to what the encoder gives now; the rest is untouched.
+    """Fit the head's tree (or that of its mixture) again, to what the encoder gives now; the rest is untouched.
 
     Example:
         >>> import torch
@@ -390,7 +390,7 @@ def refit_tree(config: Config, dataset: Dataset, encoder: Encoder, head: Sampled
     """
     config = config.resolved()
     tree = _tree(config, dataset, encoder, fit=True, again=True).to(head.weight.device)
-    if encoder.tree_map is not None:  # fitted anew, on the host
+    if encoder.tree_map is not None:  # fitted again, on the host
         encoder.tree_map.to(head.weight.device)
     if _inside(config) and not tree.has_base:
         tree.set_base(_base_of(config, dataset, fit=True), config.sampler.base_weight)

@@ -240,7 +240,7 @@ def put_optimizers(tensors: dict[str, Tensor], optimizers: dict[str, torch.optim
 def take_optimizers(
     tensors: dict[str, Tensor], numbers: dict[str, Any], optimizers: dict[str, torch.optim.Optimizer]
 ) -> None:
-    """Puts back what `put_optimizers` gave; the settings of the optimizers, such as rates, stay as they are."""
+    """Puts back what `put_optimizers` gave; the settings of the optimizers, such as rates, stay unchanged."""
     for which, optimizer in optimizers.items():
         rest = numbers.get(which, {"state": {}, "key": None})
         state: dict[int, dict[str, Any]] = {int(i): dict(v) for i, v in rest["state"].items()}

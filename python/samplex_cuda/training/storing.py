@@ -39,7 +39,7 @@ class Whole:
         self.trainer = trainer
 
     def meta(self, kind: str = "") -> dict[str, Any]:
-        """What is no tensor; `kind`: "best" has no more than the model."""
+        """What is not a tensor; `kind`: "best" has only the model."""
         t = self.trainer
         found: dict[str, Any] = {
             "progress": dataclasses.asdict(t.progress),

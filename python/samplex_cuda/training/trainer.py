@@ -145,7 +145,7 @@ class Trainer:
         """A trainer that goes on from the newest whole checkpoint of a run; from the start if it never saved one.
 
         Newer checkpoints that are damaged are moved to `damaged/`. If every checkpoint is damaged, it raises `RunError`
-        and leaves the folder as it is.
+        and leaves the folder unchanged.
 
         Args:
             run_dir: the run folder.
@@ -309,7 +309,7 @@ class Trainer:
             write_board(self._board, record)
 
     def save(self) -> Path | None:
-        """Writes a checkpoint now; None where that failed and `on_save_error` is "continue"."""
+        """Writes a checkpoint now; None if that failed and `on_save_error` is "continue"."""
         p = self.progress
         path = self.run_dir / "checkpoints" / checkpoint.directory_name(p.step)
         begin = time.perf_counter()
@@ -515,7 +515,7 @@ class Trainer:
         return propensities(self.train.class_counts(), len(self.train), t.propensity_a, t.propensity_b)
 
     def _watch_model(self) -> None:
-        """Notes what is wrong with the model, if anything: a loss that falls is no proof that it learns."""
+        """Notes what is wrong with the model, if anything: a falling loss does not prove that it learns."""
         p = self.progress
         sampled = p.loss_sum / p.loss_count if p.loss_count else self._last_loss
         numbers: dict[str, float] = {}

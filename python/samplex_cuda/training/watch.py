@@ -99,7 +99,7 @@ def check_model(
             found.append(
                 f"the sampler never draws what the model rates highest: log q of its first class is {middle:.4g} "
                 f"(median of {len(drawn)} rows), uniform draws have {-limit:.4g}. Mix in a fixed distribution "
-                "(sampler.base = unigram), or fit the tree anew (sampler.refit_every = 1)"
+                "(sampler.base = unigram), or fit the tree again (sampler.refit_every = 1)"
             )
     return found
 

@@ -41,7 +41,7 @@ class FittedTree:
             `most_rounds`, `gradient_ratio` (largest |gradient| / max(1, sum of |x|)), `unfinished` (nodes stopped by
             `max_rounds`).
         train_log_prob: mean log p_n(y | x) of the training examples.
-        reg: the regulariser it was fitted with.
+        reg: the regularizer it was fitted with.
 
     Example:
         >>> import torch
@@ -121,7 +121,7 @@ class FittedTree:
 
 
 class RegChoice(NamedTuple):
-    """What `cross_validate_reg` found: the best regulariser, and the held-out mean log p_n of each one tried.
+    """What `cross_validate_reg` found: the best regularizer, and the held-out mean log p_n of each one tried.
 
     Example:
         >>> from samplex_cuda.tree_fit import RegChoice
@@ -232,10 +232,10 @@ def fit_tree(
         num_classes: C. Classes without examples get a leaf, too.
         reg: positive; the penalty in each node is reg (|w|^2 + b^2).
         max_rounds: discrete steps per node, at most.
-        discrete: False leaves the median splits as they are.
+        discrete: False leaves the median splits unchanged.
         seed: accepted for symmetry with `fit_pca`; the fit draws nothing.
         unseen: False gives classes without an example probability exactly 0: they are never drawn, and what they had
-            goes to their neighbours in the tree.
+            goes to their neighbors in the tree.
         progress: a bar with level and log-likelihood, where stderr is a terminal and `rich` is installed.
         threads: of torch's pool; by default those torch uses.
 

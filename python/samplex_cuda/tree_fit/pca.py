@@ -121,7 +121,7 @@ def fit_pca(
 
     Returns:
         (mean fp32 [K], projection fp32 [K, dim]), on the device of x: `(x - mean) @ projection` are the features. Each
-        component's largest entry is positive. Components of no variance are kept as they are.
+        component's largest entry is positive. Components of no variance are kept unchanged.
 
     Example:
         >>> import torch

@@ -17,7 +17,7 @@ __all__ = ["describe_fit"]
 def describe_fit(
     tree: FittedTree, held_out_z: Tensor | NDArray[Any] | None = None, held_out_y: Tensor | NDArray[Any] | None = None
 ) -> str:
-    """Mean log p_n of a tree, in all and by level, beside those of the class frequencies and of the uniform law.
+    """Mean log p_n of a tree, in total and by level, beside those of class frequencies and of uniform draws.
 
     The frequencies are those of the training examples plus one a class, so that a class that only the held-out examples
     have does not make the mean infinite.

@@ -50,7 +50,7 @@ class Dice:
         return 0 if self.maybe(0.05) else self.r.randint(1, most)
 
     def width(self) -> int:
-        """A row width: odd ones, vector lengths and their neighbours."""
+        """A row width: odd ones, vector lengths and their neighbors."""
         return self.r.choice((1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33))
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:

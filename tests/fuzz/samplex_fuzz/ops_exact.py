@@ -20,7 +20,7 @@ def _law(d: Dice) -> dict[str, Any]:
 
 
 def _lists(a: Args, batch: int) -> list[list[int]] | None:
-    """Excluded classes of the rows of the call; None where the ops need not make sense of them."""
+    """Excluded classes of the rows of the call; None if the ops need not make sense of them."""
     total = batch + a.row if a.exclude_offsets is None else a.exclude_offsets.shape[0] - 1
     if a.exclude is None:
         return [[] for _ in range(batch)]

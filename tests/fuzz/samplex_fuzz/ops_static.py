@@ -149,7 +149,7 @@ def _subset(d: Dice) -> Call:
 
 
 def bigram_tables(d: Dice, classes: int) -> dict[str, Tensor]:
-    """The tables of a bigram law over `classes`."""
+    """The tables of a bigram distribution over `classes`."""
     table, prefix = build_alias(alias_counts(d, classes))
     rows = [sorted({d.int(0, classes - 1) for _ in range(d.int(0, 4))}) for _ in range(d.int(1, 4))]
     offsets = torch.tensor([0, *np.cumsum([len(row) for row in rows]).tolist()])

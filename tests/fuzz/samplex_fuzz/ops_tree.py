@@ -290,7 +290,7 @@ def _kernel_law(a: Args, lists: list[list[int]]) -> Tensor:
 
 
 def _kernel_compare(name: str, got: Tensor, want: Tensor) -> None:
-    """Where the law is not next to a value that one side clips and the other does not."""
+    """Where the distribution is not next to a value that one side clips and the other does not."""
     sure = want.isfinite() & (want > -12.0)
     error = (got.double() - want).abs()[sure]
     worst = float(error.max()) if error.numel() else 0.0

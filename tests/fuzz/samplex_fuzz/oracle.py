@@ -102,7 +102,7 @@ def make_exclude(d: Dice, batch: int, classes: int) -> tuple[Tensor | None, Tens
 
 
 def excluded(exclude: Any, offsets: Any, batch: int) -> list[list[int]] | None:
-    """The lists of each row, -1 left out; None where a row is not ascending, which the ops need not notice."""
+    """The lists of each row, -1 left out; None if a row is not ascending, which the ops need not notice."""
     if exclude is None:
         return [[] for _ in range(batch)]
     if offsets is None:

@@ -314,7 +314,7 @@ def _log_prob(name: str) -> Callable[[Dice], Call]:
                 return
             if not shared and a.exclude is None and a.ids.dim() == 2 and a.ids.shape[0]:
                 every = sampler.log_prob_all(a.h, context=a.context) if name == "Bigram" else sampler.log_prob_all(a.h)
-                near("sum of the law", every.double().exp().sum(1), torch.ones(every.shape[0]).double(), 1e-3)
+                near("sum of the distribution", every.double().exp().sum(1), torch.ones(every.shape[0]).double(), 1e-3)
                 if every.shape[0] == 1:
                     every = every.expand(a.ids.shape[0], -1)
                 near("log_prob", out, every.gather(1, a.ids), 1e-3 * (1 + float(every[every.isfinite()].abs().max())))

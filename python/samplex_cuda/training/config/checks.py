@@ -92,7 +92,7 @@ def kind_of(field: dataclasses.Field[Any]) -> str:
 
 
 def check_value(source: str, table: str, field: dataclasses.Field[Any], value: Any) -> Any:
-    """The value, in the type of the key; `ConfigError` where it is none."""
+    """The value, in the type of the key; `ConfigError` if it is invalid."""
     rules, kind = field.metadata, kind_of(field)
     good = False
     if isinstance(value, str) and value in rules["also"]:

@@ -147,7 +147,7 @@ def load(path: str | Path, settings: Iterable[str] = (), *, of_run: bool = False
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
-    """Tables of keys from TOML; `ConfigError` where it is none."""
+    """Tables of keys from TOML; `ConfigError` if it is invalid."""
     for name in ("tomllib", "tomli"):
         try:
             toml = importlib.import_module(name)
