@@ -43,7 +43,7 @@ DAMAGE = [
     ("unigram", "table", (5, 0), 7, "table must draw each class with its weight"),
     ("unigram", "table", (0, 0), 7, "never draw a class of weight 0"),
     ("unigram", "table", (5, 2), 7, "logarithms of the weights"),
-    ("unigram", "prefix", (5,), 0, "prefix must not fall"),
+    ("unigram", "prefix", (5,), 0, "prefix must not decrease"),
     ("unigram", "prefix", (0,), 1, "prefix must begin with 0"),
     ("unigram", "prefix", (C,), 1 << 62, "positive sum below 2"),
     ("bigram", "table", (2, 1), -1, "table must hold classes"),

@@ -267,13 +267,13 @@ def test_npy_bad(tmp_path):
     with pytest.raises(ValueError, match=r"npy_file: .*x.npy: Dense: y must be \[3\] or \[3, P\], got \[4\] int64"):
         data.open(tmp_path / "x.npy")
     np.save(tmp_path / "y.npy", np.array([0, 1, None]), allow_pickle=True)
-    with pytest.raises(ValueError, match=r"npy_file: .*y.npy: it holds Python objects, which are not read"):
+    with pytest.raises(ValueError, match=r"npy_file: .*y.npy: it holds Python objects, which are not supported"):
         data.open(tmp_path / "x.npy")
     write(tmp_path / "y.npy", (tmp_path / "x.npy").read_bytes()[:-10])
     with pytest.raises(ValueError, match=r"npy_file: .*y.npy: it is not an npy file that can be mapped"):
         data.open(tmp_path / "x.npy")
     np.save(tmp_path / "train.npy", np.ones((3, 2)))
-    with pytest.raises(ValueError, match=r"y must be given where the name of x does not end with x, got train.npy"):
+    with pytest.raises(ValueError, match=r"y must be given unless the name of x ends with x, got train.npy"):
         data.open(tmp_path / "train.npy")
 
 
@@ -302,7 +302,7 @@ def test_npz_bad(tmp_path):
     with pytest.raises(ValueError, match=r"npz_file: .*a.npz: it must have an array 'y', got \['x', 'z'\]"):
         data.open(tmp_path / "a.npz")
     np.savez(tmp_path / "b.npz", x=np.array([[1], [None]]), y=np.ones(2, int))
-    with pytest.raises(ValueError, match="x holds Python objects, which are not read"):
+    with pytest.raises(ValueError, match="x holds Python objects, which are not supported"):
         data.open(tmp_path / "b.npz")
     np.savez(tmp_path / "c.npz", x=np.asfortranarray(np.ones((2, 2))), y=np.ones(2, int))
     with pytest.raises(ValueError, match=r"x must be stored row by row \(C order\)"):

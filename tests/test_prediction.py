@@ -130,7 +130,7 @@ def test_rerank_ties_and_types(dtype):
             "SampledClassifier.topk: tree must be a samplers.Tree, because the sampler is not",
         ),
         ({"candidates": "lsh"}, ValueError, "candidates must be None, 'tree' or int64 ids, got 'lsh'"),
-        ({"beam": 5}, ValueError, "candidates must be 'tree' where beam or tree is given, got None"),
+        ({"beam": 5}, ValueError, "candidates must be 'tree' if beam or tree is given, got None"),
         (
             {"candidates": torch.zeros(7, 2).long()},
             ValueError,

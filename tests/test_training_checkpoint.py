@@ -113,7 +113,7 @@ def other_format(path):
 
 DAMAGES = {
     truncate: "tensors.safetensors is truncated or altered, .* bytes where .* were written",
-    flip_a_bit: "tensors.safetensors is altered: its sha256 is not the one that was written",
+    flip_a_bit: "tensors.safetensors is altered: its sha256 differs from the recorded one",
     change_meta: "meta.json is altered",
     lose_meta: "meta.json cannot be read",
     lose_manifest: "manifest.json cannot be read",

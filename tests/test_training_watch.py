@@ -54,7 +54,7 @@ def test_log_uniform_warns_where_counts_are_not_sorted():
         build(run, data.Tokens(tokens, 60, window=5, columns=4))
         build(run, data.Tokens(np.arange(600) % 60, 60, window=5, columns=4))  # equal counts are sorted
     last = np.where(np.arange(600) % 3 == 0, 59, tokens)  # as <unk> was: frequent, and the last id
-    with pytest.warns(UserWarning, match=r"class 59 of 60 has 3\d.\d+% of the targets .* take sampler unigram"):
+    with pytest.warns(UserWarning, match=r"class 59 of 60 has 3\d.\d+% of the targets .* use sampler unigram"):
         build(run, data.Tokens(last, 60, window=5, columns=4))
 
 

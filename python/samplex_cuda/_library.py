@@ -12,7 +12,7 @@ try:
     import samplex_cuda._native as _native
 except ImportError as error:
     raise ImportError(
-        "samplex_cuda: the compiled part is missing or does not fit this Python and torch "
+        "samplex_cuda: the compiled extension is missing or does not match this Python and torch "
         f"({error}). Build it with: pip install torch==2.13.0 && pip install --no-build-isolation ."
     ) from error
 

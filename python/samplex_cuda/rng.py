@@ -93,7 +93,7 @@ class Key:
         if is_capturing(device):
             raise RuntimeError(
                 "Key.reserve: a key must be reserved outside of a CUDA graph, got a stream that is being captured; "
-                "every replay would draw the same: pass a reserved tensor, rewritten by reserve(out=tensor) before a "
+                "every replay would draw the same ids: pass a reserved tensor, set by reserve(out=tensor) before a "
                 "replay (sx.graphs.capture_step(step, key=key) does), or key=None for torch's generator"
             )
         if device.type == "cpu":

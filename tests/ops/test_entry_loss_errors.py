@@ -98,10 +98,10 @@ RAW = {
     2: (torch.zeros(B + 1, dtype=torch.int64), "target must be [B] = [3] int64 contiguous on cpu, got [4] int64 on cpu"),
     3: (torch.zeros(B, 1, 1, dtype=torch.int64), "ids must be [B, m] or [m], got [3, 1, 1] int64 on cpu"),
     4: (torch.zeros(B, M).double(), "log_q must be [B, m] = [3, 4] float32 contiguous on cpu, got [3, 4] float64 on cpu"),
-    5: (None, "target_log_q must be [B] where reg is not 0, got None"),
+    5: (None, "target_log_q must be [B] if reg is not 0, got None"),
     6: (torch.zeros(B + 1), "log_eta must be [B] = [3] float32"),
     7: (torch.zeros(C + 1), "bias must be [C] = [20] float32 contiguous on cpu, got [21] float32 on cpu"),
-    9: (torch.zeros(B + 1, dtype=torch.int64), "known_offsets and known_ids must come together"),
+    9: (torch.zeros(B + 1, dtype=torch.int64), "known_offsets and known_ids must be given together"),
     13: (-1.0, "reg must be at least 0, got -1"),
     15: (3, "reduction must be 0 (none), 1 (mean) or 2 (sum), got 3"),
 }  # fmt: skip

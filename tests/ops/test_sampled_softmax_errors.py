@@ -152,7 +152,7 @@ RAW = {
     "bias dtype": (torch.zeros(C).half(), "bias must be [C] = [20] float32 contiguous on cpu, got [20] float16 on cpu"),
     "class_weight": (torch.zeros(C, 1), "class_weight must be [C] = [20] float32 contiguous on cpu, got [20, 1] float32 on cpu"),
     "known_offsets": (filled(0, (B,)), "known_offsets must be [B + 1] = [4] int64 contiguous on cpu, got [3] int64 on cpu"),
-    "known_ids": (None, "known_offsets and known_ids must come together"),
+    "known_ids": (None, "known_offsets and known_ids must be given together"),
     "label_smoothing": (2.0, "label_smoothing must be in [0, 1], got 2"),
     "reduction": (3, "reduction must be 0 (none), 1 (mean) or 2 (sum), got 3"),
 }  # fmt: skip

@@ -155,7 +155,7 @@ def test_an_empty_batch(backend):
         ({"target": torch.tensor([0, 1, 2, 3, 4, CLASSES])}, IndexError, "or ignore_index, got 50"),
         ({"target": torch.tensor([0, 1, 2, 3, 4, -7])}, IndexError, "or ignore_index, got -7"),
         ({"target": torch.zeros(5, dtype=torch.int64)}, ValueError, "target must be [B]"),
-        ({"ignore_index": 3}, ValueError, "ignore_index must be negative where the op draws, got 3"),
+        ({"ignore_index": 3}, ValueError, "ignore_index must be negative if the op draws, got 3"),
         ({"law": 3}, ValueError, "law must be in [0, 2], got 3"),
         ({"law": 2}, ValueError, "table and prefix must be given"),
         ({"num_samples": -1}, ValueError, "num_samples must be in [0, 2^24], got -1"),

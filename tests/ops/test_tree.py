@@ -408,7 +408,7 @@ PARAMETERS = {
     "twice": (lambda w, b, c: Tree(w, b, torch.tensor([0, 1, 1, -1])), "leaf_class must hold every class of [0, C) once"),
     "nobody": (lambda w, b, c: Tree(w, b, torch.full((4,), -1)), "leaf_class must hold every class of [0, C) once"),
     "nan": (lambda w, b, c: Tree(w, b * math.nan, c), "weights must be finite and bias not nan"),
-    "half a projection": (lambda w, b, c: Tree(w, b, c, mean=torch.zeros(5)), "mean and projection must come together"),
+    "half a projection": (lambda w, b, c: Tree(w, b, c, mean=torch.zeros(5)), "mean and projection must be given"),
     "projection": (lambda w, b, c: Tree(w, b, c, mean=torch.zeros(5), projection=torch.zeros(5, 3)), "mean must be [K] and projection [K, 2]"),
 }  # fmt: skip
 

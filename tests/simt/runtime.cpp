@@ -229,7 +229,7 @@ void check_limits(const char* op, dim3 grid, dim3 block, size_t smem) {
   const uint64_t threads = uint64_t(block.x) * block.y * block.z;
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7FFFFFFFu || threads == 0 || threads > kMaxThreads ||
       block.z > 64 || grid.y > 65535 || grid.z > 65535 || smem > 48 * 1024) {
-    throw std::runtime_error(std::string(op) + ": launch out of limits: grid " + std::to_string(grid.x) + "x" +
+    throw std::runtime_error(std::string(op) + ": launch exceeds the limits: grid " + std::to_string(grid.x) + "x" +
                              std::to_string(grid.y) + "x" + std::to_string(grid.z) + ", threads " +
                              std::to_string(threads) + ", dynamic shared memory " + std::to_string(smem));
   }

@@ -225,7 +225,7 @@ def test_exception_inside_a_fiber(run):
 def test_launch_limits(run):
     assert run("limits", numbers(1), filled(1), arg=1024) is None
     error = run("limits", numbers(1), filled(1), arg=1025)
-    assert error == ("selftest_limits: launch out of limits: grid 1x1x1, threads 1025, dynamic shared memory 0")
+    assert error == ("selftest_limits: launch exceeds the limits: grid 1x1x1, threads 1025, dynamic shared memory 0")
 
 
 def test_the_harness_works_on_after_errors_and_on_other_threads(run):

@@ -70,7 +70,7 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   check_value(P + m < (int64_t(1) << 31) - 1, op, ": targets and draws of a row must stay below 2^31, got ", P + m);
   check_value(reg >= 0, op, ": reg must be at least 0, got ", reg);
   check_value(reg == 0 || kind == EntryLoss::kNegativeSampling, op, ": reg must be 0, got ", reg);
-  check_value(reg == 0 || target_log_q.has_value(), op, ": target_log_q must be [B] where reg is not 0, got None");
+  check_value(reg == 0 || target_log_q.has_value(), op, ": target_log_q must be [B] if reg is not 0, got None");
   check_value(kind != EntryLoss::kNce || target_log_q.has_value(), op, ": target_log_q must be [B], got None");
   if (target_log_q) {
     check_given(op, "target", target);
@@ -80,7 +80,7 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   check_value(kind != EntryLoss::kAugmentReduce || log_eta.has_value(), op, ": log_eta must be [B], got None");
   if (log_eta) check_tensor(op, "log_eta", *log_eta, {B}, "[B]", acc, weight);
   check_value(known_offsets.has_value() == known_ids.has_value(), op,
-              ": known_offsets and known_ids must come together");
+              ": known_offsets and known_ids must be given together");
   if (known_offsets) {
     check_tensor(op, "known_offsets", *known_offsets, {B + 1}, "[B + 1]", ScalarType::Long, weight);
     check_tensor(op, "known_ids", *known_ids, {-1}, "[n]", ScalarType::Long, weight);

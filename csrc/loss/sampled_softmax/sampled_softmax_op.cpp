@@ -61,7 +61,7 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   check_value(label_smoothing >= 0 && label_smoothing <= 1, kOp, ": label_smoothing must be in [0, 1], got ",
               label_smoothing);
   check_value(known_offsets.has_value() == known_ids.has_value(), kOp,
-              ": known_offsets and known_ids must come together");
+              ": known_offsets and known_ids must be given together");
   if (more.target_weight) {
     check_tensor(kOp, "target_weight", *more.target_weight, target.dim() == 1 ? Shape{B} : Shape{B, P},
                  "of the shape of target", acc, weight);
@@ -78,7 +78,7 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
     check_csr(kOp, "positives", *known_offsets, *known_ids, B, C);
   }
   check_value(more.draw_labels.has_value() == more.row_labels.has_value(), kOp,
-              ": draw_labels and row_labels must come together");
+              ": draw_labels and row_labels must be given together");
   if (more.draw_labels) {
     check_value(shared && P == 1 && !known_offsets, kOp,
                 ": draw_labels must be None unless draws are shared, with one target per row and no known positives");
@@ -217,7 +217,7 @@ StaticForward sampled_softmax_static(const Tensor& hidden, const Tensor& weight,
   check_value(hidden.dim() == 2, kOp, ": hidden must be [B, d], got ", describe(hidden));
   check_tensor(kOp, "target", target, {hidden.size(0)}, "[B]", ScalarType::Long, weight);
   check_value(weight.size(0) >= 1, kOp, ": weight must have a class to draw, got ", describe(weight));
-  check_value(ignore_index < 0, kOp, ": ignore_index must be negative where the op draws, got ", ignore_index);
+  check_value(ignore_index < 0, kOp, ": ignore_index must be negative if the op draws, got ", ignore_index);
   std::optional<Tensor> d_hidden;
   const DrawHere here{key, law, num_samples, shared, table, prefix, unit_hidden ? &d_hidden : nullptr};
   Tensor ids, log_q;

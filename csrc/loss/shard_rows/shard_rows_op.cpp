@@ -29,7 +29,7 @@ Logits shard_logits(Tensor hidden, Tensor weight, MaybeTensor bias, Tensor targe
   check_value(num_classes >= 1 && num_classes <= kMostClasses, op, ": num_classes must be in [1, 2^52], got ",
               num_classes);
   check_value(step == 1 || (step > 1 && step < num_classes && num_classes <= kMostSpread), op,
-              ": step must be 1, or below num_classes where that is at most 2^31, got ", step, " with ", num_classes,
+              ": step must be 1, or below num_classes if that is at most 2^31, got ", step, " with ", num_classes,
               " classes");
   p.rows = weight.size(0);
   check_value(start >= 0 && start <= num_classes && p.rows <= num_classes - start, op,

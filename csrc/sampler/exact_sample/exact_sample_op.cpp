@@ -50,7 +50,7 @@ void check_exclude_values(const char* op, const ExactLaw& law, int64_t batch) {
     const int64_t begin = offsets != nullptr ? offsets[b] : b * law.exclude_width;
     const int64_t end = offsets != nullptr ? offsets[b + 1] : begin + law.exclude_width;
     check_value(begin >= 0 && begin <= end && end <= law.exclude_size, op, ": exclude_offsets must go from 0 to ",
-                law.exclude_size, " and not fall, got ", begin, " then ", end, " at row ", b);
+                law.exclude_size, "without decreasing, got ", begin, " then ", end, " at row ", b);
     for (int64_t i = begin; i < end; ++i) {
       check_index(law.exclude[i] >= -1 && law.exclude[i] < law.num_classes, op, ": exclude must be -1 or in [0, ",
                   law.num_classes, "), got ", law.exclude[i], " in row ", b);
@@ -102,7 +102,7 @@ Checked check_rows(const char* op, const Tensor& hidden, const Tensor& weight, c
   check_tensor(op, "hidden", hidden, {-1, weight.size(1)}, "[B, d]", logits, weight);
   check_value(weight.size(0) >= 1, op, ": weight must have at least one class, got ", describe(weight));
   check_type(logits == ScalarType::Double || weight.scalar_type() != ScalarType::Double, op,
-             ": hidden must be float64 where weight is, got ", describe(hidden));
+             ": hidden must be float64 if weight is, got ", describe(hidden));
   made.table.batch = hidden.size(0);
   made.table.dim = weight.size(1);
   check_tensor(op, "lse", lse, {made.table.batch}, "[B]", ScalarType::Double, hidden);

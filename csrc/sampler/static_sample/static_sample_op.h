@@ -15,8 +15,9 @@ inline void check_exclude_values(const char* op, const StaticSampleParams& p) {
                       ": exclude_offsets must go from 0 to ", p.exclude_size, ", got ", p.exclude_offsets[0], " and ",
                       p.exclude_offsets[p.batch]);
     for (int64_t b = 0; b < p.batch; ++b) {
-      glue::check_value(p.exclude_offsets[b] <= p.exclude_offsets[b + 1], op, ": exclude_offsets must not fall, got ",
-                        p.exclude_offsets[b], " then ", p.exclude_offsets[b + 1], " at row ", b);
+      glue::check_value(p.exclude_offsets[b] <= p.exclude_offsets[b + 1], op,
+                        ": exclude_offsets must not decrease, got ", p.exclude_offsets[b], " then ",
+                        p.exclude_offsets[b + 1], " at row ", b);
     }
   }
   for (int64_t b = 0; b < p.batch; ++b) {

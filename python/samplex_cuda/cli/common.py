@@ -113,7 +113,7 @@ def check_device(name: str) -> str:
         raise UserError(f"the device must be cpu or cuda, got {name!r}")
     count = torch.cuda.device_count()
     if kind == "cuda" and (torch.device(name).index or 0) >= count:
-        raise UserError(f"the device must be one of the {count} CUDA devices here, or cpu, got {name!r}")
+        raise UserError(f"the device must be cpu or one of the {count} CUDA devices of this machine, got {name!r}")
     return name
 
 

@@ -212,7 +212,7 @@ def _finite(
         if bad.any():
             raise UserError(
                 f"{path}: row {rows[bad][0]} must be finite numbers, got nan or infinity in it or in what the model "
-                f"makes of it ({int(bad.sum())} such rows in this batch); nothing was written. Take such rows out"
+                f"makes of it ({int(bad.sum())} such rows in this batch); nothing was written. Remove these rows"
             )
         yield rows, ids, probabilities
 

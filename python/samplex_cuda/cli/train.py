@@ -316,10 +316,12 @@ def _goes_on(config: Path | None, settings: list[str], run_dir: Path | None, res
         chosen = configs.load(config) if config is not None else configs.Config()
     if configs.override(chosen, settings).training.shard == "none":
         if world > 1:
-            raise UserError(f"--shard classes must be given for {world} ranks: one process trains what is not sharded")
+            raise UserError(f"--shard classes must be given for {world} ranks: without --shard use one process")
         return False
     if world > 1 and run_dir is None and resume is None:
-        raise UserError("--out must be given with --shard: all ranks, and those of a restart, must find the run folder")
+        raise UserError(
+            "--out must be given with --shard: all ranks, also after a restart, must use the same run folder"
+        )
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return again and run_dir is not None and (run_dir / "config.toml").exists()
 

@@ -74,7 +74,7 @@ def _partner(where: str, path: Path, y: Path | str | None) -> tuple[Path, Path]:
     stem = path.stem
     if stem[-1:] in ("x", "X"):
         return path, path.with_name(stem[:-1] + ("y" if stem[-1] == "x" else "Y") + path.suffix)
-    raise ValueError(f"{where}: y must be given where the name of x does not end with x, got {path.name}")
+    raise ValueError(f"{where}: y must be given unless the name of x ends with x, got {path.name}")
 
 
 def _observed(where: str, num_classes: int | str | None) -> int | None:
@@ -178,7 +178,7 @@ def _header(where: str, path: Path, name: str, file: IO[bytes]) -> tuple[tuple[i
     except UNREADABLE as error:  # numpy evaluates the header as a literal and lets through what that raises
         raise ValueError(f"{where}: {path}: {name} is not an npy array ({_first_line(error)})") from error
     if dtype.hasobject:
-        raise ValueError(f"{where}: {path}: {name} holds Python objects, which are not read")
+        raise ValueError(f"{where}: {path}: {name} holds Python objects, which are not supported")
     if any(n < 0 for n in shape) or math.prod(shape) * max(1, dtype.itemsize) >= 1 << 62:
         raise ValueError(f"{where}: {path}: {name} must have a shape that fits into memory, got {list(shape)} {dtype}")
     return shape, fortran, dtype
@@ -216,7 +216,9 @@ def read_member(where: str, path: Path, name: str, most: int | None = None) -> n
         except (*DAMAGED, MemoryError) as error:
             raise ValueError(f"{where}: {path}: {name} is damaged ({_first_line(error)})") from error
         if len(raw) != count * dtype.itemsize:
-            raise ValueError(f"{where}: {path}: {name} is cut: {len(raw)} of {count * dtype.itemsize} bytes are there")
+            raise ValueError(
+                f"{where}: {path}: {name} is truncated: it has {len(raw)} of {count * dtype.itemsize} bytes"
+            )
         return np.frombuffer(raw, dtype=dtype).reshape(shape, order="F" if fortran else "C")
 
 
@@ -252,7 +254,7 @@ def _unpack(conversion: Conversion, path: Path, name: str, out: str, kinds: str)
                 except DAMAGED as error:
                     raise ValueError(f"{where}: {path}: {name} is damaged ({error})") from error
                 if len(raw) != count * row:
-                    raise ValueError(f"{where}: {path}: {name} is cut: {left} of {shape[0]} rows are missing")
+                    raise ValueError(f"{where}: {path}: {name} is truncated: {left} of {shape[0]} rows are missing")
                 writer.append(np.frombuffer(raw, dtype=dtype).reshape((count, *shape[1:])))
                 left -= count
             try:

@@ -236,8 +236,8 @@ def find_plan(
         if layout is None and _looks_like_table(lines):
             raise ValueError(
                 f"{where}: {path}: layout must be given: every line looks like user, item, (rating,) time, got "
-                f"{first[:80]!r}. layout='table' reads them so, layout='lists' as a user and his items (samplex: --set "
-                "data.options.layout=table)"
+                f"{first[:80]!r}. layout='table' reads them that way, layout='lists' as one user with items (samplex: "
+                "--set data.options.layout=table)"
             )
         return Plan(False)
     separator = _separator(suffix, first)

@@ -47,7 +47,7 @@ class _Names:
 def _small_id(name: str, field: bytes) -> int:
     number = _id(name, field.strip())
     if number > _ID_MAX:
-        raise BadLineError(f"{name} {number} is outside [0, {_ID_MAX}]; relabel=True gives ids of its own")
+        raise BadLineError(f"{name} {number} is outside [0, {_ID_MAX}]; relabel=True assigns new ids")
     return number
 
 
@@ -81,12 +81,12 @@ class _PairWriter:
         total = self.users.length
         if self.num_users > max(_FEW_USERS, _USERS_PER_PAIR * total):  # before anything of that length is made
             raise ValueError(
-                f"{conversion.where}: {conversion.source}: users must be numbered without such gaps, got user "
+                f"{conversion.where}: {conversion.source}: user ids must not have such large gaps, got user "
                 f"{self.num_users - 1} in {total} interactions; relabel=True of interactions_file numbers them again"
             )
         if self.most_item >= max(_FEW_ITEMS, _USERS_PER_PAIR * total):
             raise ValueError(
-                f"{conversion.where}: {conversion.source}: items must be numbered without such gaps, got item "
+                f"{conversion.where}: {conversion.source}: item ids must not have such large gaps, got item "
                 f"{self.most_item} in {total} interactions; relabel=True numbers them again. If that is a time or a "
                 "rating, layout and fields say which columns are user and item"
             )

@@ -95,7 +95,7 @@ def guess_format(path: Path) -> str:
             return "xc"
         if pairs[0]:
             return "svmlight"
-    raise ValueError(f"open: {path}: format must be given, one of {', '.join(FORMATS)}: the name does not tell")
+    raise ValueError(f"open: {path}: format must be given, one of {', '.join(FORMATS)}: the name does not show it")
 
 
 def _builtin(spec: str, options: dict[str, Any]) -> BuiltIn:

@@ -81,7 +81,7 @@ def _tensors_of_modules(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         for key, value in _plain(module).state_dict().items():
             if not isinstance(value, Tensor):
                 raise TypeError(
-                    f"save_checkpoint: the state of {name} must hold tensors alone, got {key} of {type(value)}"
+                    f"save_checkpoint: the state of {name} must hold only tensors, got {key} of {type(value)}"
                 )
             found[f"modules.{name}.{key}"] = value
     return found

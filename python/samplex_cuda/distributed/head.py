@@ -85,7 +85,9 @@ class ShardedClassifier(ShardedAnswers):
         refuse_head(head, _NAME)
         group = group_of(mesh_or_group)
         if head.fused is not None:
-            raise ValueError(f"{_NAME}: shard the head first and fuse its optimizer then; got a fused head")
+            raise ValueError(
+                f"{_NAME}: head must not be fused yet, got a fused head; shard it first, then fuse its optimizer"
+            )
         whole = not head.weight.is_meta
         place = head.weight.device if whole else torch.device("cpu" if device is None else device)
         check_backend(_NAME, group, place)

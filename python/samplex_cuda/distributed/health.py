@@ -204,7 +204,7 @@ class Heartbeat:
             if elsewhere:
                 names = "; ".join(f"rank {rank} says {text!r}" for rank, text in elsewhere)
                 raise RuntimeError(
-                    f"Heartbeat: every rank lives, but in {self._doing!r} this one waited for {names}"
+                    f"Heartbeat: every rank is alive, but in {self._doing!r} this one waited for {names}"
                 ) from error
             raise
 

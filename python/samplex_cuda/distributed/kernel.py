@@ -485,7 +485,7 @@ class ShardedKernel(ShardedSampler, KernelRows):
             where = f"{own_part} of them on this rank" if own_part else "none of them on this rank"
             raise ValueError(
                 f"{self._op}: class rows must be finite and have features that sum up within float32, got "
-                f"{int(refused)} that do not, {where}; the sampler keeps their old numbers"
+                f"{int(refused)} that do not, {where}; the sampler keeps their old values"
             )
 
     # -------------------------------------------------------------------------------------------- state

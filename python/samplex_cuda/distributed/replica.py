@@ -205,7 +205,7 @@ class Replica:
                 if group["stochastic_rounding"] and head.weight.dtype in (torch.float16, torch.bfloat16):
                     raise ValueError(
                         f"{_NAME}: an optimizer with stochastic_rounding=True must have a key, the same on every rank, "
-                        "or their tables part; got key=None: pass key=sx.Key(seed)"
+                        "or their tables diverge; got key=None: pass key=sx.Key(seed)"
                     )
 
     def _own(

@@ -98,7 +98,7 @@ def refuse_unfit(route: str, head: SampledClassifier, balanced: bool = True, sam
     """ValueError if a head cannot take a route; arguments as in `resolve_route`."""
     reason = unfit(route, head, balanced, head.sampler if sampler is None else sampler)
     if reason is not None:
-        raise ValueError(f'{_NAME}: with route="{route}" {reason}; route="summed_logits" takes every head')
+        raise ValueError(f'{_NAME}: with route="{route}" {reason}; route="summed_logits" supports every head')
 
 
 def resolve_route(

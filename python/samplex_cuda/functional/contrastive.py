@@ -152,7 +152,7 @@ def contrastive(
     if in_batch and how == "given" and keys.shape[0] != batch:
         raise ValueError(f"{_OP}: positives must be [{batch}] int64 with given negatives of a bank, got None")
     if symmetric and keys.shape[0] != batch:
-        raise ValueError(f"{_OP}: symmetric must be False where there are more keys than queries, got True")
+        raise ValueError(f"{_OP}: symmetric must be False if there are more keys than queries, got True")
     if how == "batch":
         if log_q is not None:
             log_q = _check_log_q(log_q, keys[:, 0], "[n]")
@@ -241,8 +241,8 @@ def _check(queries: Tensor, keys: Tensor, positives: Tensor | None, key_ids: Ten
     if positives is None:
         if keys.shape[0] < batch or (keys.shape[0] > batch and key_ids is None):
             raise ValueError(
-                f"{_OP}: positives must be [{batch}] int64 where keys are not one a query (a bank), got None with keys "
-                f"{describe(keys)}; further keys behind those of the queries need key_ids"
+                f"{_OP}: positives must be [{batch}] int64 unless there is one key per query, got None with keys "
+                f"{describe(keys)}; more keys than queries require key_ids"
             )
     else:
         _check_ids("positives", positives, keys.device, "[B]")
@@ -294,7 +294,7 @@ def _ways(
         ("symmetric", symmetric or None, ("batch",)),
     ):
         if value is not None and how not in ways:
-            raise ValueError(f"{_OP}: {name} does not go with {_WAYS[how]}, got {describe(value)}")
+            raise ValueError(f"{_OP}: {name} cannot be combined with {_WAYS[how]}, got {describe(value)}")
     if symmetric and (log_q is None) != (query_log_q is None):
         raise ValueError(
             f"{_OP}: symmetric must be False with log_q alone, which says nothing of the queries, got True; pass "

@@ -95,7 +95,9 @@ def sampled_softmax(
     if label_smoothing or absolute or margin is not None:
         loss_of = losses.SampledSoftmax(label_smoothing, absolute, margin)
     if margin is not None and not normalize:
-        raise ValueError("sampled_softmax: normalize must be True with a margin, which is one of angles, got False")
+        raise ValueError(
+            "sampled_softmax: normalize must be True with a margin, got False: margins are defined on angles"
+        )
     if normalize and bias is not None:
         raise ValueError("sampled_softmax: bias must be None with normalize=True, got a tensor")
     if log_q is None or isinstance(ids, tuple):

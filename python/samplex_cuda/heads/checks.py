@@ -68,7 +68,7 @@ def check_sampler(
         )
     if update is not None and needs.prior:
         raise ValueError(
-            f"{_NAME}: sampler_update must be None with {loss!r}, whose sampler is part of the model, got {update!r}"
+            f"{_NAME}: sampler_update must be None with {loss!r}, whose sampler must stay fixed, got {update!r}"
         )
     if getattr(sampler, "takes_targets", False) and (not shared or needs.target_log_q or needs.prior):
         raise ValueError(
@@ -108,7 +108,7 @@ def check_sphere(
     if normalize and not loss.normalizes:
         raise ValueError(f"{_NAME}: normalize must be False with {loss!r}; SampledSoftmax and FullSoftmax take it")
     if loss.compares_angles and not normalize:
-        raise ValueError(f"{_NAME}: normalize must be True with a margin, which is one of angles, got False")
+        raise ValueError(f"{_NAME}: normalize must be True with a margin, got False: margins are defined on angles")
     if bias and (normalize or learn_scale):
         what = "normalize" if normalize else "learn_scale"
         raise ValueError(f"{_NAME}: bias must be False with {what}=True, got True")

@@ -171,15 +171,13 @@ class ClassesOfHead(HeadModule):
             )
         if self.loss.needs.prior or self._state_name is not None:
             raise ValueError(
-                f"{where}: loss must not learn scores relative to its sampler or keep numbers of examples, got "
+                f"{where}: loss must not learn scores relative to its sampler or keep values per example, got "
                 f"{self.loss!r}"
             )
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
         if self._fusion is not None:
             if self._fusion.pending:
-                raise RuntimeError(
-                    f"{where}: no accumulated backward may wait for its update, got {self._fusion.pending}"
-                )
+                raise RuntimeError(f"{where}: accumulated backwards must be applied first, got {self._fusion.pending}")
             optimizers.append(self._fusion.optimizer)
         tables = [own[name] for name in ("weight", "bias") if name in own]
         for p in tables:
@@ -220,7 +218,7 @@ class ClassesOfHead(HeadModule):
         over = getattr(self.sampler, "over", None)
         if over is None:
             raise ValueError(
-                f"{where}: sampler must be given where that of the head cannot be resized, got None with "
+                f"{where}: sampler must be given if that of the head cannot be resized, got None with "
                 f"{type(self.sampler).__name__}"
             )
         return over(num_classes, live)

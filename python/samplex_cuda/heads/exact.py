@@ -258,7 +258,7 @@ class ExactAnswers(nn.Module):
             logits, ids = self._topk_among(rows, k, features, candidates, beam, tree)
             return logits.reshape(*lead, k), ids.reshape(*lead, k)
         if beam is not None or tree is not None:
-            raise ValueError("SampledClassifier.topk: candidates must be 'tree' where beam or tree is given, got None")
+            raise ValueError("SampledClassifier.topk: candidates must be 'tree' if beam or tree is given, got None")
         logits, ids = exact_topk(
             self._query(rows),
             self.weight,

@@ -211,7 +211,7 @@ def _refuse_division(loss: Loss, weight: Tensor, form: Form) -> None:
     made_by = weight.grad_fn
     if made_by is not None and form.sparse and made_by.name() == "DivBackward0":
         raise ValueError(
-            f"{loss.name}: weight must be the class table itself where its gradient is sparse, got the result of a "
+            f"{loss.name}: weight must be the class table itself if its gradient is sparse, got the result of a "
             "division (F.normalize?); use normalize=True, which takes the rows on the sphere inside the loss, or "
             "sparse=False"
         )

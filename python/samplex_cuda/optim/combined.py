@@ -108,7 +108,7 @@ class Combined(Optimizer):
         both = [p for group in dense.param_groups for p in group["params"] if any(p is q for q in tables)]
         if both:
             raise ValueError(
-                f"Combined: dense must own no parameter of rows, got {len(both)}, the first {list(both[0].shape)}"
+                f"Combined: dense must not own parameters of rows, got {len(both)}, the first {list(both[0].shape)}"
             )
         self.dense, self.rows = dense, rows
         super().__init__([*dense.param_groups, *rows.param_groups], {})

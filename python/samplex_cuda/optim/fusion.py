@@ -256,8 +256,8 @@ class Fusion:
     def _refuse(self, name: str) -> None:
         self._arrived.pop(_task_id(), None)
         raise RuntimeError(
-            f"{_NAME}: head.{name} got a gradient from elsewhere than the head's sampled loss (a tied weight, a "
-            "penalty, a loss without row gradients); a fused optimizer cannot join them: do not fuse, or untie it"
+            f"{_NAME}: head.{name} got a gradient that is not from the head's sampled loss (a tied weight, a "
+            "penalty, a loss without row gradients); a fused optimizer cannot add them: do not fuse, or untie it"
         )
 
     def _on_weight(self, grad: Tensor | None) -> None:

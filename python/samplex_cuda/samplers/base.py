@@ -391,7 +391,7 @@ class Sampler(torch.nn.Module):
                 )
             batch_size = first.shape[0] - (first is not exclude)
         if batch_size is None:
-            raise ValueError(f"{self._op}: batch_size must be given where h is None, got None")
+            raise ValueError(f"{self._op}: batch_size must be given if h is None, got None")
         if batch_size > MAX_BATCH:
             raise ValueError(f"{self._op}: batch_size must be at most 2^32, got {batch_size}")
         return batch_size

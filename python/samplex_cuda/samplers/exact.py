@@ -188,7 +188,7 @@ class ExactSampler(Sampler):
             notices.clear()
             raise ValueError(
                 f"{self._op}: ids must be in [0, {self.num_classes}) and rows finite, got {refused} that were not "
-                "in earlier calls, and were left out; rebuild(weight) takes over the whole table"
+                "in earlier calls, and were skipped; rebuild(weight) reads the whole table"
             )
         outside, unfit = self._replace(ids, rows, bias)
         notices.add(outside | unfit)
@@ -362,8 +362,8 @@ class ExactSampler(Sampler):
     def _check_offsets(self, offsets: Tensor, ids: Tensor) -> None:
         if int(offsets[0]) != 0 or int(offsets[-1]) != ids.shape[0] or bool((offsets.diff() < 0).any()):
             raise ValueError(
-                f"{self._op}: exclude_offsets must go from 0 to {ids.shape[0]} and not fall, got {int(offsets[0])} to "
-                f"{int(offsets[-1])}"
+                f"{self._op}: exclude_offsets must go from 0 to {ids.shape[0]} without decreasing, got "
+                f"{int(offsets[0])} to {int(offsets[-1])}"
             )
 
     def _stored_error(self, found: dict[str, Any]) -> str | None:

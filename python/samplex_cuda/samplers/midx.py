@@ -320,7 +320,7 @@ class MIDX(Sampler):
         """
         if weight is None:
             if self._table is None:
-                raise ValueError("midx: weight must be given to a sampler that was copied, moved or loaded, got None")
+                raise ValueError("midx: weight must be given after the sampler was copied, moved or loaded, got None")
             weight, own = self._table
             bias = own if bias is None else bias
         self._fit(weight, bias, self.codes.clone())

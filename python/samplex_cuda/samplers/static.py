@@ -373,7 +373,7 @@ class Uniform(StaticSampler):
                 raise ValueError(f"{self._op}: exclude must be [B] with B = {batch}, got {describe(exclude)}")
         most = self.num_classes - (exclude is not None)
         if count > most:
-            raise ValueError(f"{self._op}: num_samples must be at most {most} to be distinct, got {count}")
+            raise ValueError(f"{self._op}: num_samples must be at most {most} for distinct draws, got {count}")
         pair = key_tensor(self._op, key, device)
         if exclude is not None:
             exclude = exclude.contiguous()

@@ -87,7 +87,7 @@ def alias_error(
         place = torch.arange(some.start, some.stop) + row
         weight = prefix[place + 1] - prefix[place]
         if bool((weight < 0).any()):
-            return f"{names[1]} must not fall, got {int(prefix[place + 1][weight < 0][0])} after a larger sum"
+            return f"{names[1]} must not decrease, got {int(prefix[place + 1][weight < 0][0])} after a larger sum"
         alias = table[some, 1]
         outside = (alias < 0) | (alias >= size[row])
         if bool(outside.any()):

@@ -106,7 +106,7 @@ class Tree(Sampler):
         self.register_buffer("leaf_class", leaf_class.clone())
         self.register_buffer("class_leaf", class_leaf)
         if (mean is None) != (projection is None):
-            raise ValueError("tree: mean and projection must come together")
+            raise ValueError("tree: mean and projection must be given together")
         if mean is None or projection is None:
             mean, projection = weights.new_zeros(dim), torch.eye(dim, device=weights.device)
             self._identity = True

@@ -270,7 +270,7 @@ def _policy(config: Config, loss: losses.Loss) -> str | int | None:
 def _tie(config: Config, dataset: Dataset, encoder: Any, head: SampledClassifier) -> None:
     if encoder.table.shape != head.weight.shape:
         raise ConfigError(
-            f"config: [model] tied must be false where the table {list(encoder.table.shape)} is not the class table's "
+            f"config: [model] tied must be false if the table {list(encoder.table.shape)} is not the class table's "
             f"{list(head.weight.shape)}, got true"
         )
     encoder.table = head.weight

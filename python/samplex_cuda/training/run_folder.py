@@ -75,8 +75,8 @@ def newest(run_dir: Path, restart: bool) -> tuple[Path | None, list[tuple[Path, 
     if found is None and refused and not restart:
         listed = "".join(f"\n  {reason}" for _, reason in refused)
         raise RunError(
-            f"trainer: {run_dir}: no checkpoint is whole, so there is nothing to resume from; nothing was changed."
-            f"{listed}\nPut a good copy back, or begin again at step 0 with --restart (in Python restart=True), which "
+            f"trainer: {run_dir}: no checkpoint is complete, so there is nothing to resume from; nothing was changed."
+            f"{listed}\nRestore a good copy, or start again from step 0 with --restart (in Python restart=True), which "
             "moves them to damaged/"
         )
     return found, refused

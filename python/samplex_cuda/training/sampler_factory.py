@@ -406,7 +406,7 @@ def refit_tree(config: Config, dataset: Dataset, encoder: Encoder, head: Sampled
 def _bigram(config: Config, dataset: Dataset, fit: bool) -> samplers.Bigram:
     s, classes = config.sampler, dataset.num_classes
     if dataset.kind not in ("text", "interactions"):
-        raise ConfigError(f'config: [sampler] name must be another for {dataset.kind} data, got "bigram"')
+        raise ConfigError(f'config: [sampler] name must not be "bigram" for {dataset.kind} data')
     if not fit:
         return samplers.Bigram([0], [], [], torch.ones(classes), backoff=s.backoff, power=s.power)
     pairs, counts = np.empty(0, np.int64), np.empty(0, np.int64)
@@ -465,9 +465,9 @@ def _check_order(counts: Tensor) -> None:
     worst = int(over.argmax())
     if float(over[worst]) > 3 * 1.45 * math.log(classes + 1):
         warnings.warn(
-            f"log_uniform: class ids must be sorted by falling frequency, but class {worst:,} of {classes:,} has "
+            f"log_uniform: class ids must be sorted by decreasing frequency, but class {worst:,} of {classes:,} has "
             f"{float(counts[worst]) / total:.2%} of the targets and is drawn {float(over[worst]):,.0f} times too "
-            "rarely; take sampler unigram",
+            "rarely; use sampler unigram",
             stacklevel=2,
         )
 

@@ -183,7 +183,7 @@ def check_meta(
         if owner in optimizers and used[key] != asked:
             raise RunError(
                 f"{where}: optimizer.{key} must be that of the run, {used[key]}, whose state is in {path.name}, got "
-                f"{asked}; another needs a new run"
+                f"{asked}; a different one requires a new run"
             )
     now = environment(device)
     return ", ".join(f"{name} {old.get(name)} is {now[name]} now" for name in now if old.get(name) != now[name])

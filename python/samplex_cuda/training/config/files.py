@@ -163,7 +163,7 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
     except toml.TOMLDecodeError as error:
         raise ConfigError(f"config: {source}: is not valid TOML: {error}") from None
     except RecursionError:
-        raise ConfigError(f"config: {source}: is not a configuration: it is nested too deeply") from None
+        raise ConfigError(f"config: {source}: must not be nested so deeply") from None
 
 
 def to_toml(value: Any) -> str:
