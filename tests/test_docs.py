@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,77 @@ def test_pages_are_in_plain_english(page):
         if not (match[0] == "law" and page.name in OUTPUT)
     ]
     assert found == [], page.name
+
+
+# Sources, in which comments, docstrings, strings and messages are read. Names in code are not prose.
+SOURCES = [
+    path
+    for folder in ("python", "csrc", "bench", "tests", "scripts", "examples", "cmake")
+    for path in sorted((DOCS.parent / folder).rglob("*"))
+    if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh", ".cmake"} and path.name != "test_docs.py"
+]
+SOURCE_PHRASES = {
+    **{phrase: better for phrase, better in PHRASES.items() if "law" not in phrase and "but (for" not in phrase},
+    r"(?<![\w.`'])a law of its own\b": "its own distribution",
+    r"\b(the|whose|uniform|unigram|conditional|tree) laws?\b(?! of)(?!\s*[=(,:)\]])": "distribution",
+    r"\bbut for (the|a|an|one|rounding)\b": "except for",
+    r"\bis no (class|target|negative|leaf|number|tensor|function)\b(?<!there is no \w)": "is not a",
+    r"\bnobody has looked\b": "has not been checked",
+    r"\bat hand\b": "available",
+    r"\bby the shortest way\b": "fast path",
+    r"\b(mends|mended)\b(?! [=i])": "repairs",
+    r"\bnullptr where\b": "nullptr if",
+}
+
+
+def prose(path: Path) -> str:
+    """Comments, and in Python also docstrings and strings of several words, one per line; without quoted code."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        found = re.findall(
+            r"//(.*)$|\"([^\"\n]* [^\"\n]* [^\"\n]*)\"" if path.suffix != ".cmake" else r"#(.*)$()", text, re.MULTILINE
+        )
+        parts = ["".join(pair) for pair in found]
+    else:
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        parts = [
+            token.string
+            for token in tokens
+            if token.type == tokenize.COMMENT or (token.type in STRINGS and token.string.count(" ") >= 2)
+        ]
+    return re.sub(r"`[^`\n]+`|^\s*(>>>|\.\.\.).*$", "", "\n".join(parts), flags=re.MULTILINE)
+
+
+STRINGS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+
+
+@pytest.mark.parametrize("folder", ["python", "csrc", "bench", "tests", "scripts", "examples", "cmake"])
+def test_sources_are_in_plain_english(folder):
+    found = [
+        f"{path.relative_to(DOCS.parent)}: {match[0]!r}: write {instead!r}"
+        for path in SOURCES
+        if path.relative_to(DOCS.parent).parts[0] == folder
+        for text in [prose(path)]
+        for phrase, instead in SOURCE_PHRASES.items()
+        for match in re.finditer(phrase, text)
+    ]
+    assert found == []
+
+
+def test_phrases_in_sources_are_found(tmp_path):
+    file = tmp_path / "x.py"
+    file.write_text(
+        'def f():\n    """Draws in strata; 0 but for the tree."""\n    law = 1  # a row by chance\n    return law\n'
+    )
+    text = prose(file)
+    assert [phrase for phrase in SOURCE_PHRASES if re.search(phrase, text)] == [
+        r"\bin strata\b", r"\bby chance\b", r"\bbut for (the|a|an|one|rounding)\b"
+    ]  # fmt: skip
+    file = tmp_path / "x.cu"
+    file.write_text('int at_hand;  // the only block is at hand\ncheck(x, "this is told nobody");\n')
+    assert [phrase for phrase in SOURCE_PHRASES if re.search(phrase, prose(file))] == [
+        r"\b(is|are) told\b", r"\bat hand\b"
+    ]  # fmt: skip
 
 
 def test_every_public_module_is_in_the_reference():

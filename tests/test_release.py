@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -93,4 +94,13 @@ def test_workflows_that_nobody_ran_say_so():
 
 
 def test_ci_builds_the_documentation():
-    assert "\nmake docs\n" in (ROOT / ".ci" / "run").read_text()
+    text = (ROOT / ".ci" / "run").read_text()
+    assert "docs) make docs ;;" in text
+    assert "tests) make test ;;" in text
+    assert "set -- lint build tests docs gate" in text
+
+
+def test_ci_refuses_an_unknown_group():
+    done = subprocess.run([ROOT / ".ci" / "run", "nonsense"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "GROUP must be lint, build, tests, docs, gate, examples or integrations" in done.stderr

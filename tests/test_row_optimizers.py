@@ -243,7 +243,7 @@ def test_state_of_another_shape_changes_nothing():
 
 
 def test_half_precision_weights_keep_wide_state_and_can_be_rounded_by_chance():
-    """Steps far below half a unit: to nearest they vanish, by chance they add up."""
+    """Steps far below half a unit: rounded to nearest they vanish, stochastically they add up."""
     moved = {}
     for by_chance in (False, True):
         p = torch.ones(400, 8, dtype=torch.bfloat16, requires_grad=True)

@@ -160,7 +160,7 @@ def test_uniform_skips_a_long_list():
     C = 10**9
     rng = np.random.default_rng(0)
     excluded = torch.from_numpy(rng.integers(0, C, (2, 3000)))
-    excluded[1, :1500] = torch.arange(1500)  # with duplicates in row 0 by chance or not, and a dense run in row 1
+    excluded[1, :1500] = torch.arange(1500)  # with or without duplicates in row 0, and a dense run in row 1
     excluded[0, :100] = excluded[0, 100:200]
     draw = sx.samplers.Uniform(C).sample(None, 100_000, exclude=excluded, key=sx.Key(4))
     for b in range(2):

@@ -1,5 +1,5 @@
 // Shared draws on the CPU: down the tree once, depth first, with the draws that pass a node sorted into its children.
-// Draws in strata are sorted from the start.
+// Stratified draws are sorted from the start.
 // With several threads the subtrees below a level are separate tasks.
 #include <algorithm>
 #include <vector>

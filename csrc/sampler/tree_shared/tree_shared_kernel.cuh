@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kTreeSharedThreads<kGroups>, kTreeSharedReside
     int64_t node = 1;
     bool to_right = false;
     uint64_t bits = 0, next_bits = 0;
-    double place = 0.0, low = 0.0;  // of a draw in strata: where it is, and where the node's interval begins
+    double place = 0.0, low = 0.0;  // of a stratified draw: where it is, and where the node's interval begins
     if constexpr (kStrata) {
       place = tree_stratum(draw, uniform53(philox_u64(philox_at(key, 0, draw, 0), 0)), p.num_samples);
     }

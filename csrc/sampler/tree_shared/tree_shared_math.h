@@ -36,7 +36,7 @@ SX_HOST_DEVICE inline double tree_shared_step(double q, double part, double tota
   return q < kTreeSharedLeast ? 0.0 : q * (part / total);
 }
 
-// Draws in strata. Where draw i of m is in [0, 1), from its uniform number:
+// Stratified draws. Where draw i of m is in [0, 1), from its uniform number:
 SX_HOST_DEVICE inline double tree_stratum(int64_t i, double u, int64_t m) { return (double(i) + u) / double(m); }
 
 // Whether a draw at `place` goes right in a node whose interval begins at `low`. Rounding never sends it to a child

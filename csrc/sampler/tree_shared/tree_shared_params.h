@@ -7,7 +7,7 @@
 // is scored once for all rows and all draws that pass it, so that m draws cost O(B k) for each node they visit, not for
 // each draw and level.
 //
-// Draws in strata are not independent: draw i is the class at the place (i + u_i) / m of [0, 1), where every class has
+// Stratified draws are not independent: draw i is the class at the place (i + u_i) / m of [0, 1), where every class has
 // an interval of length q in the order of the leaves. A class still comes m q times in expectation, and never two more
 // or two fewer than that; no sum over the draws has a larger variance than with independent ones. One random number
 // takes a draw all the way, and draws that pass a node lie side by side.

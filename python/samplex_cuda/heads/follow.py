@@ -1,4 +1,4 @@
-"""How a sampler that depends on the class table follows it: which rows were touched, and when it is told."""
+"""How a sampler that depends on the class table follows it: which rows were touched, and when it is updated."""
 
 from __future__ import annotations
 

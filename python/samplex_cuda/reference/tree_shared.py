@@ -61,7 +61,7 @@ def sample_shared(
 def sample_strata(
     seed: int, offset: int, x: Tensor, weights: Tensor, bias: Tensor, leaf_class: Tensor, num_samples: int
 ) -> Tensor:
-    """Draws in strata with the op's own random numbers, [m]; one within 1e-6 of the edge of an interval gives -1.
+    """Stratified draws with the op's own random numbers, [m]; one within 1e-6 of the edge of an interval gives -1.
 
     Draw i is the class whose interval holds (i + u_i) / m, where the intervals of the classes are adjacent in the
     order of the leaves, each as long as its probability. u_i is the first number of the draw's first Philox block.

@@ -128,7 +128,7 @@ def train(task: Task, name: str, m: int, marks: list[int], rate: float, seed: in
 def needed(uniform: dict[int, float], loss: float) -> tuple[float, bool]:
     """(samples that uniform needs for this loss, whether it gets there): between its points along log m."""
     counts = sorted(uniform)
-    # A loss that rises with m by chance does not make an earlier point worse.
+    # A loss that happens to rise with m does not make an earlier point worse.
     best = [min(uniform[k] for k in counts[: i + 1]) for i in range(len(counts))]
     if loss >= best[0]:
         return float(counts[0]), True
