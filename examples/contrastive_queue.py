@@ -1,8 +1,8 @@
 """Contrastive training with small batches, without and with a queue of past keys.
 
 Two noisy views of one object are a pair. With 16 pairs per batch a query sees 15 negatives; a queue adds 512 keys of
-earlier batches at the cost of a larger matrix product, and no encoder runs for them. Keys come from a slowly moving copy
-of the encoder (He et al. 2020): with keys of the encoder itself, old ones would not match new queries.
+earlier batches at the cost of a larger matrix product, and no encoder runs for them. Keys come from a slowly moving
+copy of the encoder (He et al. 2020): with keys of the encoder itself, old ones would not match new queries.
 
 Run it: python examples/contrastive_queue.py [--steps 200]. Expected output:
 

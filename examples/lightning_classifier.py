@@ -1,6 +1,6 @@
 """Lightning: an encoder and a sampled head over 10,000 classes in Lightning's own loop, with clipping and accumulation.
 
-Run it: python examples/lightning_classifier.py [--epochs 4]. Needs: pip install 'samplex-cuda[lightning]'. Expected output:
+Run it: python examples/lightning_classifier.py [--epochs 4] (pip install 'samplex-cuda[lightning]'). Expected output:
 
     before: exact NLL 9.215, recall@5 0.0%
     after: exact NLL 4.395, recall@5 71.0%

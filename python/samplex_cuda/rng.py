@@ -53,7 +53,7 @@ def _pair_on_device(seed: int, offset: int, device: torch.device, out: Tensor | 
 class Key:
     """A seed and an offset; each reservation moves the offset by one.
 
-    The same key gives the same draws on every device, thread count and backend. Draws of one reservation are distinguished
+    The same key gives the same draws on every device, thread count and backend. Draws of one reservation differ
     by row and position, draws of different reservations by the offset, runs by the seed.
 
     Inside `torch.compile`, or to capture a CUDA graph, call `reserve` outside and pass its tensor: the tensor is read
