@@ -121,7 +121,7 @@ def test_errors_of_the_user_have_no_traceback(tmp_path):
         "table.key=value": ["train", "--data", DATA, "--set", "epochs"],
         "has no option": ["train", "--data", "builtin:colour=3"],
         "the device must be cpu or cuda, got 'abacus'": ["train", "--data", DATA, "--set", "training.device=abacus"],
-        "CUDA devices here, or cpu, got 'cuda:99'": ["train", "--data", DATA, "--set", "training.device=cuda:99"],
+        "CUDA devices of this machine, got 'cuda:99'": ["train", "--data", DATA, "--set", "training.device=cuda:99"],
         "the cache folder": ["train", "--data", _write(tmp_path / "x.svm", "1 1:1\n"), "--set",
                              f"data.options.cache_dir={bad}"],
     }  # fmt: skip

@@ -238,7 +238,7 @@ def test_refresh_follows_the_table(device, monkeypatch):
     assert same(sampler, anew, h)
     assert refreshed < 1.2 * off()
     copied = copy.deepcopy(sampler)
-    with pytest.raises(ValueError, match="midx: weight must be given to a sampler that was copied"):
+    with pytest.raises(ValueError, match="midx: weight must be given after the sampler was copied"):
         copied.refresh()
     copied.refresh(weight)
 

@@ -323,5 +323,5 @@ def test_wrong_columns_are_refused(tmp_path):
         data.read_negatives("train.svm", "shown")
     with pytest.raises(ConfigError, match="negatives must be empty with"):
         config.override(Config(), ["head.loss=nce", "data.negatives=shown"]).check()
-    with pytest.raises(ConfigError, match="negatives must be empty for data that name none"):
+    with pytest.raises(ConfigError, match="negatives must be empty for data without a column"):
         Trainer(config.override(Config(), ["data.negatives=shown"]), dense(), None, tmp_path / "run")

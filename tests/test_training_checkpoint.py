@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(tmp_path, damag
     refused = []
     assert checkpoint.latest(tmp_path, on_refused=lambda path, why: refused.append((path, why))) == good
     assert [path for path, _ in refused] == [bad]
-    with pytest.warns(UserWarning, match="using the one before"):
+    with pytest.warns(UserWarning, match="using the previous checkpoint"):
         assert checkpoint.latest(tmp_path) == good
 
 

@@ -40,7 +40,7 @@ BAD = {
     "ids None": ("ids", None, TypeError, "ids must be a tensor [*, m] or [m] int64, got NoneType"),
     "log_q shape": ("log_q", torch.zeros(B, M + 1), ValueError, "log_q must have the shape of ids [3, 4], got [3, 5] float32"),
     "log_q device": ("log_q", torch.zeros(B, M, device=META), ValueError, "log_q must be on cpu like weight"),
-    "target_log_q None": ("target_log_q", None, ValueError, "target_log_q must be [3] where reg is not 0, got None"),
+    "target_log_q None": ("target_log_q", None, ValueError, "target_log_q must be [3] if reg is not 0, got None"),
     "target_log_q shape": ("target_log_q", torch.zeros(B, 1), ValueError, "target_log_q must be [3] floating point on cpu, got [3, 1] float32 on cpu"),
     "positives": ("positives", (torch.zeros(2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)), ValueError, "positives must be (offsets [4], ids [n])"),
     "target_log_q dtype": ("target_log_q", torch.zeros(B, dtype=torch.int64), ValueError, "target_log_q must be [3] floating point on cpu, got [3] int64"),

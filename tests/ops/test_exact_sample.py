@@ -351,7 +351,7 @@ def errors():
         (lambda: ops.exact_blocks(mass, key, 0, 2**23 + 1), r"ValueError: exact_blocks: num_samples must be in \[0, 2"),
         (lambda: ops.exact_blocks(mass, key, 2**32, 1), "ValueError: exact_blocks: row must be at least 0"),
         (lambda: draw(h.half()), r"TypeError: exact_draw: hidden must be \[B, d\] float32 or float64"),
-        (lambda: draw(weight=weight.double()), "TypeError: exact_draw: hidden must be float64 where weight is"),
+        (lambda: draw(weight=weight.double()), "TypeError: exact_draw: hidden must be float64 if weight is"),
         (lambda: draw(weight=weight[:0]), "ValueError: exact_draw: weight must have at least one class"),
         (lambda: draw(h[:, :3]), r"ValueError: exact_draw: hidden must be \[B, d\] = \[\*, 4\]"),
         (lambda: draw(lse=lse.float()), r"TypeError: exact_draw: lse must be \[B\]"),
