@@ -1,4 +1,4 @@
-"""Lightning: an encoder and a sampled head over 10,000 classes in Lightning's own loop, with clipping and accumulation.
+"""Lightning: an encoder and a sampled head over 10,000 classes in Lightning's loop, with clipping and accumulation.
 
 Run it: python examples/lightning_classifier.py [--epochs 4] (pip install 'samplex-cuda[lightning]'). Expected output:
 

@@ -97,7 +97,7 @@ def test_programs_answer_as_the_model(name, folder, tmp_path):
             want, want_ids = head.topk(h, 4, features=features, candidates=tree, tree=tree_of)
         torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
         assert logits.shape == (rows, 4)
-        assert float((ids == want_ids).float().mean()) > 0.9  # equal logits but for rounding may change places
+        assert float((ids == want_ids).float().mean()) > 0.9  # equal logits except for rounding may change places
 
 
 def test_the_tables_of_a_sampler_stay_out(folder, tmp_path):

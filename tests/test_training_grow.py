@@ -1,4 +1,4 @@
-"""A run that goes on with more classes: ids and rows of before stay, new rows and their optimizer state begin anew."""
+"""A run that goes on with more classes: ids and rows of before stay, new rows and their optimizer state begin again."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_from_the_command_line(tmp_path):
     samplex(*words)
     tensors, meta = checkpoint.load(checkpoint.latest(run))
     assert tensors["head.weight"].shape[0] == meta["data"]["num_classes"] == MORE
-    assert samplex("train", "--data", "builtin", "--grow", code=None).exit_code != 0  # goes with --resume only
+    assert samplex("train", "--data", "builtin", "--grow", code=None).exit_code != 0  # works with --resume only
 
 
 def test_what_cannot_grow_is_refused_and_nothing_changes(tmp_path):

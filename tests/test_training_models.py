@@ -47,7 +47,7 @@ def test_every_model_gives_h_and_a_loss_with_gradients(model):
 def test_every_sampler_draws(model, sampler):
     if sampler == "bigram" and MODELS[model][0] not in ("text", "interactions"):
         run, train, _ = case(model, sampler)
-        with pytest.raises(ConfigError, match=r"\[sampler\] name must not be "bigram" for (dense|sparse) data"):
+        with pytest.raises(ConfigError, match=r"\[sampler\] name must not be .bigram. for (dense|sparse) data"):
             build(run, train)
         return
     run, train, _ = case(model, sampler)

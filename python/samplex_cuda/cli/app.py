@@ -119,12 +119,12 @@ def train(
     fixed = (config, out, model, sampler, loss, data_format, skip_bad)
     if resume is not None and any(given is not None for given in fixed):
         raise typer.BadParameter(
-            "goes with --set, --data and --valid only: the rest is in the run folder", param_hint="--resume"
+            "works with --set, --data and --valid only: the other settings are in the run folder", param_hint="--resume"
         )
     if restart and resume is None:
-        raise typer.BadParameter("goes with --resume only", param_hint="--restart")
+        raise typer.BadParameter("works with --resume only", param_hint="--restart")
     if grow and resume is None:
-        raise typer.BadParameter("goes with --resume only", param_hint="--grow")
+        raise typer.BadParameter("works with --resume only", param_hint="--grow")
     if resume is None and config is None and data is None and not any(s.startswith("data.path") for s in setting or []):
         raise typer.BadParameter("give CONFIG.toml, --data, or --resume", param_hint="CONFIG")
     settings = settings_of(

@@ -51,7 +51,7 @@ def read_negatives(path: Path | str, column: str, *, log_q: bool = False) -> Any
     try:
         table = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{where}: {file}: it is no npy array ({error})") from error
+        raise ValueError(f"{where}: {file}: it is not an npy array ({error})") from error
     return _whole(where, str(file), table, log_q)
 
 

@@ -160,10 +160,10 @@ class ClassesOfHead(HeadModule):
         sampler: nn.Module | None,
         zero: bool = False,
     ) -> None:
-        """Checks all, then changes all; `fresh` are the rows that start anew."""
+        """Checks all, then changes all; `fresh` are the rows that are initialized again."""
         own = dict(self.named_parameters(recurse=False))
         if "weight" not in own or self._replica is not None or hasattr(self, "layout"):
-            raise ValueError(f"{where}: head must have a table of its own, got one that is shared, sharded or computed")
+            raise ValueError(f"{where}: head must have its own table, got one that is shared, sharded or computed")
         if self.host is not None and self.host.file is not None:
             raise ValueError(
                 f"{where}: head.weight must not be mapped from a file, got {self.host.file}; load its rows into a head "
@@ -249,7 +249,7 @@ def _rows_moved(table: Tensor, rows: int, value: float) -> Tensor:
 
 
 def _new_rows(p: Tensor, rows: int, fresh: Tensor, width: int, zero: bool) -> Tensor:
-    """The values of a parameter with `rows` rows; those of `fresh` start anew, as in nn.Linear, or at zero."""
+    """The values of a parameter with `rows` rows; those of `fresh` are initialized, as in nn.Linear, or at zero."""
     made = p.detach().clone() if rows == p.shape[0] else _rows_moved(p.detach(), rows, 0.0)
     bound = 0.0 if zero else width**-0.5
     made[fresh] = torch.empty(len(fresh), *p.shape[1:], device=p.device).uniform_(-bound, bound).to(p.dtype)
@@ -259,7 +259,7 @@ def _new_rows(p: Tensor, rows: int, fresh: Tensor, width: int, zero: bool) -> Te
 def _moved_state(
     optimizer: torch.optim.Optimizer, p: Tensor, rows: int, fresh: Tensor
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The optimizer's state of a parameter, and its tables for `rows` rows; those of `fresh` start anew."""
+    """The optimizer's state of a parameter, and its tables for `rows` rows; those of `fresh` are initialized."""
     group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
     state, moved = optimizer.state[p], {}
     for name, table in state.items():

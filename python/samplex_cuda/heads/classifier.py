@@ -35,7 +35,7 @@ __all__ = ["LossSpec", "SampledClassifier"]
 
 _NAME = "SampledClassifier"
 _is_compiling = torch.compiler.is_compiling
-# Attributes whose change makes the head resolve its step anew.
+# Attributes whose change makes the head resolve its step again.
 _SETTINGS = frozenset(
     {"loss", "num_samples", "shared", "stratified", "unique", "scale", "ignore_index", "sparse", "reduction", "sampler"}
     | {"normalize", "live", "_replica"}
@@ -154,7 +154,7 @@ class SampledClassifier(StepOfHead):
                 raise TypeError(
                     f"{_NAME}: sampler must be a sampler of samplex_cuda.samplers with {loss!r}, got None; "
                     f"take sx.samplers.LogUniform({num_classes}) if classes are sorted by frequency, Unigram(counts) "
-                    'if counts are known, Uniform otherwise; loss="full_softmax" needs none'
+                    'if counts are known, Uniform otherwise; loss="full_softmax" needs no sampler'
                 )
             if num_samples is not None or not getattr(sampler, "takes_targets", False):
                 check_int(_NAME, "num_samples", num_samples)
@@ -225,7 +225,7 @@ class SampledClassifier(StepOfHead):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As in `nn.Module`; a changed setting makes the head resolve its step anew."""
+        """As in `nn.Module`; a changed setting makes the head resolve its step again."""
         if name == "loss":
             value = losses.resolve(value, _NAME)
         super().__setattr__(name, value)
@@ -378,7 +378,7 @@ class SampledClassifier(StepOfHead):
         else:
             run: Any = type(self)._sampled_loss
             if (self._fusion is not None or self.follower.active) and _is_compiling():
-                # An update inside backward, or of a sampler that follows the table, is no function of its inputs: a
+                # An update inside backward, or of a sampler that follows the table, is not a function of its inputs: a
                 # compiled caller leaves its graph here.
                 from samplex_cuda._eager import eager_loss as run
             loss = run(self, spec, form, rows, target, features, index, context, positives, key, own, shares)
@@ -446,7 +446,7 @@ class SampledClassifier(StepOfHead):
             encoder: what happens to the gradients of the model before the head: "average" over the ranks, as
                 DistributedDataParallel and FSDP2 do, or "sum".
             batch_capacity: the most rows of a rank in a step; None: the most in the first step.
-            order: "class": a rank holds a range of classes; "spread": neighbouring classes lie far apart, so that
+            order: "class": a rank holds a range of classes; "spread": neighboring classes lie far apart, so that
                 frequent ones do not meet on one rank.
             route: how queries and class rows meet, decided here once: "summed_logits", which takes every loss and has
                 the same bits on any number of ranks; "online_softmax", "rows_to_queries", "shared_rows"; "auto": what

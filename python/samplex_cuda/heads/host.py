@@ -94,7 +94,7 @@ def make_host_table(head: SampledClassifier, file: str | Path | None, compute: s
     if head.host is not None:
         raise ValueError(f"{where}: head must not be on the host already, got one with {head.host}")
     if "weight" not in own or head._replica is not None or hasattr(head, "layout"):
-        raise ValueError(f"{where}: head must have a table of its own, got one that is shared, sharded or computed")
+        raise ValueError(f"{where}: head must have a separate table, got one that is shared, sharded or computed")
     if head.fused is not None:
         raise ValueError(f"{where}: head must not be fused yet, got a fused optimizer; make optimizers afterwards")
     for name, p in own.items():

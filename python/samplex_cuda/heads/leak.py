@@ -35,14 +35,14 @@ def leak(
 
     A class comes among m draws with a probability of at most m q, and only then is its logit pushed down. What the
     softmax has above that stays where it is, or is driven up: training with a large leak ends in a model that is far
-    worse than its sampled loss says. Every class is looked at, so a few dozen rows are enough and C d work each; memory
+    worse than its sampled loss says. Every class is examined, so a few dozen rows are enough and C d work each; memory
     is that of some ten tensors of 2^22 numbers.
 
     Args:
         head: a `SampledClassifier`, trained or in training.
         h: [*, d] floating point.
         y: int64 [*], or [*, P] padded with `head.ignore_index`: targets, which their rows push up and do not draw. They
-            are no part of the sum, and q of draws per row is the law without them. None: every class counts.
+            are no part of the sum, and q of draws per row is the distribution without them. None: every class counts.
         sampler: another one than the head's.
         num_samples: m; by default the head's.
         shared: whether the batch shares its draws; by default as the head. The rows given count as the batch.
@@ -102,7 +102,7 @@ def leak(
 
 
 def _targets(head: Any, several: Tensor) -> Tensor:
-    """Targets [B, P] with -1 where there is none."""
+    """Targets [B, P] with -1 if there is none."""
     valid = valid_targets(several, head.ignore_index)
     bad = several[valid & ((several < 0) | (several >= head.num_classes))]
     if bad.numel():
@@ -182,7 +182,7 @@ def _logits(head: Any, h: Tensor, seen: list[Tensor], laws: Any, piece: slice, c
     out *= head.scale
     if head.loss.absolute:
         out = out.abs_()
-    if head.loss.needs.prior:  # its scores are relative to the law of the head's sampler
+    if head.loss.needs.prior:  # its scores are relative to the distribution of the head's sampler
         look = next((x for x, law in zip(seen, laws, strict=True) if law[0] is head.sampler), h)
         ids = torch.arange(piece.start, piece.stop, device=h.device).expand(h.shape[0], -1).contiguous()
         out = out + head.sampler.log_prob(look, ids, context=context).to(acc)
@@ -197,7 +197,7 @@ def _inside(target: Tensor | None, piece: slice) -> Iterator[tuple[Tensor, Tenso
 
 
 def _log_left(law: Any, look: Tensor, target: Tensor | None, context: Tensor | None) -> Tensor | None:
-    """log of what the targets leave of a law that is drawn from without them, [b]; None for the whole law.
+    """log of what the targets leave of a distribution that is drawn from without them, [b]; None for the whole one.
 
     A row with nothing left has no other class to push down: any number does.
     """
@@ -208,7 +208,7 @@ def _log_left(law: Any, look: Tensor, target: Tensor | None, context: Tensor | N
 
 
 def _is_mean(law: Any) -> bool:
-    """Whether draws come from the mean of the rows' laws."""
+    """Whether draws come from the mean of the rows' distributions."""
     return bool(law[2] and getattr(law[0], "conditional", False))
 
 

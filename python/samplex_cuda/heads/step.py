@@ -113,7 +113,7 @@ class StepOfHead(ClassesOfHead):
             raise op_error(error) from None
 
     def _static_step(self, spec: LossSpec, weight: Tensor, bias: Tensor | None) -> Step:
-        """The constants of a step whose loss draws by itself, made anew when the head, a table or the sink changed."""
+        """The constants of a step whose loss draws by itself, made again when the head, a table or the sink changed."""
         made, sink = self._made_step, self._fusion or self._rows_of(weight, bias)
         if (
             made is None
@@ -160,7 +160,7 @@ class StepOfHead(ClassesOfHead):
         target = y if flat else y.reshape(rows.shape[0], *y.shape[len(lead) :])
         if positives is not None and not self.loss.needs.excludes_target:
             raise ValueError(
-                f"{_NAME}: positives must be None with {self.loss!r}, which counts every draw, got "
+                f"{_NAME}: positives must be None with {self.loss!r}, which uses every draw, got "
                 f"{type(positives).__name__}"
             )
         return rows, target, lead
@@ -246,7 +246,7 @@ class StepOfHead(ClassesOfHead):
             except IndexError:
                 self._refuse_targets(target)
                 raise
-        # Inside torch.func the tables are not the head's own: the sampler stays as it is.
+        # Inside torch.func the tables are not the head's own: the sampler stays unchanged.
         following = follower.active and not transformed()
         with torch.no_grad():
             if following:
@@ -380,7 +380,7 @@ class StepOfHead(ClassesOfHead):
         return not _device.host_waits(draw.ids) and chance * draw.ids.shape[0] > COPIES
 
     def _rows_of(self, weight: Tensor, bias: Tensor | None) -> RowSink:
-        """The sink of unfused gradients; made anew when a parameter was replaced."""
+        """The sink of unfused gradients; made again when a parameter was replaced."""
         sink = self._sink
         if sink is None or sink.sparse is not self.sparse or not sink.serves(weight, bias):
             sink = self._sink = RowSink(self.sparse, weight, bias)

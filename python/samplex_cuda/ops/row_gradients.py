@@ -214,7 +214,7 @@ class TableGradient:
 
     Args:
         sparse: which of the two.
-        parameter: the leaf whose gradient keeps its coalesced flag; None where autograd is traced.
+        parameter: the leaf whose gradient keeps its coalesced flag; None if autograd is traced.
     """
 
     def __init__(self, sparse: bool, parameter: Tensor | None = None) -> None:
@@ -247,7 +247,7 @@ class RowSink:
 
     Args:
         sparse: which of the two.
-        weight: whose gradient keeps its coalesced flag; None where autograd is traced.
+        weight: whose gradient keeps its coalesced flag; None if autograd is traced.
         bias: the same.
     """
 
@@ -259,7 +259,7 @@ class RowSink:
         self._of = tuple(None if t is None else weakref.ref(t) for t in (weight, bias))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy belongs to other parameters: it is made anew."""
+        """A copy belongs to other parameters: it is made again."""
         return type(None), ()
 
     def serves(self, weight: Tensor, bias: Tensor | None) -> bool:
@@ -291,7 +291,7 @@ class RowSink:
         bias_dtype: torch.dtype | None,
         on_sphere: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of weight [C, d] and bias from a weight gradient that is at hand; None where no dtype is given.
+        """Gradients of weight [C, d] and bias from a weight gradient that is available; None if no dtype is given.
 
         Args:
             found: the gradient.

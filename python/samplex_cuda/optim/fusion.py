@@ -196,7 +196,7 @@ class Fusion:
         return d_hidden if need_hidden else None, None, None
 
     def deliver_entries(self, found: Entries, version: int, project: bool = False) -> None:
-        """The same for a weight gradient that is at hand."""
+        """The same for a weight gradient that is available."""
         if version != self.weight._version:
             self._refuse_version()
         if self.grad_scaler is not None and self.grad_scaler.is_enabled():

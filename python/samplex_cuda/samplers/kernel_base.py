@@ -1,6 +1,6 @@
 """`KernelSampler`: draws by a kernel over a tree of feature sums (Blanc & Rendle 2018, Rawat et al. 2019).
 
-The law and its rules are in docs/kernel_tree.md and, in plain torch, in `samplex_cuda.reference.kernel_tree`.
+The distribution and its rules are in docs/kernel_tree.md and, in plain torch, in `samplex_cuda.reference.kernel_tree`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class KernelSampler(DeviceFollowing):
     """What `Quadratic` and `RandomFourier` share: q(c | h) about proportional to a kernel K(h, c) of the class rows.
 
     The sampler keeps a copy of the class rows (an update needs the old ones) and, for every node of a balanced tree
-    over the classes, the sum of their features. `update` follows the rows that changed, `rebuild` starts anew.
+    over the classes, the sum of their features. `update` follows the rows that changed, `rebuild` starts again.
 
     Sums are in float32. A table whose sums would leave its range is refused, and the sampler stays as it was; a query
     with a number above 1e15 (less for long rows) is shortened to it. Threads may share a sampler: one call at a time
     reads or changes the tree. A `rebuild` or `update` that was interrupted (Ctrl-C) leaves a valid sampler: the next
-    call sums the rows it finds anew.
+    call sums the rows it finds again.
 
     Example:
         >>> import torch, samplex_cuda as sx
@@ -69,7 +69,7 @@ class KernelSampler(DeviceFollowing):
         progress: bool,
     ) -> None:
         super().__init__()
-        self._lock = threading.RLock()  # of the tree: whoever reads or changes it
+        self._lock = threading.RLock()  # held while the tree is read or changed
         self._mixed = False  # whether a change is under way, or was interrupted: the sums are not those of the rows
         self._longest: float | Tensor = MOST_QUERY
         self._check_table("weight", weight)
@@ -130,7 +130,8 @@ class KernelSampler(DeviceFollowing):
     ) -> Draw:
         """Draw `num_samples` classes for each query h [*, d]; see `Sampler.sample`.
 
-        `exclude` is exact: the law conditioned on the other classes. `shared` draws: from the mean of the rows' laws.
+        `exclude` is exact: the distribution conditioned on the other classes. `shared` draws: from the mean of the
+        rows' distributions.
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -303,7 +304,7 @@ class KernelSampler(DeviceFollowing):
         self._mixed = False
 
     def _sum_lost_leaves(self, touched: Tensor, peaks: Tensor) -> None:
-        """Sums leaves anew that were much larger before: (others + large) - large has lost the digits of the others."""
+        """Sums leaves again that were much larger before: (others + large) - large loses the digits of others."""
         lost = touched[peaks[1, touched] > LOST * peaks[0, touched]]
         for leaf in lost.tolist():
             own = self.rows[leaf * self.leaf_size : (leaf + 1) * self.leaf_size, : self.dim + self.has_bias]
@@ -321,7 +322,7 @@ class KernelSampler(DeviceFollowing):
         return True
 
     def rebuild(self, weight: Tensor, bias: Tensor | None = None, *, progress: bool = False) -> None:
-        """Build the tree anew from the whole class table [C, d] (and bias [C]), in chunks, on all threads.
+        """Build the tree again from the whole class table [C, d] (and bias [C]), in chunks, on all threads.
 
         Args:
             weight: [C, d].
@@ -453,7 +454,8 @@ class KernelSampler(DeviceFollowing):
         super()._apply(fn, recurse)
         self._peaks = self._mail = self._notices = None
         self._longest = float(self._longest)
-        # `.to(bfloat16)` or `.half()` of a model is not about the sampler: its law, and with it log_q, would change.
+        # `.to(bfloat16)` or `.half()` of a model is not about the sampler: its distribution, and with it log_q, would
+        # change.
         for name, t in kept.items():
             now = self.get_buffer(name)
             if now.dtype != t.dtype:

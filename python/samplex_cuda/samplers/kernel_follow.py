@@ -1,8 +1,8 @@
 """How a kernel tree follows its class table on a GPU: all on the device, fixed sizes, the host never waits.
 
 The CPU looks at what it is given and raises. A device cannot raise, so a row that is refused there keeps its old
-numbers, and the device sends a notice; once that has arrived, the next `follow` builds the tree anew on the host, which
-mends the sums or raises what the CPU would have raised.
+numbers, and the device sends a notice; once that has arrived, the next `follow` builds the tree again on the host,
+which repairs the sums or raises what the CPU would have raised.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from samplex_cuda.samplers.kernel_rows import KernelRows, longest_query
 
 __all__ = ["DeviceFollowing", "packed_ids"]
 
-LOST = 64.0  # a leaf that was so many times larger is summed anew: the rest of a difference has few digits
-_MENDED = 1024  # classes of leaves that are summed anew in a step, the worst leaves first
+LOST = 64.0  # a leaf that was so many times larger is summed again: the rest of a difference has few digits
+_MENDED = 1024  # classes of leaves that are summed again in a step, the worst leaves first
 # A data-center GPU, for the ratio of two times: bytes and float32 operations per microsecond, microseconds per launch.
 _BYTES, _FLOPS, _LAUNCH = 3.0e6, 5.0e7, 4.0
 _MOST_STEPS = 16  # that share an update by default
@@ -63,7 +63,7 @@ class DeviceFollowing(KernelRows):
         super().__init__()
         self._mail: Mailbox | None = None  # what the device sends: share of clipped mass, number of notices
         self._notices: Tensor | None = None  # on the device: rows that were refused, or that ask for another shift
-        # [2, leaves + 1] largest sum of each leaf, now and ever since it was summed anew
+        # [2, leaves + 1] largest sum of each leaf, now and ever since it was summed again
         self._peaks: Tensor | None = None
 
     def _post(self) -> Mailbox:
@@ -129,7 +129,7 @@ class DeviceFollowing(KernelRows):
             ops.kernel_tree_parents(self.sums, mended)
 
     def _follow_all(self, weight: Tensor, bias: Tensor | None) -> None:
-        """All sums anew. What a refused row had in them is missing until the rebuild that its notice asks for."""
+        """All sums again. What a refused row had in them is missing until the rebuild that its notice asks for."""
         width, self._peaks = self.dim + self.has_bias, None
         nearest = None
         for part in self._chunks(self.num_classes):
@@ -169,7 +169,7 @@ class DeviceFollowing(KernelRows):
         return self._peaks
 
     def _mend(self, peaks: Tensor) -> Tensor:
-        """Sums the worst of the leaves anew that were much larger before; their numbers, ascending, -1 for none first.
+        """Sums the worst of the leaves again that were much larger before; their numbers, ascending, -1 for none first.
 
         (others + large) - large has lost the digits of the others. A leaf that has to wait for its turn keeps its
         place, for `peaks` is over all leaves.

@@ -52,7 +52,7 @@ def grown(trainer: Trainer, tensors: dict[str, Tensor], meta: dict[str, Any]) ->
     """Rows of a checkpoint put before the new rows of the trainer's model, which was made from the new data.
 
     New rows and their optimizer state are as at the start of a run. A sampler that counts the data is that of the new
-    data; one that follows the class table is built anew from it.
+    data; one that follows the class table is built again from it.
 
     Args:
         trainer: with a model of the new size.

@@ -157,7 +157,7 @@ class Trainer:
             trust_model: as in the class.
             restart: begin at step 0 where every checkpoint is damaged; they are moved to `damaged/`.
             grow: the training data may be others, with the same ids and maybe more classes: their rows and optimizer
-                state begin anew, all others go on, in a new epoch. See docs/changing_classes.md.
+                state begin again, all others go on, in a new epoch. See docs/changing_classes.md.
             on_event: as in the class.
 
         Example:
