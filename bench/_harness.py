@@ -103,7 +103,7 @@ def interleave(
     block_seconds: float = 0.05,
     sets: int = 8,
 ) -> Comparison:
-    """Times the sides in turns, A B A B ..., until `seconds` have passed (and at least `min_rounds` rounds).
+    """Times the sides alternately, A B A B ..., until `seconds` have passed (and at least `min_rounds` rounds).
 
     A turn is a block of calls, long enough for a steady state: a side neither finds the rows that the other side just
     loaded nor pays for the memory the other side just freed. The first call of a block is not timed (unless a call
@@ -518,7 +518,7 @@ def write_readme(report: Report, options: argparse.Namespace) -> None:
 
 # ---------------------------------------------------------------------------------------------------- one process a row
 def row_in_child(script: str, row_id: str, argv: list[str]) -> Any:
-    """One row of a bench, measured by `script --row` in a fresh process; None where it does not apply here."""
+    """One row of a bench, measured by `script --row` in a fresh process; None if it does not apply here."""
     progress(row_id)
     done = subprocess.run([sys.executable, script, *argv, "--row", row_id], stdout=subprocess.PIPE, text=True)
     progress("")

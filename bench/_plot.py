@@ -21,7 +21,7 @@ BARS = [
 
 
 def plot_sampled_softmax(path: Path) -> Path | None:
-    """Left: time per step against the number of classes. Right: speedups. None where it could not be drawn."""
+    """Left: time per step against the number of classes. Right: speedups. None if it could not be drawn."""
     stored_at = RESULTS / "sampled_softmax.json"
     if not stored_at.exists():
         print("plot: no stored results yet; run bench/bench_sampled_softmax.py first")
@@ -64,7 +64,7 @@ def plot_sampled_softmax(path: Path) -> Path | None:
 
 
 def plot_step(path: Path) -> Path | None:
-    """Time of a whole training step against the number of classes. None where it could not be drawn."""
+    """Time of a whole training step against the number of classes. None if it could not be drawn."""
     stored_at = RESULTS / "step.json"
     if not stored_at.exists():
         print("plot: no stored results yet; run bench/bench_step.py first")

@@ -162,7 +162,7 @@ def parser(text: str | None, folder: str | None) -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="a small version, to see that it runs; stores nothing")
     made.add_argument("--no-store", action="store_true", help="print only")
     made.add_argument("--again", action="store_true", help="tables and plot from the stored results")
-    made.add_argument("--only", nargs="+", help="only these methods; the others stay as they are stored")
+    made.add_argument("--only", nargs="+", help="only these methods; the others keep their stored results")
     made.add_argument("--threads", type=int, default=1)
     return made
 

@@ -5,7 +5,7 @@
   private  the same with SAMPLEX_TABLES=private
   eager    torch.randint, a sparse embedding, bmm, cross_entropy, torch.optim.Adagrad
 
-Rows (--only takes any part of a name); each is a time over that of the same step on the quiet machine, in turns:
+Rows (--only takes any part of a name); each is a time over that of the same step on the quiet machine, alternately:
   workers          ours beside 2 forked, persistent DataLoader workers, over private without workers
   workers_faults   page faults per step of it
   workers_limit    a torch.mm about as long as a step, beside the same workers: what any code on two threads loses to

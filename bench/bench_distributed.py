@@ -1,6 +1,6 @@
 """A head on 1, 2 and 4 gloo ranks of this machine, by each route of a step: bytes, memory, balance, time.
 
-C = 1,000,000, d = 128, m = 64 per row, log-uniform draws, B = 256 rows in all, RowAdagrad fused into backward.
+C = 1,000,000, d = 128, m = 64 per row, log-uniform draws, B = 256 rows in total, RowAdagrad fused into backward.
 
 Rows (--only takes any part of a name):
   bytes_ROUTE_2, bytes_ROUTE_4   bytes that a rank sends in a step / those of the model (docs/scale.md); ROUTE is

@@ -1,4 +1,4 @@
-"""Kernel trees: draws, updates and losses against ways to do without them, and how close their distributions come to softmax.
+"""Kernel trees: draws, updates and losses against ways to do without them, and how close they come to softmax.
 
 Rows (--only takes any part of a name):
   softmax_*      draw + sampled-softmax loss, batch 10, m = 10, d = 64, n = 500,000, target excluded: RandomFourier with
@@ -236,12 +236,12 @@ def distances(options: Any, device: torch.device, report: Report) -> None:
                 q = make().log_prob_all(h).double().exp()
             mass = float((q.sum(1) - 1.0).abs().max())
             if not mass < 1e-4:
-                raise AssertionError(f"refcheck {row_id}: q sums to 1 but for {mass:.1e}")
+                raise AssertionError(f"refcheck {row_id}: q sums to 1 except for {mass:.1e}")
             value = float(0.5 * (q - target).abs().sum(1).mean())
             what = f"TV to softmax, tau = 11.1, clustered, noise {noise}: {name}"
             config = {"n": n, "d": dim, "noise": noise, "queries": 50}
             report.add(
-                Row(row_id, what, value, "ratio", f"sum of q is 1 but for {mass:.1e}", sense="<=", config=config)
+                Row(row_id, what, value, "ratio", f"sum of q is 1 except for {mass:.1e}", sense="<=", config=config)
             )
 
 

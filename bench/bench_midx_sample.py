@@ -6,7 +6,7 @@ the exclusion of the targets included:
   draw_1024    the same with K = 1,024
   shared_256   1,024 shared draws with K = 256, against `Tree`
   step_256     draw, loss, gradient and fused Adagrad update with K = 256, against `LogUniform` draws per row. A
-               refresh, which makes new codes and assigns every class again, is spread over the steps between two of
+               refresh, which makes new codes and reassigns every class, is spread over the steps between two of
                them (`MIDX.follow_interval`)
 """
 

@@ -1,6 +1,6 @@
 """Row optimizers against torch's on the same COO gradients, and the update of a loss's entries in one go.
 
-Rows (--only takes any part of a name), C = 1,000,000, d = 128, 16,640 entries, nearly all of rows of their own:
+Rows (--only takes any part of a name), C = 1,000,000, d = 128, 16,640 entries, nearly all of separate rows:
   adagrad, adam, sgd   RowAdagrad, RowAdam, RowSGD .step() vs torch.optim.Adagrad, SparseAdam, SGD
   rowwise              RowAdagrad(rowwise=True) vs torch.optim.Adagrad
   fused                summing and updating rows in one go vs row_reduce, then the update (both ours)

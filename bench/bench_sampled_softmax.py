@@ -169,7 +169,7 @@ def side(name: str, step: Callable[[torch.Tensor, Batch], Any], weight: torch.Te
 
 # ----------------------------------------------------------------------------------------------------- rows
 class Bench:
-    """The rows. Each method measures one and returns it; all of it happens in a process of its own (see `main`)."""
+    """The rows. Each method measures one and returns it; it runs in a separate process (see `main`)."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -380,7 +380,7 @@ class Bench:
 
 # ----------------------------------------------------------------------------------------------------- peak memory
 def memory_in_child(name: str, classes: int, batch: int, m: int, threads: int) -> dict[str, Any]:
-    """Peak resident memory above the start of one step, in a process of its own: no freed block of an earlier step can
+    """Peak resident memory above the start of one step, in a separate process: no freed block of an earlier step can
     serve as a hiding place."""
     argv = [sys.executable, __file__, "--memory-child", name, str(classes), str(batch), str(m), str(threads)]
     done = subprocess.run(argv, capture_output=True, text=True)

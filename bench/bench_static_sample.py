@@ -23,7 +23,7 @@ Probability = Callable[[torch.Tensor], torch.Tensor]  # ids -> fp64 probability 
 
 
 def check_draw(sampler: samplers.Sampler, classes: int, probability: Probability, calls: int) -> str:
-    """Range, exact log_q, and the share of the lower half of the classes against its distribution, within 5 standard errors."""
+    """Range, exact log_q, and the share of the lower half of the classes, within 5 standard errors."""
     worst, below, total = 0.0, 0, 0
     for _ in range(calls):
         draw = sampler.sample(None, M, batch_size=BATCH)

@@ -6,10 +6,10 @@
   gain_*                  held-out mean log p_n minus that of the same code without the discrete step (median split
                           along the first eigenvector, then only Newton)
 
-Features come from the built-in data (64 columns), projected to 16. Each fit runs in a process of its own.
+Features come from the built-in data (64 columns), projected to 16. Each fit runs in a separate process.
 EURLex-4K is used where --eurlex (or SAMPLEX_EURLEX) names a folder with its train and test file in the format of the
 Extreme Classification repository, packed (.xz, .gz) or not: smallest label of each row, unlabelled rows dropped, C is
-the largest of those labels + 1, held out is the test file. Its features are taken as they are, and scaled to rows of
+the largest of those labels + 1, held out is the test file. Its features are taken unchanged, and scaled to rows of
 length 1, both whitened; the latter with the paper's reg of 0.1 and with one chosen by cross-validation for each side.
 """
 
@@ -65,7 +65,7 @@ def refcheck(tree: FittedTree, z: torch.Tensor, y: torch.Tensor) -> str:
     total = log_prob_all(tree.weights, tree.bias, tree.leaf_class, z[:8]).exp().sum(1)
     worst = float((total - 1).abs().max())
     if not worst <= 1e-6:
-        raise AssertionError(f"refcheck tree_fit: probabilities of all classes sum to 1 but for {worst:.1e}")
+        raise AssertionError(f"refcheck tree_fit: probabilities of all classes sum to 1 except for {worst:.1e}")
     return f"classes once; |g| <= {gradient:.1e} max(1, sum|x|); sum of p_n - 1: {worst:.1e}; log p_n: {off:.1e}"
 
 
@@ -76,7 +76,7 @@ def child(folder: Path, classes: int, threads: int) -> None:
     torch.ones(64, 64) @ torch.ones(64, 64)  # the thread pool stands before memory is measured
     before = peak_kib("VmRSS")
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+        Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     begin, cpu = time.perf_counter(), time.process_time()
     tree = fit_tree(z, y, classes, progress=False)
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu

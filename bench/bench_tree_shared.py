@@ -1,4 +1,4 @@
-"""Draws from the decision tree that a whole batch shares, from the mean of the rows' distributions, with log_q of that mean.
+"""Draws from the decision tree shared by a batch, from the mean of the rows' distributions, with its log_q.
 
 Rows (--only takes any part of a name), B = 256 rows, m = 2048 draws, C = 2^17, k = 16 projected features:
   multinomial    vs every class of every row in torch (one matmul, sigmoids multiplied down the levels), the mean over

@@ -82,7 +82,7 @@ def fit(
 
 
 def popularity(train: data.Interactions, test: data.Dataset) -> float:
-    """recall@20 of the most frequent items, the same for everybody but for those a user has: to compare with."""
+    """recall@20 of the most frequent items, the same for everybody except for those a user has: to compare with."""
     head = sx.SampledClassifier(1, train.num_classes, loss="full_softmax")
     with torch.no_grad():
         head.weight.zero_()

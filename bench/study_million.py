@@ -1,7 +1,7 @@
 """An epoch of 200,000 examples over 1,000,000 classes: time, peak memory and what was learned, by sampler.
 
 Built-in hierarchical Zipf data (64 features), a linear model, the trainer as it is used, with its checkpoint at the
-end of the epoch. Each sampler runs in a process of its own, whose peak resident memory is read at the end; it holds
+end of the epoch. Each sampler runs in a separate process, whose peak resident memory is read at the end; it holds
 the class table, the state of the optimizer, the sampler, the checkpoint being written, Python and torch. Accuracy and
 NLL are exact, over all classes, on 2,000 examples that were not trained on.
 
