@@ -84,7 +84,7 @@ PHRASES = {
     r"\b(is|are) told\b": "receives",
     r"\banew\b": "again",
     r"\b(draws|samples|classes) a row\b": "per row",
-    r"normalis|regularis|behaviour|neighbour": "American spelling",
+    r"normalis(?!ed)|regularis|behaviour|neighbour": "American spelling",
 }
 OUTPUT = {"cli.md", "diagnostics.md"}  # they quote the word "law" of printed tables
 
