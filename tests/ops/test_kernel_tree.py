@@ -1,4 +1,4 @@
-"""The kernel tree against its specification on every backend: law, draws, exclusion, clipping, sums, errors."""
+"""The kernel tree against its specification on every backend: draws, exclusion, clipping, sums, errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KERNELS = ["gaussian", "exponential", "quadratic"]
 BAND = 2.0**-20
 
 
-# ------------------------------------------------------------------------------------------------ the law
+# ------------------------------------------------------------------------------------------------ the distribution
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("classes", "leaf_size"), SHAPES)
 def test_log_prob_is_the_law(backend, classes, leaf_size, kernel):
@@ -59,7 +59,7 @@ def test_negative_estimates_follow_the_rule(backend, kernel):
 
 
 def test_both_children_at_zero(backend):
-    """No estimate above zero anywhere: the law is the number of classes, then the leaf's kernel."""
+    """No estimate above zero anywhere: the distribution is the number of classes, then the leaf's kernel."""
     case = make(11, 2)
     case.phi = -case.phi
     case.log_tree = reference.tree_law(case.h, case.phi, case.rows, case.sums, 2, "gaussian", 1.0)
@@ -130,7 +130,7 @@ def test_excluding_is_exact(backend, classes, leaf_size, width):
 
 
 def test_a_nearly_certain_target_leaves_the_rest_its_digits(backend):
-    """q(y) = 1 - 1e-19 on the path, and a leaf where the target is e^90 above its neighbours: 1 - q would be 0."""
+    """q(y) = 1 - 1e-19 on the path, and a leaf where the target is e^90 above its neighbors: 1 - q would be 0."""
     case = make(8, 2)
     leaves = 4
     case.sums[leaves:] = torch.tensor([1.0, 1e-19, 2e-19, 3e-19])[:, None]
@@ -179,7 +179,7 @@ def test_where_the_tree_has_nothing_left_the_uniform_law_has(backend):
 
 
 def test_padding_is_never_drawn(backend):
-    """33 classes in 64 leaves; values of empty subtrees are not even looked at."""
+    """33 classes in 64 leaves; values of empty subtrees are not even examined."""
     case = make(33, 1)
     leaves = case.sums.shape[0] // 2
     case.sums[leaves + 33 :] = 1e6
@@ -331,7 +331,8 @@ def test_two_runs_and_every_thread_count_have_the_same_bits(simd_level):
         torch.set_num_threads(threads)
         again = everything(case, cpu)
         torch.set_num_threads(before)
-        # The GEMM of the top levels may have an order of its own for each thread count: then only the law is the same.
+        # The GEMM of the top levels may have an order of its own for each thread count: then only the distribution is
+        # the same.
         if threads == before:
             assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
         same_draws(case, again, got)

@@ -240,7 +240,7 @@ def test_entries_simd_levels(simd_level, rule):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_that_many_entries_share_have_the_same_bits_for_any_number_of_threads(simd_level, dtype):
-    """Draws of a Zipf law: half of the entries belong to a few rows. Without weight decay, where rates come first."""
+    """Zipf draws: half of the entries belong to a few rows. Without weight decay, where rates come first."""
     classes, batch, k, d = 4000, 300, 60, 37
     e = entries(classes, batch, k, d, dtype, "cpu")
     e[3] = (classes ** torch.rand(batch, k)).long() - 1

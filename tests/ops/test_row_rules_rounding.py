@@ -15,7 +15,7 @@ from samplex_cuda.reference.static_sample import philox_bits
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("start", [1.0, -1.0, 2e-6])
 def test_stochastic_rounding_is_right_on_average(backend, dtype, start):
-    """Every result is a neighbour, and the mean moves by the step that rounding to nearest would drop."""
+    """Every result is a neighbor, and the mean moves by the step that rounding to nearest would drop."""
     if start == 2e-6 and dtype == torch.bfloat16:
         start = 1e-30
     classes, d = (64, 40) if backend.emulated else (512, 100)
@@ -96,7 +96,7 @@ def awkward(d: int) -> torch.Tensor:
 @pytest.mark.parametrize("d", [1, 2, 3, 5, 8, 13, 32, 64, 130])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_has_the_same_bits_at_every_simd_level(simd_level, dtype, d):
-    """To nearest as torch rounds; by chance as the scalar code does. The update is w - lr * g with w = 0, lr = -1."""
+    """To nearest as torch rounds; randomly as the scalar code does. The update is w - lr * g with w = 0, lr = -1."""
     x = awkward(d)
     as_bits = torch.int16
     nearest = torch.zeros(x.shape, dtype=dtype)
@@ -121,7 +121,7 @@ def test_random_bits_of_a_column_are_those_of_its_place(simd_level):
     """Eight columns share the four words at (row, column / 8), the low half of a word first."""
     rows, d, seed, offset = 6, 21, 5, 6
     low = torch.randint(2**16, (rows, d))
-    x = (low + 0x3F800000).to(torch.int32).view(torch.float32)  # 1 and a part of the step to its neighbour
+    x = (low + 0x3F800000).to(torch.int32).view(torch.float32)  # 1 and a part of the step to its neighbor
     got = torch.zeros(rows, d, dtype=torch.bfloat16)
     ours("sgd", got, [], None, x, None, torch.tensor([seed, offset]), lr=-1.0, decay=0.0)
     for row in range(rows):

@@ -28,7 +28,7 @@ class TestErrors:
 
     def test_batch(self):
         sampler = make("uniform")
-        with pytest.raises(ValueError, match="uniform: batch_size must be given where h is None, got None"):
+        with pytest.raises(ValueError, match="uniform: batch_size must be given if h is None, got None"):
             sampler.sample(None, 3)
         with pytest.raises(ValueError, match=r"uniform: batch_size must be 2 as h \[2, 4\] float32 on cpu says, got 3"):
             sampler.sample(torch.zeros(2, 4), 3, batch_size=3)
@@ -77,7 +77,11 @@ class TestErrors:
                 ValueError,
                 "exclude_offsets must go from 0 to 1, got 1 and 1",
             ),
-            ((torch.tensor([0, 5, 1]), torch.tensor([3])), ValueError, "exclude_offsets must not fall, got 5 then 1"),
+            (
+                (torch.tensor([0, 5, 1]), torch.tensor([3])),
+                ValueError,
+                "exclude_offsets must not decrease, got 5 then 1",
+            ),
         ],
     )
     def test_exclude(self, law, exclude, error, text):

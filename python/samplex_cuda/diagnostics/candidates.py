@@ -165,5 +165,5 @@ def has_tree(sampler: Any) -> bool:
 
 
 def in_strata(head: Any, sampler: Any) -> bool:
-    """Whether the head would draw from this sampler in strata."""
+    """Whether the head would make stratified draws from this sampler."""
     return bool(getattr(head, "stratified", False) and getattr(sampler, "stratifies", False))

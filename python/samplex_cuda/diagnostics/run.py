@@ -428,7 +428,7 @@ def _jobs(
         if isinstance(sampler, samplers.ExactSampler):  # O(C) a row, and more for every draw
             most = min(most, max(8, _TIMED_DRAWS // m))
         some = h.shape[0] if shared else max(1, min(h.shape[0], most))
-        scale = h.shape[0] / some  # a step of more rows than fit is told from fewer
+        scale = h.shape[0] / some  # a step of more rows than fit is extrapolated from fewer
         now, given = look[:some], None if context is None else context[:some]
         leaves, y = _leaves(head, h[:some]), target[:some]
         key = Key(0)

@@ -85,7 +85,7 @@ def small_batch_loss(
         queries: [B, d] float32 or float64 on a CPU.
         keys: [B, d].
         shift: [B], taken from the scores of negatives; None: nothing.
-        labels: int64 [B]; a key with the label of the query's own is no negative.
+        labels: int64 [B]; a key with the label of the query's own is not a negative.
         scale: multiplies the scores.
         reduction: "mean", "sum" or "none".
     """

@@ -209,7 +209,7 @@ def verify(directory: str | Path) -> None:
         except OSError as error:
             raise CheckpointError(f"{where}: {name} cannot be read ({error.strerror})") from None
         if found.hexdigest() != digest:
-            raise CheckpointError(f"{where}: {name} is altered: its sha256 is not the one that was written")
+            raise CheckpointError(f"{where}: {name} is altered: its sha256 differs from the recorded one")
 
 
 def _verify_shards(directory: Path) -> None:
@@ -298,7 +298,7 @@ def latest(run_dir: str | Path, on_refused: Callable[[Path, str], None] | None =
             else:
                 import warnings
 
-                warnings.warn(f"{error}; using the one before", stacklevel=2)
+                warnings.warn(f"{error}; using the previous checkpoint", stacklevel=2)
             continue
         return path
     return None

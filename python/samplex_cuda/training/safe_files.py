@@ -91,7 +91,7 @@ def check_inside(folder: str | Path, *names: str) -> None:
         ...         checkpoint.check_inside(folder, "checkpoints")
         ...     except checkpoint.CheckpointError as error:
         ...         print(str(error).partition(": is ")[2])
-        a link to /, outside of the folder; links out of a run folder are not followed: copy the files into it
+        a link to /, outside of the folder; links out of a run folder are not followed; copy the files into the folder
     """
     root = Path(folder).resolve()
     for name in names:
@@ -254,7 +254,7 @@ def _read_tensors(path: Path, file: IO[bytes], size: int) -> dict[str, Tensor]:
     for begin, end, name, code, shape in entries:
         dtype = _DTYPES.get(code)
         if dtype is None:
-            raise CheckpointError(f"checkpoint: {path}: {name!r} has the dtype {code}, which is not known")
+            raise CheckpointError(f"checkpoint: {path}: {name!r} has the dtype {code}, which is not supported")
         nbytes = math.prod(shape) * dtype.itemsize
         if begin != position or end - begin != nbytes or end > size - 8 - length:
             raise CheckpointError(f"checkpoint: {path}: the place of {name!r} does not fit the file")

@@ -119,7 +119,7 @@ class Trainer:
         if (self.run_dir / "config.toml").exists() or checkpoint.list_checkpoints(self.run_dir):
             raise RunError(
                 f"trainer: {self.run_dir}: already contains a run; resume it with "
-                f"Trainer.resume({str(self.run_dir)!r}), or take another folder"
+                f"Trainer.resume({str(self.run_dir)!r}), or use another folder"
             )
         try:
             for name in ("checkpoints", "plots"):
