@@ -1,4 +1,4 @@
-"""The tree of a run with its base: judged on held-out examples, fitted anew, read from old checkpoints, watched."""
+"""The tree of a run with its base: judged on held-out examples, fitted again, read from old checkpoints, watched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ C = 60
 
 
 def rows(noise: float, count: int = 1200):
-    """Zipf classes whose centres are as far apart as `noise` leaves of them."""
+    """Zipf classes whose centers are as far apart as `noise` leaves of them."""
     rng = np.random.default_rng(0)
     chances = 1 / np.arange(1, C + 1) ** 1.5
     y = rng.choice(C, count, p=chances / chances.sum())

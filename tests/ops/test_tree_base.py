@@ -1,4 +1,4 @@
-"""A tree with a base: the mixture's law, bits on every backend, exclusion, shared and stratified draws, state."""
+"""A tree with a base: the mixture's distribution, bits on every backend, exclusion, shared and stratified draws, state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def without(log_q: torch.Tensor, rows: list[list[int]]) -> torch.Tensor:
     return out - out.logsumexp(1, keepdim=True)
 
 
-# ------------------------------------------------------------------------------------------------ the law
+# ------------------------------------------------------------------------------------------------ the distribution
 @pytest.mark.parametrize("zeros", [0, 2])
 @pytest.mark.parametrize("classes", [3, 37, 64])
 def test_log_prob_is_that_of_the_mixture(backend, classes, zeros):

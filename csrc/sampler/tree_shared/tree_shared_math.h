@@ -40,20 +40,21 @@ SX_HOST_DEVICE inline double tree_shared_step(double q, double part, double tota
 SX_HOST_DEVICE inline double tree_stratum(int64_t i, double u, int64_t m) { return (double(i) + u) / double(m); }
 
 // Whether a draw at `place` goes right in a node whose interval begins at `low`. Rounding never sends it to a child
-// with probability 0; without a row that has a law it goes left, as an independent one.
+// with probability 0; without a row that has a distribution it goes left, as an independent one.
 SX_HOST_DEVICE inline bool tree_stratum_right(double place, double low, double q_left, double q_right) {
   return q_right >= kTreeSharedLeast && (q_left < kTreeSharedLeast || place >= low + q_left);
 }
 
-// Probability of the way to a node under the mixture with a base, from that of the tree: the mixture of tree laws is
-// one too.
+// Probability of the way to a node under the mixture with a base, from that of the tree: the mixture of tree
+// distributions is one too.
 SX_HOST_DEVICE inline double tree_shared_mixed(const TreeSharedParams& p, double q, int64_t node, int level) {
   const int64_t leaves = int64_t(1) << p.tree.depth, width = leaves >> level, first = node * width - leaves;
   const double units = double(wrapped_difference(p.base.prefix[first + width], p.base.prefix[first]));
   return (1.0 - p.base.weight) * q + p.base.weight * (units / double(p.base.prefix[leaves]));
 }
 
-// log of the product of the branch probabilities of a path: -inf where one is 0, nan without a row that has a law.
+// log of the product of the branch probabilities of a path: -inf where one is 0, nan without a row that has a
+// distribution.
 SX_HOST_DEVICE inline float tree_shared_log(double q) {
   if (q < kTreeSharedLeast) return negative_infinity<float>();
   return float(exact_log(q) + 0.0 * q);

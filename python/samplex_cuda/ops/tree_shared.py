@@ -26,21 +26,23 @@ def tree_sample_shared(
 ) -> tuple[Tensor, Tensor]:
     """Draws from the mean over the rows of p_n(. | x_b). The same bits on every backend and number of threads.
 
-    The mean of tree laws is a tree law: a node is scored once for all rows and all draws that pass it.
+    The mean of tree distributions is a tree distribution: a node is scored once for all rows and all draws that pass
+    it.
 
     Args:
         key: [2] int64 (seed, offset).
-        x: [B, k] float32 projected features; a row with a nan or inf has no part in the law.
+        x: [B, k] float32 projected features; a row with a nan or inf has no part in the distribution.
         nodes: [2^depth, stride], from `pack_nodes`.
         leaf_class: [2^depth] int64, -1 for padding.
         class_leaf: [C] int64.
         num_samples: m.
-        stratified: one draw from each m-th part of the law, in the order of the leaves, instead of m independent ones.
-        base_table, base_prefix, base_weight: a fixed law that is mixed in, as in `tree_sample`.
+        stratified: one draw from each m-th part of the distribution, in the order of the leaves, instead of m
+        independent ones. base_table, base_prefix, base_weight: a fixed distribution that is mixed in, as in
+        `tree_sample`.
 
     Returns:
-        ids [m] int64 and log_q [m] float32, of the same law either way. Without a row that has a law (B = 0) log_q is
-        nan.
+        ids [m] int64 and log_q [m] float32, of the same distribution either way. Without a row that has a distribution
+        (B = 0) log_q is nan.
 
     Example:
         >>> import torch
@@ -67,7 +69,7 @@ def tree_log_prob_shared(
     base_prefix: Tensor | None = None,
     base_weight: float = 0.0,
 ) -> Tensor:
-    """Log-probability [n] float32 of classes [n] under the law of `tree_sample_shared`: the very bits of its log_q.
+    """Log-probability [n] float32 of classes [n] as drawn by `tree_sample_shared`: bit-identical to its log_q.
 
     Example:
         >>> import torch

@@ -79,6 +79,6 @@ def check_fit(config: Config, train: Dataset) -> None:
         )
     if config.data.negatives and train.negatives(torch.empty(0, dtype=torch.int64)) is None:
         raise ConfigError(
-            "config: [data] negatives must be empty for data without a column of negatives (call set_negatives on a data set that "
-            f"was not opened by the trainer), got {config.data.negatives!r}"
+            "config: [data] negatives must be empty for data without a column of negatives (call set_negatives on "
+            f"a data set that was not opened by the trainer), got {config.data.negatives!r}"
         )
