@@ -1,4 +1,4 @@
-"""A tree with a base: the mixture's distribution, bits on every backend, exclusion, shared and stratified draws, state."""
+"""A tree with a base: bits on every backend, exclusion, shared and stratified draws, state."""
 
 from __future__ import annotations
 

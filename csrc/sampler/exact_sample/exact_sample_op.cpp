@@ -50,7 +50,7 @@ void check_exclude_values(const char* op, const ExactLaw& law, int64_t batch) {
     const int64_t begin = offsets != nullptr ? offsets[b] : b * law.exclude_width;
     const int64_t end = offsets != nullptr ? offsets[b + 1] : begin + law.exclude_width;
     check_value(begin >= 0 && begin <= end && end <= law.exclude_size, op, ": exclude_offsets must go from 0 to ",
-                law.exclude_size, "without decreasing, got ", begin, " then ", end, " at row ", b);
+                law.exclude_size, " without decreasing, got ", begin, " then ", end, " at row ", b);
     for (int64_t i = begin; i < end; ++i) {
       check_index(law.exclude[i] >= -1 && law.exclude[i] < law.num_classes, op, ": exclude must be -1 or in [0, ",
                   law.num_classes, "), got ", law.exclude[i], " in row ", b);

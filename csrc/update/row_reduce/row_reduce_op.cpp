@@ -13,7 +13,7 @@ constexpr int64_t kMostSorted = INT32_MAX;
 
 RowKeys row_keys_of(const char* op, int64_t entries, int64_t num_rows, int64_t dim) {
   check_value(entries <= kMostSorted, op, ": a call must have at most ", kMostSorted,
-              " entries(the limit of torch's sort), got ", entries, "; split the batch");
+              " entries (the limit of torch's sort), got ", entries, "; split the batch");
   RowKeys keys{};
   keys.num_rows = num_rows;
   keys.wide = num_rows > INT32_MAX;
