@@ -116,7 +116,7 @@ SOURCE_PHRASES = {
     r"(?<![\w.`'])a law of its own\b": "its own distribution",
     r"\b(the|whose|uniform|unigram|conditional|tree) laws?\b(?! of)(?!\s*[=(,:)\]])": "distribution",
     r"\bbut for (the|a|an|one|rounding)\b": "except for",
-    r"\bis no (class|target|negative|leaf|number|tensor|function)\b(?<!there is no \w)": "is not a",
+    r"(?<!there )\bis no (class|target|negative|leaf|number|tensor|function)\b": "is not a",
     r"\bnobody has looked\b": "has not been checked",
     r"\bat hand\b": "available",
     r"\bby the shortest way\b": "fast path",

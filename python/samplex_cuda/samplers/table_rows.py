@@ -102,7 +102,7 @@ def replace_rows(ids: Tensor, changes: list[tuple[Tensor, Tensor]]) -> tuple[Ten
         key = key.to(torch.int32)  # half the passes of a radix sort
     ordered, order = key.sort(stable=True)
     # Entries that write to one class all write the row of the last of them. One that is not a class does what the entry
-    # of the largest id does; if there is not a class at all, class 0 gets the row it has.
+    # of the largest id does; if there is no class at all, class 0 gets the row it has.
     last = torch.where(ordered < 0, count - 1, torch.searchsorted(ordered, ordered, right=True) - 1)
     at, source = ordered[last].clamp_min(0).long(), order[last]
     taken = (ordered[-1:] >= 0) & ~unfit[source]
