@@ -133,8 +133,8 @@ class Sampler:
     fit_rows: int = _key(200_000, "tree, PCA: training examples that are used, at most", least=1)
     path: str = _key("", "tree: a file of `samplex fit-tree` to take instead of a fit; empty: fitted here")
     refit_every: int | str = _key(
-        "auto", "tree, also in a mixture: fit again after so many epochs; 0: never; auto: 1 for a tree with a base that "
-        "looks at h of an encoder that is trained (text, or features = hidden), else 0", least=0, also=("auto",),
+        "auto", "tree, also in a mixture: fit again after so many epochs; 0: never; auto: 1 for a tree with a base "
+        "that looks at h of an encoder that is trained (text, or features = hidden), else 0", least=0, also=("auto",),
     )  # fmt: skip
     refit_steps: int = _key(0, "the same, after so many steps; 0: never", least=0)
     base: str = _key(
