@@ -345,7 +345,7 @@ def _entry_loss(
     op, needs = loss.name, loss.needs
     h, weight, target, ids, log_q, bias = tensors
     lead, x = prepare(op, h, weight, target, ids, log_q, bias, class_weight, positives)
-    why = " where reg is not 0" if needs.prior else ""
+    why = " if reg is not 0" if needs.prior else ""
     one_target = x.target.dim() == 1 or x.target.shape[1] == 1
     of_target = [target.shape, h.shape[:-1]] if one_target else [target.shape]
     target_log_q = row_values(op, "target_log_q", target_log_q, of_target, needs.target_log_q, why, weight)
