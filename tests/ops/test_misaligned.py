@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -34,6 +35,12 @@ REFUSED = {
         "kernel_tree_sample", "kernel_tree_log_prob", "kernel_tree_build", "kernel_tree_update", "kernel_tree_parents",
     ),
 }  # fmt: skip
+ON_A_GPU = frozenset({"nodes"})  # refused there alone: a packaged program may load a tree at any address of the host
+
+
+def is_refused(table: str, backend: Any) -> bool:
+    """Whether a kernel of this backend needs the table aligned."""
+    return table not in ON_A_GPU or backend.name != "cpu"
 
 
 def off(t: Tensor) -> Tensor:
@@ -71,7 +78,8 @@ def valid_calls(name: str, seed: int, count: int) -> Iterator[Call]:
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_takes_misaligned_inputs(name, backend):
-    keep, seen = frozenset(k for k, ops in REFUSED.items() if name in ops), 0
+    keep = frozenset(k for k, ops in REFUSED.items() if name in ops and is_refused(k, backend))
+    seen = 0
     for call in valid_calls(name, 5, 16 if backend.emulated else 24):
         args = shifted(call.args, keep)
         before = copied(args)
@@ -82,6 +90,8 @@ def test_every_op_takes_misaligned_inputs(name, backend):
 
 @pytest.mark.parametrize(("table", "name"), [(t, n) for t, names in REFUSED.items() for n in names])
 def test_a_misaligned_table_is_refused_by_name(table, name, backend):
+    if not is_refused(table, backend):
+        pytest.skip(f"the CPU takes {table} at any address")
     seen = 0
     for call in valid_calls(name, 6, 12):
         t = call.args[table]
@@ -89,6 +99,6 @@ def test_a_misaligned_table_is_refused_by_name(table, name, backend):
             continue
         seen += 1
         call.args[table] = off(t)
-        with pytest.raises(RuntimeError, match=f"{table} must be aligned to .* bytes, got a view that is not"):
+        with pytest.raises(RuntimeError, match=f"{table} must be aligned to .* bytes.*, got a view that is not"):
             call.run(call.args)
     assert seen > 0

@@ -317,7 +317,11 @@ class ShardedTree(ShardedSampler):
 
     def adopt(self, state_dict: dict[str, Any], prefix: str) -> None:
         """See `ShardedSampler.adopt`."""
-        for name in ("class_leaf", "fit_options"):
+        names = ["class_leaf", "fit_options"]
+        units = state_dict.get(f"{prefix}base_units")
+        if isinstance(units, Tensor) and units.numel() == 0:  # a tree with a base is another sampler
+            names += ["base_units", "base_share"]
+        for name in names:
             state_dict.pop(f"{prefix}{name}", None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
