@@ -487,7 +487,7 @@ def test_errors():
         (
             lambda: softmax.sample(h, 3, exclude=(torch.tensor([0, 2, 1, 1]), ids)),
             ValueError,
-            "softmax: exclude_offsets must go from 0 to 1without decreasing, got 0 to 1",
+            "softmax: exclude_offsets must go from 0 to 1 without decreasing, got 0 to 1",
         ),
         (lambda: softmax.log_prob(h, ids - 1), IndexError, r"softmax: ids must be in \[0, 700\), got -1"),
         (lambda: softmax.log_prob(h, ids.float()), TypeError, "softmax: ids must be int64"),

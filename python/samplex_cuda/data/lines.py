@@ -36,7 +36,7 @@ class BadLines:
     Example:
         >>> from samplex_cuda.data.lines import BadLines
         >>> bad = BadLines("xc_file", "train.txt", allowed=1)
-        >>> bad.add(3, "feature 'x' is no number")
+        >>> bad.add(3, "feature 'x' is not a number")
         >>> bad.note()
         "xc_file: skipped 1 bad line of train.txt (line 3: feature 'x' is not a number)"
         >>> bad.add(7, "label -1 is below 0")

@@ -91,7 +91,7 @@ def check_inside(folder: str | Path, *names: str) -> None:
         ...         checkpoint.check_inside(folder, "checkpoints")
         ...     except checkpoint.CheckpointError as error:
         ...         print(str(error).partition(": is ")[2])
-        a link to /, outside of the folder; links out of a run folder are not followed; copy the files into the folder
+        a link to /, outside of the folder; links out of a run folder are not followed: copy the files into it
     """
     root = Path(folder).resolve()
     for name in names:

@@ -192,7 +192,12 @@ def check_together(source: str, c: Config) -> None:
         if c.sampler.name != "unigram" or not c.head.shared or c.head.num_samples != 1024:
             wanted = '"auto" with sampler.choose_every, and head.shared and head.num_samples too'
             fail("sampler", "name", wanted, c.sampler.name)
-        if c.training.shard != "none" or c.sampler.refit_every or c.sampler.refit_steps or c.sampler.path:
+        if (
+            c.training.shard != "none"
+            or c.sampler.refit_every not in (0, "auto")
+            or c.sampler.refit_steps
+            or c.sampler.path
+        ):
             fail(
                 "sampler", "choose_every", "0 with training.shard, refits or a tree from a file", c.sampler.choose_every
             )
