@@ -371,7 +371,7 @@ def test_predict_says_what_does_not_fit(run_dir, tmp_path):
         assert text in as_json("predict", run_dir, *words, code=1)["error"]
     assert not out.exists()
     for command in ("evaluate", "diagnose"):
-        assert "CUDA devices here" in as_json(command, run_dir, "--device", "cuda:99", code=1)["error"]
+        assert "CUDA devices of this machine" in as_json(command, run_dir, "--device", "cuda:99", code=1)["error"]
 
 
 def test_an_unwritable_folder_is_said_before_the_work(run_dir, tmp_path, monkeypatch):

@@ -219,7 +219,7 @@ def test_refused():
         Combined(torch.optim.SGD([a], lr=1.0), torch.optim.SGD([b], lr=1.0))
     with pytest.raises(TypeError, match=r"Combined: dense must be an optimizer of torch.optim, got RowSGD"):
         Combined(RowSGD([a]), RowSGD([b]))
-    with pytest.raises(ValueError, match="Combined: dense must not own a parameter that rows owns, got 1"):
+    with pytest.raises(ValueError, match="Combined: dense must not own parameters of rows, got 1"):
         Combined(torch.optim.SGD([a, b], lr=1.0), RowSGD([b]))
 
 

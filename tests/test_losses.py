@@ -56,7 +56,7 @@ def test_options_that_moved_name_their_loss(option, value, text):
 
 def test_unknown_options_and_losses_are_refused():
     with pytest.raises(TypeError, match="unexpected keyword argument 'color'"):
-        sx.SampledClassifier(D, C, sx.samplers.Uniform(C), M, colour=1)
+        sx.SampledClassifier(D, C, sx.samplers.Uniform(C), M, color=1)
     with pytest.raises(
         ValueError, match=r"loss must be one of sampled_softmax, .* or an object of sx.losses, got 'hinge'"
     ):

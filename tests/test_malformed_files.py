@@ -26,9 +26,9 @@ __all__ = ["one_thread"]
 def test_toml_that_is_nested_too_deeply(tmp_path, text):
     path = tmp_path / "run.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"run.toml: is not (valid TOML|a configuration)"):
+    with pytest.raises(ConfigError, match=r"run.toml: (is not valid TOML|must not be nested so deeply)"):
         config.load(path)
-    assert "run.toml: is no" in samplex("train", path, "--out", tmp_path / "run", code=1).stderr
+    assert "run.toml: " in samplex("train", path, "--out", tmp_path / "run", code=1).stderr
 
 
 def test_json_that_is_nested_too_deeply(tmp_path):

@@ -21,10 +21,14 @@ def tree_of(classes=C, dim=D, seed=0):
 
 
 # ------------------------------------------------------------------------------------------------ tree candidates
+@pytest.mark.parametrize("base", [False, True])
 @pytest.mark.parametrize("loss", ["sampled_softmax", "negative_sampling", "full_softmax"])
-def test_a_wide_beam_is_exact(loss):
+def test_a_wide_beam_is_exact(loss, base):
     # As wide as the tree: every class is a candidate, and the answer that of all classes, log p_n included.
-    head = make(sampler=tree_of(), loss=loss, scale=1.3)
+    tree = tree_of()
+    if base:
+        tree.set_base(sx.samplers.Unigram(torch.arange(1.0, C + 1)), 0.7)
+    head = make(sampler=tree, loss=loss, scale=1.3)
     h, _ = batch(rows=20)
     logits, ids = head.topk(h, 7, candidates="tree", beam=128)
     exact = head.topk(h, 7)

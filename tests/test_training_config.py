@@ -49,7 +49,7 @@ def test_overrides_keep_the_original():
 
 
 BAD = [
-    ("[optimizer]\nlr = 1", r'has no table \[optimizer\] \(did you mean "optimizer"\?\)'),
+    ("[optimzer]\nlr = 1", r'has no table \[optimzer\] \(did you mean "optimizer"\?\)'),
     ("[optimizer]\nlearning_rate = 1", r"\[optimizer\] has no key learning_rate; there are name, lr, "),
     ("[optimizer]\nlr = 0", r"\[optimizer\] lr must be a number above 0, got 0"),
     ('[optimizer]\nlr = "1"', r'\[optimizer\] lr must be a number above 0, got "1"'),
@@ -115,7 +115,7 @@ def test_errors_name_file_table_key_wanted_got(tmp_path, text, message):
             r'command line: optimizer.lr=fast: \[optimizer\] lr must be a number above 0, got "fast"',
         ),
         ("optimizer.rate=1", r"\[optimizer\] has no key rate"),
-        ("optimiser.lr=1", r'has no table \[optimizer\] \(did you mean "optimizer"\?\)'),
+        ("optimzer.lr=1", r'has no table \[optimzer\] \(did you mean "optimizer"\?\)'),
         ("model.options.a.b=1", r"\[model\] has no key options.a.b"),
         ("head.options.a=1", r"\[head\] has no key options.a"),
     ],

@@ -299,7 +299,7 @@ class ExactAnswers(nn.Module):
             beam = min(most, max(64, 4 * k)) if beam is None else beam
             check_int(where, "beam", beam, k, 512)
             log_p, ids = tree.topk(seen, min(beam, most), beam=beam)
-            if tree is sampler:
+            if tree is sampler and not tree.has_base:  # log_p is of the tree alone
                 added = log_p
         else:
             raise ValueError(f"{where}: candidates must be None, 'tree' or int64 ids, got {candidates!r}")

@@ -228,7 +228,7 @@ class Tree(Sampler):
         """
         device = self.nodes.device
         if base is None:
-            units, share = torch.empty(0, dtype=torch.int64), 0.0
+            units, share = torch.empty(0, dtype=torch.int64, device=device), 0.0
         else:
             if not isinstance(base, Unigram):
                 raise TypeError(

@@ -21,7 +21,7 @@ from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.rng import Key
 from samplex_cuda.training import checkpoint
 from samplex_cuda.training.config import Config, ConfigError
-from samplex_cuda.training.config.checks import MIXED
+from samplex_cuda.training.config.checks import MIXED, make_loss
 from samplex_cuda.training.encoders import MLP, Encoder, InputMap, Linear, _csr, context_of
 
 __all__ = ["make_sampler", "read_tree", "refit_epochs", "refit_tree"]
@@ -301,7 +301,7 @@ def refit_epochs(config: Config, dataset: Dataset, encoder: Encoder) -> int:
     if every != "auto":
         return int(every)
     fixed = isinstance(encoder, Linear) and not isinstance(encoder, MLP)  # h is the input
-    prior = config.head.loss == "negative_sampling"  # its scores are relative to one law
+    prior = make_loss(config.head, 1).needs.prior  # its scores are relative to one distribution
     if not _inside(config) or config.sampler.path or fixed or prior:
         return 0
     return int(_looks_at(config, dataset, encoder) == "hidden")

@@ -185,7 +185,7 @@ def check_together(source: str, c: Config) -> None:
     if c.training.clip_head and not c.training.clip_norm:
         fail("training", "clip_norm", "above 0 with clip_head", c.training.clip_norm)
     if c.sampler.choose_every:
-        plain = needs.draws and c.head.loss == "sampled_softmax" and not (c.head.absolute or c.head.label_smoothing)
+        plain = needs.draws and loss.joins and not loss.absolute
         plain = plain and c.head.corrected and not (c.head.normalize or c.head.unique or c.head.hard)
         if not plain or c.data.negatives or c.head.table == "host":
             fail("sampler", "choose_every", "0 unless the loss is a plain sampled_softmax", c.sampler.choose_every)
