@@ -93,6 +93,8 @@ def test_ranks_go_on_as_one_process(ranks, tmp_path, name):
     one, several = ([r for r in records(folder) if r.pop("kind") == "eval"] for folder in folders.values())
     assert [record["step"] for record in one] == [4, 8, 12]
     for a, b in zip(one, several, strict=True):
+        a.pop("leak", None)  # ranks do not compute it: it looks at all classes
+        b.pop("leak", None)
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
     # What one process makes of the folder: the metrics that the ranks had.
     encoder, head, config, _ = load_model(folders["parts"], "latest")

@@ -83,7 +83,7 @@ def check_model(
     if leak is not None:
         if numbers is not None:
             numbers["leak"] = leak
-        # Few draws leak from any law: what counts is whether frequencies would do better.
+        # Few draws leak from any distribution: what counts is whether frequencies would do better.
         if leak > LEAK and leak > MORE * _leak_of_frequencies(head, h, y, train):
             found.append(
                 f"{leak:.0%} of the softmax leaks: it is on classes that {head.num_samples:,} draws take too rarely to "
