@@ -3,7 +3,7 @@
 // Everything is in the order of the leaves: the base is an alias table over them with the running sums of their integer
 // weights, so that the draws, gaps and excluded entries of static_sample are leaves as well.
 //
-//   A draw     chooses the base or the tree by a Philox block of its own, draws a leaf of the base by blocks 0 to 8, or
+//   A draw     chooses the base or the tree by a separate Philox block, draws a leaf of the base by blocks 0 to 8, or
 //              walks down by blocks 0, 1, ...: only one of the two looks at them. In both cases it walks: log_q needs
 //              the tree's part and the base's.
 //   w = 1      is the base alone: what a tree that fits worse than class frequencies falls back to.

@@ -68,7 +68,7 @@ class Descent {
   }
 
   void run() {
-    // Without a row that has a distribution there is none: 0 / 0 in every node.
+    // If no row has a distribution, every node is 0 / 0.
     const Place root = {1, 0, p_.num_samples, 0, some_ || p_.tree.depth == 0 ? 1.0 : quiet_nan<double>(), 0.0, root_};
     const int threads = num_threads(), depth = p_.tree.depth;
     int cut = depth;  // the level whose subtrees are tasks

@@ -464,7 +464,7 @@ class _Labels:
         return np.concatenate(parts)
 
     def largest(self, num_classes: int | None) -> int:
-        """Largest target under the rule (-1 if there is none); a label outside [0, num_classes) is an error."""
+        """Largest target under the rule (-1 for an empty set); a label outside [0, num_classes) is an error."""
         most = -1
         for begin in range(0, self.rows, _CHUNK):
             y = self.get(self.stored(np.arange(begin, min(begin + _CHUNK, self.rows))))

@@ -157,7 +157,7 @@ def warn(found: Diagnosis) -> list[str]:
 
 
 def _leaks(law: Law) -> list[str]:
-    """The largest m with which too much of the softmax leaks; a sampler that never draws has a word of its own."""
+    """The largest m with which too much of the softmax leaks; a sampler that never draws is reported separately."""
     bad = [point for point in law.points if point.leak - law.missing > LEAK]
     if not bad:
         return []

@@ -345,7 +345,7 @@ class Draws:
         self.context = None if context is None else context[:count]
         target = rows.target[:count]
         exclude = None if shared else target
-        # Shared draws have, for each single row, the distribution of draws of its own.
+        # For a single row, shared draws are distributed as draws per row are.
         drawn = sampler.sample(seen[:count], each, key=key, exclude=exclude, context=self.context)
         self.ids, self.log_q = drawn.ids, drawn.log_q.double()
         self.hit = self.ids == target[:, None]

@@ -61,7 +61,7 @@ def contrastive(
     .. math::
         -\log \frac{\exp s_{ip}}{\exp s_{ip} + \sum_{j \in N_i} \exp(s_{ij} - \log q_{ij} - \log |N_i|)}
 
-    where there is a `log_q`, and the same without the correction (Wen 2020, Eq. 3.1) if there is none. With the
+    where there is a `log_q`, and the same without the correction (Wen 2020, Eq. 3.1) otherwise. With the
     correction the sum estimates that over all other keys, whatever distribution the negatives have; without it keys
     that are drawn often are pushed away more often than they should be.
 

@@ -102,7 +102,7 @@ def leak(
 
 
 def _targets(head: Any, several: Tensor) -> Tensor:
-    """Targets [B, P] with -1 if there is none."""
+    """Targets [B, P], padded with -1."""
     valid = valid_targets(several, head.ignore_index)
     bad = several[valid & ((several < 0) | (several >= head.num_classes))]
     if bad.numel():

@@ -287,7 +287,7 @@ class Fusion:
         self._finish(arrived, now)
 
     def flush(self) -> None:
-        """The update of fewer than `accumulate` backwards, as at the end of an epoch; nothing if there are none.
+        """The update of fewer than `accumulate` backwards, as at the end of an epoch; without any it does nothing.
 
         Example:
             >>> import torch, samplex_cuda as sx
