@@ -395,10 +395,7 @@ class RawOps:
             def forward(ctx: Any, h: Tensor, y: Tensor, table: Tensor) -> Tensor:
                 key.random_((1 << 63) - 1)
                 with below():
-                    loss, ids, saved, d_h = draw(
-                        h, table, y, key, law.number, sizes.m, sizes.shared, law.table, law.prefix, None, None, 1.0,
-                        0.0, -100, 1, False, True, True, False, (), fused,
-                    )  # fmt: skip
+                    loss, ids, saved, d_h = draw(h, table, y, key, sizes.m, law.number, sizes.shared, None, fused)
                 ctx.kept = h, y, ids, saved
                 ctx.d_h = [d_h]
                 return loss
@@ -413,9 +410,7 @@ class RawOps:
                     n = count.item()
                     return d_h, None, coo(row_ids.as_strided((1, n), (n, 1)), rows.narrow(0, 0, n), weight.shape)
                 with below():
-                    update(
-                        weight, at.state0, None, None, None, None, grad, h, y, ids, saved, 1, False, None, at.rule, ()
-                    )
+                    update(weight, grad, h, y, ids, saved, at.rule, at.state0)
                 return ctx.d_h.pop(), None, None
 
         self._apply = super(torch.autograd.Function, Step).apply

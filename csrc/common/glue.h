@@ -7,8 +7,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <initializer_list>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -23,7 +25,36 @@ namespace samplex::glue {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using Shape = std::vector<int64_t>;
+
+// Sizes of a tensor. Not a vector: an op makes a dozen of them, and each would allocate.
+class Shape {
+ public:
+  static constexpr size_t kMost = 4;
+  Shape(std::initializer_list<int64_t> sizes) : size_(sizes.size()) {
+    if (size_ > kMost) throw std::runtime_error("samplex: a shape of more than four dimensions");
+    std::copy(sizes.begin(), sizes.end(), sizes_.begin());
+  }
+  size_t size() const { return size_; }
+  const int64_t* data() const { return sizes_.data(); }
+  const int64_t* begin() const { return data(); }
+  const int64_t* end() const { return data() + size_; }
+  int64_t operator[](size_t i) const { return sizes_[i]; }
+
+ private:
+  size_t size_;
+  std::array<int64_t, kMost> sizes_{};
+};
+
+// Strides of a contiguous tensor of this shape.
+inline std::array<int64_t, Shape::kMost> contiguous_strides(const Shape& shape) {
+  std::array<int64_t, Shape::kMost> strides{};
+  int64_t step = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = step;
+    step *= shape[i] > 0 ? shape[i] : 1;
+  }
+  return strides;
+}
 
 // Bytes of gradient rows from which on they are written past the cache: fewer stay there for code that reads them next.
 // Measured.
@@ -255,12 +286,7 @@ inline void check_memory(const Tensor& like, const Shape& shape, size_t item) {
 // Not torch::stable::new_empty: looking an operator up by its name costs more than the allocation.
 inline Tensor empty(const Tensor& like, const Shape& shape, ScalarType dtype) {
   check_memory(like, shape, 8);
-  std::array<int64_t, 4> strides{};
-  int64_t step = 1;
-  for (size_t i = shape.size(); i-- > 0;) {
-    strides[i] = step;
-    step *= shape[i] > 0 ? shape[i] : 1;
-  }
+  const auto strides = contiguous_strides(shape);
   const torch::stable::Device device = like.device();
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
@@ -276,9 +302,9 @@ inline Tensor empty_pooled(const Tensor& like, const Shape& shape, ScalarType dt
   size_t bytes = dtype == ScalarType::Double || dtype == ScalarType::Long ? 8 : 4;
   for (int64_t size : shape) bytes *= size_t(size);
   if (!like.is_cpu() || cpu_backend() != Backend::kCpu || bytes < kPoolSmallest) return empty(like, shape, dtype);
-  Shape strides(shape.size(), 1);
-  for (size_t i = shape.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * shape[i];
-  return torch::stable::from_blob(pool_take(bytes), shape, strides, like.device(), dtype, &pool_give);
+  const auto strides = contiguous_strides(shape);
+  return torch::stable::from_blob(pool_take(bytes), {shape.data(), shape.size()}, {strides.data(), shape.size()},
+                                  like.device(), dtype, &pool_give);
 }
 
 // Calls `launcher` of the right backend. A CUDA launch runs on the tensor's device and torch's current stream.

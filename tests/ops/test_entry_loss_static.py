@@ -48,7 +48,7 @@ def in_two_calls(a, ids, log_q):
 
 
 def check_bits(name, a):
-    loss, ids, saved = OPS.entry_loss_static(*a.values())
+    loss, ids, saved = OPS.entry_loss_static(**a)
     draw = sampler_of(name).to(ids.device).sample(a["hidden"], a["num_samples"], shared=True, key=a["key"])
     assert torch.equal(ids, draw.ids)
     wanted = in_two_calls(a, draw.ids, draw.log_q)
@@ -84,7 +84,7 @@ def test_the_mean_over_the_batch(backend, batch, ignored):
         a["class_weight"] = None
         if ignored:
             a["target"].fill_(-100)
-        found[reduction] = OPS.entry_loss_static(*a.values())[0].cpu().double()
+        found[reduction] = OPS.entry_loss_static(**a)[0].cpu().double()
     counted = 0 if ignored else batch - (batch > 1)
     torch.testing.assert_close(found[2], found[0].sum(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1], found[0].sum() / max(counted, 1), rtol=1e-5, atol=1e-5)
@@ -94,9 +94,7 @@ def test_the_mean_over_the_batch(backend, batch, ignored):
 def test_opcheck(backend, loss):
     for reduction in (0, 1):
         a = arguments(loss, "unigram", reduction=reduction, device=backend.device)
-        torch.library.opcheck(
-            OPS.entry_loss_static.default, tuple(a.values()), test_utils=("test_schema", "test_faketensor")
-        )
+        torch.library.opcheck(OPS.entry_loss_static.default, (), a, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -105,7 +103,7 @@ def test_the_op_alone_has_the_gradients_of_the_other(loss):
     for call in ("static", "given"):
         leaves = [a[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
         b = {**a, **dict(zip(("hidden", "weight", "bias"), leaves, strict=True))}
-        value, ids, _ = OPS.entry_loss_static(*b.values())
+        value, ids, _ = OPS.entry_loss_static(**b)
         if call == "given":
             value = in_two_calls(b, ids, sampler_of("log_uniform").log_prob(None, ids))[0]
         grads.append([g.to_dense() for g in torch.autograd.grad(value, leaves)])
@@ -114,7 +112,7 @@ def test_the_op_alone_has_the_gradients_of_the_other(loss):
 
 
 def test_an_empty_batch(backend):
-    value, ids, _ = OPS.entry_loss_static(*arguments("one_vs_each", batch=0, device=backend.device).values())
+    value, ids, _ = OPS.entry_loss_static(**arguments("one_vs_each", batch=0, device=backend.device))
     assert float(value) == 0.0
     assert ids.shape == (9,)
 
@@ -138,7 +136,7 @@ def test_an_empty_batch(backend):
 def test_bad_arguments_are_named(change, kind, text):
     a = {**arguments("one_vs_each"), **change}
     with pytest.raises(RuntimeError) as caught:
-        OPS.entry_loss_static(*a.values())
+        OPS.entry_loss_static(**a)
     error = op_error(caught.value)
     assert type(error) is kind
     assert text in str(error)

@@ -392,17 +392,19 @@ def test_loss_update_is_the_entries_and_their_update(backend, batch, m, shared, 
         bias = [torch.ones(9, device=device), torch.zeros(9, device=device)] if with_bias else [None, None]
         tables = [weight.clone(), torch.ones(9, 6, device=device), None, *bias, None]
         if at_once:
-            OPS.loss_update_(*tables, grad, h, target, ids, saved, reduction, False, None, *rules)
+            table, sums, _, bias_table, bias_sums, _ = tables
+            given = (grad, h, target, ids, saved, rules[0], sums, None, bias_table, rules[1], bias_sums, None)
+            OPS.loss_update_(table, *given, reduction)
         else:
             OPS.row_update_(*tables, *e, None, *rules)
         results.append([t for t in tables if t is not None])
     assert torch.equal(results[0][0], weight) == (batch == 0 or m == 0)  # nothing to learn from
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    call = (weight, torch.ones_like(weight), None, None, None, None, grad, h, target, ids, saved, reduction, False)
+    call = (weight, grad, h, target, ids, saved, rules[0], torch.ones_like(weight))
     which = ("test_schema", "test_faketensor")
-    torch.library.opcheck(OPS.loss_update_.default, (*call, None, *rules), test_utils=which)
+    torch.library.opcheck(OPS.loss_update_.default, call, {"reduction": reduction}, test_utils=which)
     with pytest.raises(RuntimeError, match=r"loss_update_: weight must be \[C, 6\] to fit hidden, got \[9, 5"):
-        OPS.loss_update_(weight[:, :5].contiguous(), *call[1:], None, *rules)
+        OPS.loss_update_(weight[:, :5].contiguous(), *call[1:], reduction=reduction)
 
 
 # ------------------------------------------------------------------------------------------------ keys of a backward

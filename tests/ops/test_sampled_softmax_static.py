@@ -73,7 +73,7 @@ def test_rows_of_shared_draws_of_any_width(backend, dtype, dim, m, shift, bias):
 
 def check_bits(name, shared, a):
     """The op against the draw and the loss in two calls."""
-    loss, ids, saved, _ = OPS.sampled_softmax_static(*a.values())
+    loss, ids, saved, _ = OPS.sampled_softmax_static(**a)
     dtype = a["weight"].dtype
     sampler = samplers()[name].to(ids.device)
     exclude = None if shared else a["target"].clamp_min(-1)
@@ -93,9 +93,7 @@ def check_bits(name, shared, a):
 def test_opcheck(backend, shared):
     for reduction in (0, 1):
         a = arguments("unigram", shared=shared, dtype=torch.float32, reduction=reduction, device=backend.device)
-        torch.library.opcheck(
-            OPS.sampled_softmax_static.default, tuple(a.values()), test_utils=("test_schema", "test_faketensor")
-        )
+        torch.library.opcheck(OPS.sampled_softmax_static.default, (), a, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -103,9 +101,9 @@ def test_opcheck(backend, shared):
 def test_the_forward_gives_the_gradient_of_h_for_an_upstream_of_one(backend, dtype, shared):
     for reduction in (1, 2):
         a = arguments("uniform", shared=shared, dtype=dtype, reduction=reduction, device=backend.device)
-        *made, d_hidden = OPS.sampled_softmax_static(*a.values(), unit_hidden=True)
+        *made, d_hidden = OPS.sampled_softmax_static(**a, unit_hidden=True)
         loss, ids, saved = made
-        assert all(torch.equal(x, y) for x, y in zip(made, OPS.sampled_softmax_static(*a.values()), strict=False))
+        assert all(torch.equal(x, y) for x, y in zip(made, OPS.sampled_softmax_static(**a), strict=False))
         if backend.name != "cpu":
             assert d_hidden.shape == (0,)
             continue
@@ -114,12 +112,12 @@ def test_the_forward_gives_the_gradient_of_h_for_an_upstream_of_one(backend, dty
         assert bool((d_hidden != 0).any())
         torch.library.opcheck(
             OPS.sampled_softmax_static.default,
-            tuple(a.values()),
-            {"unit_hidden": True},
+            (),
+            {**a, "unit_hidden": True},
             test_utils=("test_schema", "test_faketensor"),
         )
     none = arguments("uniform", shared=shared, dtype=dtype, reduction=0, device=backend.device)
-    assert OPS.sampled_softmax_static(*none.values(), unit_hidden=True)[3].shape == (0,)
+    assert OPS.sampled_softmax_static(**none, unit_hidden=True)[3].shape == (0,)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -129,7 +127,7 @@ def test_the_op_alone_has_the_gradients_of_the_other(shared):
     for call in ("static", "given"):
         leaves = [a[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
         b = {**a, **dict(zip(("hidden", "weight", "bias"), leaves, strict=True))}
-        loss, ids, *_ = OPS.sampled_softmax_static(*b.values())
+        loss, ids, *_ = OPS.sampled_softmax_static(**b)
         if call == "given":
             log_q = torch.full(ids.shape, -math.log(CLASSES if shared else CLASSES - 1))
             log_q = log_q if shared else torch.where(a["target"][:, None] < 0, -math.log(CLASSES), log_q)
@@ -144,7 +142,7 @@ def test_the_op_alone_has_the_gradients_of_the_other(shared):
 
 def test_an_empty_batch(backend):
     a = arguments("uniform", shared=False, dtype=torch.float32, batch=0, device=backend.device)
-    loss, ids, *_ = OPS.sampled_softmax_static(*a.values())
+    loss, ids, *_ = OPS.sampled_softmax_static(**a)
     assert float(loss) == 0.0
     assert ids.shape == (0, 9)
 
@@ -170,7 +168,7 @@ def test_an_empty_batch(backend):
 def test_bad_arguments_are_named(change, kind, text):
     a = {**arguments("uniform", shared=False, dtype=torch.float32), **change}
     with pytest.raises(RuntimeError) as caught:
-        OPS.sampled_softmax_static(*a.values())
+        OPS.sampled_softmax_static(**a)
     error = op_error(caught.value)
     assert type(error) is kind
     assert text in str(error)

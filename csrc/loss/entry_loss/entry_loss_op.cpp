@@ -181,11 +181,13 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
 
 // Shared draws and loss in one op: a GPU draws and gathers the class rows in one kernel. Of the losses that need no
 // number per target or example.
-std::tuple<Tensor, Tensor, Tensor> entry_loss_static(
-    const Tensor& hidden, const Tensor& weight, const Tensor& target, const Tensor& key, int64_t law,
-    int64_t num_samples, const std::optional<Tensor>& table, const std::optional<Tensor>& prefix,
-    const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight, int64_t kind_code, double scale,
-    int64_t ignore_index, int64_t reduction_code, bool need_grad) {
+std::tuple<Tensor, Tensor, Tensor> entry_loss_static(const Tensor& hidden, const Tensor& weight, const Tensor& target,
+                                                     const Tensor& key, int64_t num_samples, int64_t law,
+                                                     int64_t kind_code, const std::optional<Tensor>& bias,
+                                                     const std::optional<Tensor>& table,
+                                                     const std::optional<Tensor>& prefix,
+                                                     const std::optional<Tensor>& class_weight, double scale,
+                                                     int64_t ignore_index, int64_t reduction_code, bool need_grad) {
   const EntryLoss kind = kind_of("entry_loss_static", kind_code);
   check_value(kind == EntryLoss::kNegativeSampling || kind == EntryLoss::kOneVsEach,
               "entry_loss_static: kind must be 0 (negative_sampling) or 2 (one_vs_each), got ", kind_code);
@@ -239,9 +241,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "(Tensor loss, Tensor saved)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
-      "entry_loss_static(Tensor hidden, Tensor weight, Tensor target, Tensor key, int law, int num_samples, "
-      "Tensor? table, Tensor? prefix, Tensor? bias, Tensor? class_weight, int kind, float scale, int ignore_index, "
-      "int reduction, bool need_grad) -> (Tensor loss, Tensor ids, Tensor saved)",
+      "entry_loss_static(Tensor hidden, Tensor weight, Tensor target, Tensor key, int num_samples, int law, int kind, "
+      "Tensor? bias=None, Tensor? table=None, Tensor? prefix=None, Tensor? class_weight=None, float scale=1.0, "
+      "int ignore_index=-100, int reduction=1, bool need_grad=True) -> (Tensor loss, Tensor ids, Tensor saved)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "entry_loss_bwd(Tensor grad_loss, Tensor hidden, Tensor target, Tensor ids, Tensor saved, int kind, "

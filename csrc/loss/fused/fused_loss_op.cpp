@@ -41,12 +41,15 @@ Entries loss_entries(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor hi
       e.keys ? *e.keys : empty(hidden, {0}, num_classes.value_or(0) > INT32_MAX ? ScalarType::Long : ScalarType::Int)};
 }
 
-void loss_update_(Tensor weight, std::optional<Tensor> weight_state0, std::optional<Tensor> weight_state1,
-                  std::optional<Tensor> bias, std::optional<Tensor> bias_state0, std::optional<Tensor> bias_state1,
-                  Tensor grad_loss, Tensor hidden, Tensor target, Tensor ids, Tensor saved, int64_t reduction_code,
-                  bool with_ratio, std::optional<Tensor> key, std::vector<double> weight_rule,
-                  std::vector<double> bias_rule, std::optional<Tensor> weight_lr, std::optional<Tensor> weight_step,
-                  std::optional<Tensor> bias_lr, std::optional<Tensor> bias_step, int64_t first_row) {
+// What most steps leave at its default comes last, as in sampled_softmax_static.
+void loss_update_(const Tensor& weight, const Tensor& grad_loss, const Tensor& hidden, const Tensor& target,
+                  const Tensor& ids, const Tensor& saved, const std::vector<double>& weight_rule,
+                  const std::optional<Tensor>& weight_state0, const std::optional<Tensor>& weight_state1,
+                  const std::optional<Tensor>& bias, const std::vector<double>& bias_rule,
+                  const std::optional<Tensor>& bias_state0, const std::optional<Tensor>& bias_state1,
+                  int64_t reduction_code, bool with_ratio, const std::optional<Tensor>& key,
+                  const std::optional<Tensor>& weight_lr, const std::optional<Tensor>& weight_step,
+                  const std::optional<Tensor>& bias_lr, const std::optional<Tensor>& bias_step, int64_t first_row) {
   constexpr const char* op = "loss_update_";
   begin_op();
   const std::optional<Tensor> none;
@@ -83,10 +86,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "(Tensor d_hidden, Tensor coef_target, Tensor coef_draw, Tensor draw_rows, Tensor draw_bias, Tensor keys)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
-      "loss_update_(Tensor(a!) weight, Tensor(b!)? weight_state0, Tensor(c!)? weight_state1, Tensor(d!)? bias, "
-      "Tensor(e!)? bias_state0, Tensor(f!)? bias_state1, Tensor grad_loss, Tensor hidden, Tensor target, Tensor ids, "
-      "Tensor saved, int reduction, bool with_ratio, Tensor? key, float[] weight_rule, float[] bias_rule, "
-      "Tensor? weight_lr=None, Tensor(g!)? weight_step=None, Tensor? bias_lr=None, Tensor(h!)? bias_step=None, "
+      "loss_update_(Tensor(a!) weight, Tensor grad_loss, Tensor hidden, Tensor target, Tensor ids, Tensor saved, "
+      "float[] weight_rule, Tensor(b!)? weight_state0=None, Tensor(c!)? weight_state1=None, Tensor(d!)? bias=None, "
+      "float[] bias_rule=[], Tensor(e!)? bias_state0=None, Tensor(f!)? bias_state1=None, int reduction=1, "
+      "bool with_ratio=False, Tensor? key=None, Tensor? weight_lr=None, Tensor(g!)? weight_step=None, "
+      "Tensor? bias_lr=None, Tensor(h!)? bias_step=None, "
       "int first_row=0) -> ()",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
 }

@@ -205,14 +205,15 @@ Forward sampled_softmax(const Tensor& hidden, const Tensor& weight, const Tensor
 using StaticForward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // Draw and loss in one op: what a training step with a static distribution takes. Per-row draws exclude the target.
-// With `unit_hidden` a CPU also gives d_hidden, the gradient of h where that of the reduced loss is 1; else [0].
+// What most steps leave at its default comes last: Python passes nothing then, and each argument costs a small step
+// time. With `unit_hidden` a CPU also gives d_hidden, the gradient of h where that of the reduced loss is 1; else [0].
 StaticForward sampled_softmax_static(const Tensor& hidden, const Tensor& weight, const Tensor& target,
-                                     const Tensor& key, int64_t law, int64_t num_samples, bool shared,
+                                     const Tensor& key, int64_t num_samples, int64_t law, bool shared,
+                                     const std::optional<Tensor>& bias, bool unit_hidden,
                                      const std::optional<Tensor>& table, const std::optional<Tensor>& prefix,
-                                     const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,
-                                     double scale, double label_smoothing, int64_t ignore_index, int64_t reduction_code,
-                                     bool absolute, bool need_grad, bool need_hidden, bool normalize,
-                                     std::vector<double> margin, bool unit_hidden) {
+                                     const std::optional<Tensor>& class_weight, double scale, double label_smoothing,
+                                     int64_t ignore_index, int64_t reduction_code, bool absolute, bool normalize,
+                                     std::vector<double> margin, bool need_grad, bool need_hidden) {
   check_value(weight.dim() == 2, kOp, ": weight must be [C, d], got ", describe(weight));
   check_value(hidden.dim() == 2, kOp, ": hidden must be [B, d], got ", describe(hidden));
   check_tensor(kOp, "target", target, {hidden.size(0)}, "[B]", ScalarType::Long, weight);
@@ -271,10 +272,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "(Tensor loss, Tensor lse, Tensor saved)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
-      "sampled_softmax_static(Tensor hidden, Tensor weight, Tensor target, Tensor key, int law, int num_samples, "
-      "bool shared, Tensor? table, Tensor? prefix, Tensor? bias, Tensor? class_weight, float scale, "
-      "float label_smoothing, int ignore_index, int reduction, bool absolute, bool need_grad, bool need_hidden, "
-      "bool normalize=False, float[] margin=[], bool unit_hidden=False) -> "
+      "sampled_softmax_static(Tensor hidden, Tensor weight, Tensor target, Tensor key, int num_samples, int law, "
+      "bool shared, Tensor? bias=None, bool unit_hidden=False, Tensor? table=None, Tensor? prefix=None, "
+      "Tensor? class_weight=None, float scale=1.0, float label_smoothing=0.0, int ignore_index=-100, int reduction=1, "
+      "bool absolute=False, bool normalize=False, float[] margin=[], bool need_grad=True, bool need_hidden=True) -> "
       "(Tensor loss, Tensor ids, Tensor saved, Tensor d_hidden)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(

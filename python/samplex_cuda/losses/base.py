@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Forward, Inputs, StaticInputs, acc_dtype
+from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Forward, Inputs, StaticForward, StaticInputs, acc_dtype
 from samplex_cuda.ops.predict import predict_dots
 from samplex_cuda.ops.saved_loss import pack_saved
 from samplex_cuda.prediction import valid_targets
@@ -125,17 +125,24 @@ class Loss:
         """
         return False
 
-    def forward_static(self, x: StaticInputs, form: Form, need_grad: bool, need_hidden: bool) -> tuple[Forward, Tensor]:
+    def static_options(self, form: Form) -> tuple[Any, ...]:
+        """What `forward_static` passes to its op besides tensors, made once per configuration; () for the defaults.
+
+        Args:
+            form: scale, reduction and what else every loss shares.
+        """
+        return ()
+
+    def forward_static(
+        self, x: StaticInputs, options: tuple[Any, ...], need_grad: bool, need_hidden: bool
+    ) -> StaticForward:
         """`forward` with the draw in the same op, where `draws_static`: the same numbers for less overhead.
 
         Args:
             x: tensors in the form the ops take, and the distribution to draw from.
-            form: as in `forward`.
+            options: what `static_options` gave.
             need_grad: as in `forward`.
             need_hidden: as in `forward`.
-
-        Returns:
-            What `forward` gives, and the ids that were drawn: int64 [B, m], or [m] shared.
         """
         raise NotImplementedError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from samplex_cuda._checks import check_int, check_number
 from samplex_cuda.losses.base import ExampleState, Loss, Needs
 from samplex_cuda.ops.entry_loss import KINDS, entry_loss, entry_loss_static, ratio_of
-from samplex_cuda.ops.loss_types import Form, Forward, Inputs, StaticInputs
+from samplex_cuda.ops.loss_types import Form, Forward, Inputs, StaticForward, StaticInputs
 
 __all__ = ["NCE", "AugmentReduce", "NegativeSampling", "OneVsEach"]
 
@@ -35,14 +35,20 @@ class _EntryLoss(Loss):
         """See `Loss.draws_static`. Not where the loss reads a number per target or example."""
         return shared and not (self.needs.target_log_q or self.needs.example_index)
 
-    def forward_static(self, x: StaticInputs, form: Form, need_grad: bool, need_hidden: bool) -> tuple[Forward, Tensor]:
+    def static_options(self, form: Form) -> tuple[Any, ...]:
+        """See `Loss.static_options`."""
+        return form.scale, form.ignore_index, form.reduction
+
+    def forward_static(
+        self, x: StaticInputs, options: tuple[Any, ...], need_grad: bool, need_hidden: bool
+    ) -> StaticForward:
         """See `Loss.forward_static`."""
         law = x.law
         loss, ids, saved = entry_loss_static(
-            x.hidden, x.weight, x.target, x.key, law.number, x.num_samples, law.table, law.prefix, x.bias,
-            x.class_weight, KINDS[self.name], form.scale, form.ignore_index, form.reduction, need_grad,
+            x.hidden, x.weight, x.target, x.key, x.num_samples, law.number, KINDS[self.name], x.bias, law.table,
+            law.prefix, x.class_weight, *options, need_grad,
         )  # fmt: skip
-        return Forward(loss, saved), ids
+        return loss, saved, ids, None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from samplex_cuda._checks import check_number
 from samplex_cuda.losses.base import Loss, Needs
 from samplex_cuda.losses.margin import Margin
-from samplex_cuda.ops.loss_types import Form, Forward, Inputs, StaticInputs
+from samplex_cuda.ops.loss_types import Form, Forward, Inputs, StaticForward, StaticInputs
 from samplex_cuda.ops.sampled_softmax import sampled_softmax, sampled_softmax_static
 
 __all__ = ["SampledSoftmax"]
@@ -91,15 +90,31 @@ class SampledSoftmax(Loss):
         """See `Loss.draws_static`."""
         return self.corrected
 
-    def forward_static(self, x: StaticInputs, form: Form, need_grad: bool, need_hidden: bool) -> tuple[Forward, Tensor]:
-        """See `Loss.forward_static`."""
-        law = x.law
-        loss, ids, saved, unit_hidden = sampled_softmax_static(
-            x.hidden, x.weight, x.target, x.key, law.number, x.num_samples, x.shared, law.table, law.prefix, x.bias,
-            x.class_weight, form.scale, self.label_smoothing, form.ignore_index, form.reduction, self.absolute,
-            need_grad, need_hidden, form.normalize, self._margin, x.unit_hidden and not form.normalize,
+    def static_options(self, form: Form) -> tuple[Any, ...]:
+        """See `Loss.static_options`."""
+        options = (
+            form.scale, self.label_smoothing, form.ignore_index, form.reduction, self.absolute, form.normalize,
+            self._margin,
         )  # fmt: skip
-        return Forward(loss, saved, None, unit_hidden if x.unit_hidden and unit_hidden.dim() == 2 else None), ids
+        return () if options == _DEFAULTS else options
+
+    def forward_static(
+        self, x: StaticInputs, options: tuple[Any, ...], need_grad: bool, need_hidden: bool
+    ) -> StaticForward:
+        """See `Loss.forward_static`."""
+        hidden, weight, bias, target, class_weight, key, num_samples, shared, law, unit_hidden = x
+        number, table, prefix = law
+        if options or table is not None or class_weight is not None or not (need_grad and need_hidden):
+            loss, ids, saved, unit = sampled_softmax_static(
+                hidden, weight, target, key, num_samples, number, shared, bias, unit_hidden, table, prefix,
+                class_weight, *(options or _DEFAULTS), need_grad, need_hidden,
+            )  # fmt: skip
+        else:
+            loss, ids, saved, unit = sampled_softmax_static(
+                hidden, weight, target, key, num_samples, number, shared, bias, unit_hidden
+            )
+        return loss, saved, ids, unit if unit_hidden and unit.dim() == 2 else None
 
 
+_DEFAULTS = (1.0, 0.0, -100, 1, False, False, ())  # of the op's options
 _PLAIN, _BY_COPY = Needs(), Needs(mergeable=False)

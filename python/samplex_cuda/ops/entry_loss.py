@@ -59,18 +59,36 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     return tuple(a.hidden.new_empty(shape, dtype=acc_dtype(a.hidden.dtype)) for shape in shapes)
 
 
+class _StaticArguments(NamedTuple):
+    """The arguments of `entry_loss_static`, in the order of its schema."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    key: Tensor
+    num_samples: int
+    law: int
+    kind: int
+    bias: Tensor | None = None
+    table: Tensor | None = None
+    prefix: Tensor | None = None
+    class_weight: Tensor | None = None
+    scale: float = 1.0
+    ignore_index: int = -100
+    reduction: int = 1
+    need_grad: bool = True
+
+
 @register_fake("samplex::entry_loss_static")
-def _(
-    hidden: Tensor, weight: Tensor, target: Tensor, key: Tensor, law: int, num_samples: int, table: Tensor | None,
-    prefix: Tensor | None, bias: Tensor | None, class_weight: Tensor | None, kind: int, scale: float,
-    ignore_index: int, reduction: int, need_grad: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    batch, _ = fake_sizes("entry_loss_static", hidden)
-    saved, acc = saved_numbers(hidden, target, num_samples, True, reduction, need_grad), acc_dtype(hidden.dtype)
+def _(*inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+    a = _StaticArguments(*inputs, **named)
+    batch, _ = fake_sizes("entry_loss_static", a.hidden)
+    saved = saved_numbers(a.hidden, a.target, a.num_samples, True, a.reduction, a.need_grad)
+    acc = acc_dtype(a.hidden.dtype)
     return (
-        hidden.new_empty(() if reduction else (batch,), dtype=acc),
-        hidden.new_empty((num_samples,), dtype=torch.int64),
-        hidden.new_empty((saved,), dtype=acc),
+        a.hidden.new_empty(() if a.reduction else (batch,), dtype=acc),
+        a.hidden.new_empty((a.num_samples,), dtype=torch.int64),
+        a.hidden.new_empty((saved,), dtype=acc),
     )
 
 
@@ -99,9 +117,10 @@ def _read(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
 
 
 def _read_static(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
-    hidden, weight, target, bias, kind, reduction, need_grad = (inputs[at] for at in (0, 1, 2, 8, 10, 13, 14))
-    plan = Plan(_NAMES[kind], weight.shape[0], weight.dtype, None if bias is None else bias.dtype, reduction)
-    return OpCall(plan, (0, 1, 8), len(inputs), need_grad, True, hidden, target, output[1], output[2])
+    a = _StaticArguments(*inputs)
+    bias_dtype = None if a.bias is None else a.bias.dtype
+    plan = Plan(_NAMES[a.kind], a.weight.shape[0], a.weight.dtype, bias_dtype, a.reduction)
+    return OpCall(plan, (0, 1, 7), len(inputs), a.need_grad, True, a.hidden, a.target, output[1], output[2])
 
 
 differentiate("samplex::entry_loss", _read)

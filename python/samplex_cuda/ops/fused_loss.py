@@ -65,6 +65,7 @@ class Step(NamedTuple):
     sink: Sink | None  # by default rows for autograd
     plan: Plan | None = None  # where it is known before the forward
     unit_hidden: bool = False  # `StaticInputs.unit_hidden`
+    options: tuple[Any, ...] = ()  # `Loss.static_options`
 
 
 def static_step(loss: Loss, weight: Tensor, bias: Tensor | None, form: Form, sink: Sink) -> Step:
@@ -77,7 +78,8 @@ def static_step(loss: Loss, weight: Tensor, bias: Tensor | None, form: Form, sin
         form: what every loss shares.
         sink: where the weight gradient goes.
     """
-    return Step(loss, form, sink, _plan(loss, weight, bias, form, False), sink.at_once)
+    plan = _plan(loss, weight, bias, form, False)
+    return Step(loss, form, sink, plan, sink.at_once and not form.normalize, loss.static_options(form))
 
 
 def fits(step: Step, weight: Tensor, bias: Tensor | None) -> bool:
@@ -108,14 +110,16 @@ class _FusedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, step: Step, x: Inputs | StaticInputs
     ) -> Any:
-        loss, form, sink, plan, _ = step
+        loss, form, sink, plan, _, options = step
         need_hidden = ctx.needs_input_grad[0]
         if plan is not None:  # the op draws, too
             with _below_autograd():
-                (out, saved, _, unit_hidden), ids = loss.forward_static(x, form, True, need_hidden)  # type: ignore[arg-type]
-            unit = None if unit_hidden is None else [unit_hidden]
-            ctx.kept = plan, sink, saved, weight._version, unit
-            ctx.save_for_backward(hidden, x.target, ids, weight if form.normalize else None)
+                out, saved, ids, unit = loss.forward_static(x, options, True, need_hidden)  # type: ignore[arg-type]
+            ctx.kept = plan, sink, saved, weight._version, None if unit is None else [unit]
+            if form.normalize:
+                ctx.save_for_backward(hidden, x.target, ids, weight)
+            else:
+                ctx.save_for_backward(hidden, x.target, ids)
             return out
         if loss.below_autograd:
             with _below_autograd():
@@ -138,9 +142,10 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_extra: Tensor | None = None) -> Any:
         plan, sink, saved, version, unit_hidden = ctx.kept
-        hidden, target, ids, weight = ctx.saved_tensors
+        hidden, target, ids, *weight = ctx.saved_tensors
         grad_lse = grad_extra if plan.with_lse else None
-        grad = _grad(plan, hidden, target, ids, saved, grad_loss, grad_lse, version, weight, unit_hidden)
+        of_weight = weight[0] if weight else None
+        grad = _grad(plan, hidden, target, ids, saved, grad_loss, grad_lse, version, of_weight, unit_hidden)
         if grad is None:
             return None, None, None, None, None
         d_hidden, d_weight, d_bias = sink.deliver(grad, ctx.needs_input_grad[:3])
@@ -237,7 +242,7 @@ def static_loss(step: Step, x: StaticInputs) -> Tensor:
     if _needs_grad(x):
         return _apply(x.hidden, x.weight, x.bias, step, x)
     with _below_autograd():
-        return step.loss.forward_static(x, step.form, False, False)[0].loss
+        return step.loss.forward_static(x, step.options, False, False)[0]
 
 
 def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tuple[Tensor, Tensor | None]:

@@ -16,6 +16,7 @@ __all__ = [
     "LossGrad",
     "Plan",
     "Sink",
+    "StaticForward",
     "StaticInputs",
     "StaticLaw",
     "acc_dtype",
@@ -55,7 +56,7 @@ class StaticInputs(NamedTuple):
     num_samples: int
     shared: bool  # one draw for the batch; otherwise per row, excluding the target
     law: StaticLaw
-    unit_hidden: bool = False  # whether the sink wants `Forward.unit_hidden`
+    unit_hidden: bool = False  # whether the sink wants the gradient of hidden for an upstream gradient of 1
 
 
 class StaticLaw(NamedTuple):
@@ -83,7 +84,11 @@ class Forward(NamedTuple):
     loss: Tensor  # [] or [B]
     saved: Tensor  # unit gradients and what the reduction needs, laid out as in loss/fused
     extra: Tensor | None = None  # [B]: lse where asked for, or the ratio of augment_reduce
-    unit_hidden: Tensor | None = None  # [B, d]: the gradient of hidden where that of the reduced loss is 1; on a CPU
+
+
+StaticForward = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
+"""What the forward of a loss that draws returns: `Forward.loss`, `Forward.saved`, the ids (int64 [B, m], or [m] shared), and
+on a CPU the gradient of hidden where that of the reduced loss is 1, [B, d], if it was asked for."""
 
 
 class Plan(NamedTuple):
@@ -111,7 +116,7 @@ class LossGrad(NamedTuple):
     grad_lse: Tensor | None  # contiguous, [B]
     version: int = 0  # of the weight in the forward
     weight: Tensor | None = None  # with plan.normalize
-    unit_hidden: list[Tensor] | None = None  # `Forward.unit_hidden`, for the first who takes it out of the list
+    unit_hidden: list[Tensor] | None = None  # of `StaticForward`, for the first who takes it out of the list
 
 
 class Entries(NamedTuple):

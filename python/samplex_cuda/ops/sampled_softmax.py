@@ -61,22 +61,44 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     return tuple(a.hidden.new_empty(shape, dtype=acc_dtype(a.hidden.dtype)) for shape in shapes)
 
 
+class _StaticArguments(NamedTuple):
+    """The arguments of `sampled_softmax_static`, in the order of its schema."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    key: Tensor
+    num_samples: int
+    law: int
+    shared: bool
+    bias: Tensor | None = None
+    unit_hidden: bool = False
+    table: Tensor | None = None
+    prefix: Tensor | None = None
+    class_weight: Tensor | None = None
+    scale: float = 1.0
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+    reduction: int = 1
+    absolute: bool = False
+    normalize: bool = False
+    margin: tuple[float, ...] = ()
+    need_grad: bool = True
+    need_hidden: bool = True
+
+
 @register_fake("samplex::sampled_softmax_static")
-def _(
-    hidden: Tensor, weight: Tensor, target: Tensor, key: Tensor, law: int, num_samples: int, shared: bool,
-    table: Tensor | None, prefix: Tensor | None, bias: Tensor | None, class_weight: Tensor | None, scale: float,
-    label_smoothing: float, ignore_index: int, reduction: int, absolute: bool, need_grad: bool, need_hidden: bool,
-    normalize: bool = False, margin: tuple[float, ...] = (), unit_hidden: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    batch, _ = fake_sizes("sampled_softmax", hidden)
-    saved = saved_numbers(hidden, target, num_samples, shared, reduction, need_grad)
-    acc = acc_dtype(hidden.dtype)
-    with_unit = unit_hidden and need_grad and need_hidden and reduction and hidden.device.type == "cpu"
+def _(*inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+    a = _StaticArguments(*inputs, **named)
+    batch, _ = fake_sizes("sampled_softmax", a.hidden)
+    saved = saved_numbers(a.hidden, a.target, a.num_samples, a.shared, a.reduction, a.need_grad)
+    acc = acc_dtype(a.hidden.dtype)
+    with_unit = a.unit_hidden and a.need_grad and a.need_hidden and a.reduction and a.hidden.device.type == "cpu"
     return (
-        hidden.new_empty(() if reduction else (batch,), dtype=acc),
-        hidden.new_empty((num_samples,) if shared else (batch, num_samples), dtype=torch.int64),
-        hidden.new_empty((saved,), dtype=acc),
-        hidden.new_empty(hidden.shape if with_unit else (0,)),
+        a.hidden.new_empty(() if a.reduction else (batch,), dtype=acc),
+        a.hidden.new_empty((a.num_samples,) if a.shared else (batch, a.num_samples), dtype=torch.int64),
+        a.hidden.new_empty((saved,), dtype=acc),
+        a.hidden.new_empty(a.hidden.shape if with_unit else (0,)),
     )
 
 
@@ -105,10 +127,10 @@ def _read(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
 
 
 def _read_static(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
-    hidden, weight, target, bias, reduction, need_grad = (inputs[at] for at in (0, 1, 2, 9, 14, 16))
-    bias_dtype, normalize = None if bias is None else bias.dtype, len(inputs) > 18 and inputs[18]
-    plan = Plan(_NAME, weight.shape[0], weight.dtype, bias_dtype, reduction, normalize=normalize)
-    return OpCall(plan, (0, 1, 9), len(inputs), need_grad, True, hidden, target, output[1], output[2])
+    a = _StaticArguments(*inputs)
+    bias_dtype = None if a.bias is None else a.bias.dtype
+    plan = Plan(_NAME, a.weight.shape[0], a.weight.dtype, bias_dtype, a.reduction, normalize=a.normalize)
+    return OpCall(plan, (0, 1, 7), len(inputs), a.need_grad, True, a.hidden, a.target, output[1], output[2])
 
 
 differentiate("samplex::sampled_softmax", _read)

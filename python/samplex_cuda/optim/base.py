@@ -363,9 +363,11 @@ class RowOptimizer(Optimizer):
             grad = grad.coalesce()
             row_ids, grad = grad._indices().contiguous().view(-1), grad._values()
         s = self._begin(p, group)
-        row_apply_(
-            p, s.state0, s.state1, row_ids, grad.contiguous(), None, s.key, s.rule, s.lr, s.step, None, s.first_row
-        )
+        given = (p, s.state0, s.state1, row_ids, grad.contiguous(), None, s.key, s.rule)
+        if s.key is None and s.step is None:  # the rest is at its default
+            row_apply_(*given)
+        else:
+            row_apply_(*given, s.lr, s.step, None, s.first_row)
         torch._C._increment_version([p])
 
     def _check_rate(self, group: dict[str, Any]) -> None:
@@ -405,8 +407,11 @@ class RowOptimizer(Optimizer):
         tables = self._tables(p, group, state)
         first = tables[0] if tables else None
         second = tables[1] if len(tables) > 1 else None
-        noise = self._noise(p, group) if group["stochastic_rounding"] else None
-        return RowStep(rule, first, second, noise, lr, count, 0 if noise is None else first_row_of(p))
+        # As a plain tuple: torch looks at every number of another one.
+        if not group["stochastic_rounding"]:
+            return RowStep(tuple(rule), first, second, None, lr, count)
+        noise = self._noise(p, group)
+        return RowStep(tuple(rule), first, second, noise, lr, count, 0 if noise is None else first_row_of(p))
 
     def _check_capture(self, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Raises for host numbers that a CUDA graph would repeat in every replay."""

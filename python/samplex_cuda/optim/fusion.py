@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samplex_cuda._checks import check_int
-from samplex_cuda.ops.loss_types import Entries, LossGrad
+from samplex_cuda.ops.loss_types import REDUCTIONS, Entries, LossGrad
 from samplex_cuda.ops.row_gradients import entries, loss_update_
 from samplex_cuda.ops.row_rules import row_update_
 from samplex_cuda.optim.base import RowOptimizer, RowStep
@@ -31,6 +31,7 @@ from samplex_cuda.optim.writes import writing, written
 __all__ = ["Fusion", "fusion_of"]
 
 _NAME = "fuse_optimizer"
+_MEAN = REDUCTIONS["mean"]
 _NO_BIAS = RowStep((), None, None, None)
 _NOTHING: tuple[int, list[Any]] = (0, [])
 
@@ -325,12 +326,15 @@ class Fusion:
         # Below autograd: backward has gradients off, except for create_graph, which the loss refuses.
         with _below_autograd():
             if isinstance(e, LossGrad):
-                loss_update_(
-                    weight, w.state0, w.state1, bias, b.state0, b.state1,
-                    e.grad_loss, e.hidden, e.target, e.ids, e.saved, e.plan.reduction, e.plan.with_ratio,
-                    b.key if w.key is None else w.key, w.rule, b.rule, w.lr, w.step, b.lr, b.step,
-                    w.first_row or b.first_row,
-                )  # fmt: skip
+                plan = e.plan
+                given = (weight, e.grad_loss, e.hidden, e.target, e.ids, e.saved, w.rule, w.state0, w.state1)
+                if plan.reduction == _MEAN and not plan.with_ratio and w.key is b.key is w.step is None:
+                    loss_update_(*given, bias, b.rule, b.state0, b.state1)
+                else:
+                    loss_update_(
+                        *given, bias, b.rule, b.state0, b.state1, plan.reduction, plan.with_ratio,
+                        b.key if w.key is None else w.key, w.lr, w.step, b.lr, b.step, w.first_row or b.first_row,
+                    )  # fmt: skip
             else:
                 row_update_(
                     weight, w.state0, w.state1, bias, b.state0, b.state1, *e[:-1],

@@ -15,6 +15,15 @@ from samplex_cuda.rng import Key
 __all__ = ["RowAdagrad", "RowAdam", "RowSGD"]
 
 
+# As numbers: rules are kept for equal ones, and a tensor's may change.
+def _sgd(lr: float, group: dict[str, Any]) -> Rule:
+    return rules.sgd(lr, float(group["momentum"]), float(group["weight_decay"]), bool(group["nesterov"]))
+
+
+def _adagrad(lr: float, group: dict[str, Any]) -> Rule:
+    return rules.adagrad(lr, float(group["eps"]), float(group["weight_decay"]), bool(group["rowwise"]))
+
+
 class RowSGD(RowOptimizer):
     """`torch.optim.SGD` on the touched rows, with momentum and weight decay for sparse gradients too.
 
@@ -76,10 +85,10 @@ class RowSGD(RowOptimizer):
         return [state["momentum_buffer"]] if group["momentum"] else []
 
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
-        return rules.sgd(float(group["lr"]), group["momentum"], group["weight_decay"], group["nesterov"])
+        return _sgd(float(group["lr"]), group)
 
     def _constants(self, group: dict[str, Any], lr: float) -> tuple[float, ...]:
-        return rules.constants(rules.sgd(lr, group["momentum"], group["weight_decay"], group["nesterov"]))
+        return rules.constants(_sgd(lr, group))
 
 
 class RowAdagrad(RowOptimizer):
@@ -139,6 +148,9 @@ class RowAdagrad(RowOptimizer):
         for name in ("lr_decay", "weight_decay", "initial_accumulator_value", "eps"):
             self._check_number(group, name)
 
+    def _tables(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> list[Tensor]:
+        return [state["sum"]]
+
     def _state_shapes(self, p: Tensor, group: dict[str, Any]) -> dict[str, tuple[torch.Size, float]]:
         shape = p.shape[:1] if group["rowwise"] else p.shape
         return {"sum": (shape, float(group["initial_accumulator_value"]))}
@@ -147,11 +159,10 @@ class RowAdagrad(RowOptimizer):
         rate, decay = float(group["lr"]), group["lr_decay"]
         if decay:
             rate /= 1.0 + (step - 1) * float(decay)
-        return rules.adagrad(rate, group["eps"], group["weight_decay"], group["rowwise"])
+        return _adagrad(rate, group)
 
     def _constants(self, group: dict[str, Any], lr: float) -> tuple[float, ...]:
-        rule = rules.adagrad(lr, group["eps"], group["weight_decay"], group["rowwise"])
-        return rules.constants(rule, lr_decay=group["lr_decay"])
+        return rules.constants(_adagrad(lr, group), lr_decay=group["lr_decay"])
 
 
 class RowAdam(RowOptimizer):

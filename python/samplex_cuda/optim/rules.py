@@ -6,6 +6,7 @@ Where rate and step count live on the device, the kernel computes the numbers fr
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -29,12 +30,14 @@ class Rule(NamedTuple):
     second: float = 0.0  # factor of the root: Adam's second bias correction
 
 
+@functools.lru_cache(maxsize=16)
 def sgd(lr: float, momentum: float, weight_decay: float, nesterov: bool) -> Rule:
     """SGD, with a momentum buffer if `momentum` is not 0."""
     kind = _MOMENTUM if momentum else _SGD
     return Rule(float(kind), float(nesterov), float(lr), float(weight_decay), beta1=float(momentum))
 
 
+@functools.lru_cache(maxsize=16)  # the same in every step, unless a scheduler moves the rate
 def adagrad(lr: float, eps: float, weight_decay: float, rowwise: bool) -> Rule:
     """Adagrad, with one sum per number or per row."""
     kind = float(_ROW_ADAGRAD if rowwise else _ADAGRAD)

@@ -205,13 +205,13 @@ def _given_draws(a: Args, ids: Tensor, shared: bool) -> Inputs:
 @generator("sampled_softmax_static", 1.5)
 def _sampled_softmax_static(d: Dice) -> Call:
     made = _drawn_here(d, make_inputs(d))
-    args = {name: made[name] for name in ("hidden", "weight", "target", "key", "law", "num_samples")}
-    args["shared"] = d.maybe(0.5)
-    args |= {name: made[name] for name in ("table", "prefix", "bias", "class_weight")}
+    args = {name: made[name] for name in ("hidden", "weight", "target", "key", "num_samples", "law")}
+    args |= {"shared": d.maybe(0.5), "bias": made["bias"], "unit_hidden": d.maybe(0.5)}
+    args |= {name: made[name] for name in ("table", "prefix", "class_weight")}
     args |= {
         "scale": d.pick((1.0, 2.0)), "label_smoothing": d.pick((0.0, 0.1)), "ignore_index": made["ignore_index"],
-        "reduction": made["reduction"], "absolute": d.maybe(0.2), "need_grad": made["need_grad"],
-        "need_hidden": d.maybe(0.8), "normalize": False, "margin": [], "unit_hidden": d.maybe(0.5),
+        "reduction": made["reduction"], "absolute": d.maybe(0.2), "normalize": False, "margin": [],
+        "need_grad": made["need_grad"], "need_hidden": d.maybe(0.8),
     }  # fmt: skip
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
@@ -224,6 +224,11 @@ def _sampled_softmax_static(d: Dice) -> Call:
         if changed & {"table", "prefix", "law"} or not all_ordinary(float(a.scale), a.label_smoothing):
             return
         x = _given_draws(a, ids, a.shared)
+        if a.normalize:  # the class rows count as they are on the sphere
+            unit = torch.nn.functional.normalize(x.weight.double(), dim=1)
+            if not all_ordinary(x.weight) or bool((unit.square().sum(1) < 0.5).any()):
+                return
+            x = dataclasses.replace(x, weight=unit)
         good = usual_rows(x)
         options = {"scale": a.scale, "absolute": a.absolute, "label_smoothing": a.label_smoothing}
         truth, same = (softmax_rows(x, dtype, **options) for dtype in (torch.float64, wide))
@@ -281,8 +286,10 @@ def _check_entry_loss(a: Args, x: Inputs, loss: Tensor) -> None:
 @generator("entry_loss_static", 1.5)
 def _entry_loss_static(d: Dice) -> Call:
     made = _drawn_here(d, make_inputs(d))
-    args = {name: made.pop(name) for name in tuple(made)[:-3]}
-    args |= {"kind": d.pick((0, 2)), "scale": d.pick((1.0, 0.5)), **made}
+    args = {name: made[name] for name in ("hidden", "weight", "target", "key", "num_samples", "law")}
+    args |= {"kind": d.pick((0, 2)), "bias": made["bias"]}
+    args |= {name: made[name] for name in ("table", "prefix", "class_weight")}
+    args |= {"scale": d.pick((1.0, 0.5)), **{name: made[name] for name in ("ignore_index", "reduction", "need_grad")}}
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
         if is_meta(*a.values(), *out):
@@ -454,10 +461,10 @@ def _loss_update(d: Dice) -> Call:
     out = torch.ops.samplex.sampled_softmax(*f.values())
     rule = (0.0, 0.0, 0.1, *(0.0,) * 6)  # plain SGD
     args = {
-        "weight": f.weight, "weight_state0": None, "weight_state1": None, "bias": f.bias, "bias_state0": None,
-        "bias_state1": None, "grad_loss": d.normal(*out[0].shape, dtype=out[0].dtype), "hidden": f.hidden,
-        "target": f.target, "ids": f.ids, "saved": out[2], "reduction": f.reduction, "with_ratio": False, "key": None,
-        "weight_rule": rule, "bias_rule": rule,
+        "weight": f.weight, "grad_loss": d.normal(*out[0].shape, dtype=out[0].dtype), "hidden": f.hidden,
+        "target": f.target, "ids": f.ids, "saved": out[2], "weight_rule": rule, "weight_state0": None,
+        "weight_state1": None, "bias": f.bias, "bias_rule": rule, "bias_state0": None, "bias_state1": None,
+        "reduction": f.reduction, "with_ratio": False, "key": None,
     }  # fmt: skip
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
