@@ -69,6 +69,19 @@ int64_t prefetch_lines() {
 #endif
 }
 
+bool streams_repeats() {
+#ifdef SAMPLEX_X86_SIMD
+  static const bool found = [] {
+    __builtin_cpu_init();
+    // AMD's first with these instructions is Zen 5, which compilers of today do not know by name.
+    return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vp2intersect");
+  }();
+  return found;
+#else
+  return false;
+#endif
+}
+
 const char* simd_level_name(SimdLevel level) {
   switch (level) {
     case SimdLevel::kAvx512:

@@ -55,10 +55,13 @@ inline Vec updated_vec(const RuleNumbers<float>& r, Vec w, Vec gradient, Vec& s0
 }
 #endif
 
-// Bytes of a weight from which its rows are written past the cache, below. Not where many entries share a row: draws of
-// such a distribution come back to the same rows in the steps that follow, and find them in the cache (log-uniform
-// draws of 10^6 classes: 0.90 ms instead of 1.05 on one thread).
+// Bytes of a weight from which its rows are written past the cache, below.
 constexpr int64_t kStreamTable = int64_t(32) << 20;
+// Most entries of a row that is written past the cache: one with more is a frequent class, and better left in it. Where
+// many entries share a row, draws come back to the same rows in the steps that follow and find them in the cache: on most
+// processors all rows are then left there (log-uniform draws of 10^6 classes, Zen 4, one thread: 0.90 ms instead of
+// 1.05), not on those of `streams_repeats` (Zen 5: 0.79 ms instead of 1.01 on two threads, 1.18 instead of 1.23 on one).
+constexpr int64_t kStreamEntries = 8;
 
 // How an updated row is stored: as ever, past the cache (w is 64-byte aligned and a row is whole cache lines), or
 // rounded up and down by the random bits in noise [d].
@@ -333,7 +336,7 @@ template <typename A>
 struct ReadyRow {
   int64_t id;
   ScaledRow<A> g;
-  bool single;  // one entry
+  bool rare;  // few entries
 };
 constexpr int64_t kReady = 128;
 static_assert(kReady >= kMostAhead);
@@ -363,8 +366,7 @@ SX_NOINLINE void update_ready(const RowRulesParams& p, const RuleNumbers<A>& r, 
       if (!rates_first) of_row.lr = r.lr;
       of_row.lr = rates_first ? rates[i] : next_row_rate<T>(p, of_row, rows[i].id, rows[i].g);
     }
-    // A row that several entries share is a frequent class, and better left in the cache.
-    if (kStream && rows[i].single)
+    if (kStream && rows[i].rare)
       update_row<Kind, T, kStream>(p, of_row, rows[i].id, rows[i].g, scratch);
     else
       update_row<Kind, T, false>(p, of_row, rows[i].id, rows[i].g, scratch);
@@ -383,7 +385,8 @@ inline void update_range(const RowRulesParams& p, const cpu::RowReduceRange& ran
   const DType own = sizeof(A) == 4 ? DType::kFloat32 : DType::kFloat64;
   constexpr bool kCanStream = sizeof(T) <= 4;
   const int64_t row_bytes = p.dim * int64_t(sizeof(T));
-  const bool stream = kCanStream && !range.repeats && row_bytes % 64 == 0 &&
+  const int64_t few = streams_repeats() ? kStreamEntries : 1;
+  const bool stream = kCanStream && (!range.repeats || few > 1) && row_bytes % 64 == 0 &&
                       reinterpret_cast<uintptr_t>(p.weight.values) % 64 == 0 && p.num_rows * row_bytes >= kStreamTable;
   const bool with_bias = p.bias.values != nullptr;
   ReadyRow<A> rows[kReady];
@@ -406,13 +409,14 @@ inline void update_range(const RowRulesParams& p, const cpu::RowReduceRange& ran
       A coef_sum = 0;
       if (single && x.source.dtype == own) {
         const A coef = EntryReader::coef<A>(x);
-        rows[n++] = {id, {static_cast<const A*>(x.source.rows) + x.row * p.dim, coef}, single};
+        rows[n++] = {id, {static_cast<const A*>(x.source.rows) + x.row * p.dim, coef}, true};
         coef_sum = EntryReader::bias<A>(x, coef);
         ++i;
       } else {
         A* const sum = buffer + ++sums * p.dim;
+        const int64_t begin = i;
         i = sum_entries<A>(entries, i, p.dim, sum, coef_sum);
-        rows[n++] = {id, {sum, A(1)}, single};
+        rows[n++] = {id, {sum, A(1)}, i - begin <= few};
       }
       if (with_bias) {
         prefetch_bias<A>(p.bias, entries.id(i + how.rows < range.readable ? i + how.rows : range.readable - 1));
