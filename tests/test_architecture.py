@@ -20,7 +20,7 @@ GLUE = {"common/calls.h", "common/glue.h", "common/ids.h"}
 # What the ops of a stage share: specified, tested and timed through each of them.
 SHARED_STEMS = {"fused_loss"}
 PARAMS_INCLUDES = {"cstddef", "cstdint"} | {
-    f"common/{name}.h" for name in ("dtype", "gather_rows", "launchers", "philox", "row_keys")
+    f"common/{name}.h" for name in ("dtype", "gather_rows", "launchers", "panel_layout", "philox", "row_keys")
 }
 
 # What keeps one source from serving nvcc, the SIMT harness and every backend with the same bits.

@@ -182,6 +182,8 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
   m.def(
       "simd_level", [] { return samplex::simd_level_name(samplex::simd_level()); },
       "SIMD level in use: 'scalar', 'avx2' or 'avx512'.");
+  m.def("panels_beat_blas", &samplex::panels_beat_blas,
+        "Whether `predict_product` is faster than torch's products on this processor.");
   m.def(
       "set_simd_level", [](const char* name) { samplex::set_simd_level(samplex::parse_simd_level(name)); },
       py::arg("name"), "Use another SIMD level for the CPU kernels from now on.");

@@ -88,20 +88,21 @@ inline void panel_rest(int64_t rows, const PanelFactor& a, const float* panel, i
   }
 }
 
-// c [rows, columns], rows `stride` apart, = a [rows, depth] times the panels of b.
+// c [rows, columns], rows `stride` apart, = (or, with `add`, +=) a [rows, depth] times the panels of b.
 inline void panel_product(const PanelFactor& a, int64_t rows, const float* b, int64_t depth, int64_t columns, float* c,
-                          int64_t stride) {
+                          int64_t stride, bool add = false) {
   for (int64_t first = 0; first < depth; first += kBlockDepth) {
     const int64_t n = depth - first < kBlockDepth ? depth - first : kBlockDepth;
+    const bool more = add || first > 0;
     for (int64_t column = 0; column < columns; column += kTileColumns) {
       const float* const panel = b + (column / kPanel * depth + first) * kPanel + column % kPanel;
       for (int64_t i = 0; i < rows; i += kTileRows) {
         const PanelFactor part{a.numbers + i * a.row + first * a.step, a.row, a.step};
         float* const to = c + i * stride + column;
         if (rows - i >= kTileRows)
-          panel_rows<kTileRows>(part, panel, n, to, stride, columns - column, first > 0);
+          panel_rows<kTileRows>(part, panel, n, to, stride, columns - column, more);
         else
-          panel_rest(rows - i, part, panel, n, to, stride, columns - column, first > 0);
+          panel_rest(rows - i, part, panel, n, to, stride, columns - column, more);
       }
     }
   }
@@ -139,13 +140,13 @@ inline void pack_eight(const T* const* rows, int64_t c, float* to) {
 #else
 
 inline void panel_product(const PanelFactor& a, int64_t rows, const float* b, int64_t depth, int64_t columns, float* c,
-                          int64_t stride) {
+                          int64_t stride, bool add = false) {
   for (int64_t column = 0; column < columns; column += kPanel) {
     const float* const panel = b + column * depth;
     const int64_t width = columns - column < kPanel ? columns - column : kPanel;
     for (int64_t i = 0; i < rows; ++i) {
       float* const to = c + i * stride + column;
-      for (int64_t j = 0; j < width; ++j) to[j] = 0;
+      for (int64_t j = 0; j < width && !add; ++j) to[j] = 0;
       for (int64_t first = 0; first < depth; first += kBlockDepth) {
         const int64_t end = depth - first < kBlockDepth ? depth : first + kBlockDepth;
         float sums[kPanel] = {};
@@ -188,6 +189,39 @@ inline void pack_row(const T* row, int64_t d, float* to, int64_t distance, float
       for (int64_t c = 0; c < kPanel; ++c) to[c] = factor * to_acc(row[first + c]);
     } else {
       for (int64_t c = 0; c < kPanel; ++c) to[c] = c < n ? factor * to_acc(row[first + c]) : 0.0f;
+    }
+  }
+}
+
+// Tiles [begin, end) of kProductRows rows and one panel each.
+inline void panel_product_tiles_of(const PanelProductParams& p, int64_t begin, int64_t end) {
+  const int64_t panels = panels_of(p.columns);
+  for (int64_t tile = begin; tile < end; ++tile) {
+    const int64_t row = tile / panels * kProductRows, panel = tile % panels, column = panel * kPanel;
+    const int64_t rows = p.rows - row < kProductRows ? p.rows - row : kProductRows;
+    const int64_t columns = p.columns - column < kPanel ? p.columns - column : kPanel;
+    panel_product({p.a + row * p.a_row, p.a_row, p.a_step}, rows, p.b + panel * p.depth * kPanel, p.depth, columns,
+                  p.c + row * p.stride + column, p.stride, p.add);
+  }
+}
+
+// Units [begin, end) of one panel and kBlockDepth of its rows each.
+inline void pack_panels_of(const PackPanelsParams& p, int64_t begin, int64_t end) {
+  const int64_t blocks = (p.depth + kBlockDepth - 1) / kBlockDepth;
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t panel = unit / blocks, first = unit % blocks * kBlockDepth, column = panel * kPanel;
+    const int64_t depth = p.depth - first < kBlockDepth ? p.depth - first : kBlockDepth;
+    const int64_t width = p.columns - column < kPanel ? p.columns - column : kPanel;
+    const float* const from = p.b + first * p.b_row + column * p.b_column;
+    float* const to = p.panels + (panel * p.depth + first) * kPanel;
+    if (p.b_row == 1) {
+      const float* columns[kPanel];
+      for (int64_t j = 0; j < width; ++j) columns[j] = from + j * p.b_column;
+      pack_across(columns, width, kPanel, depth, to);
+    } else {
+      for (int64_t t = 0; t < depth; ++t) {
+        for (int64_t j = 0; j < kPanel; ++j) to[t * kPanel + j] = j < width ? from[t * p.b_row + j] : 0.0f;
+      }
     }
   }
 }

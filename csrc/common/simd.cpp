@@ -82,6 +82,19 @@ bool streams_repeats() {
 #endif
 }
 
+bool panels_beat_blas() {
+#ifdef SAMPLEX_X86_SIMD
+  // MKL keeps its best kernels for Intel: 77 GFLOP/s on a core of Zen 5, 85 on Zen 4.
+  static const bool amd = [] {
+    __builtin_cpu_init();
+    return bool(__builtin_cpu_is("amd"));
+  }();
+  return amd && simd_level() != SimdLevel::kScalar;
+#else
+  return false;
+#endif
+}
+
 const char* simd_level_name(SimdLevel level) {
   switch (level) {
     case SimdLevel::kAvx512:

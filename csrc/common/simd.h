@@ -23,6 +23,9 @@ int64_t prefetch_lines();
 // Whether class rows that several entries of a step share are written past the caches too: see row_rules_cpu_rows.h.
 bool streams_repeats();
 
+// Whether the products of common/panels.h are faster than those of the BLAS that torch brings. Measured.
+SX_EXPORT bool panels_beat_blas();
+
 // The one way to choose a body by SIMD level. SX_SIMD_BODY(level, f) is a pointer to f_scalar, f_avx2 or f_avx512,
 // three functions of one signature: f_scalar in <stem>_cpu.cpp, the others in <stem>_cpu_avx2.cpp and
 // <stem>_cpu_avx512.cpp. Chosen once per launch, or once per block of work, never per row.

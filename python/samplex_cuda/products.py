@@ -1,6 +1,7 @@
 """Products with class rows: the one place that knows in which type factors are multiplied.
 
-On a CPU both factors have the type of the result, float32 or float64. On a GPU factors of 16 bits are not up-cast, and
+On a CPU both factors have the type of the result, float32 or float64; float32 factors are multiplied by our own kernels
+where these are faster than torch's (`_native.panels_beat_blas`). On a GPU factors of 16 bits are not up-cast, and
 sums run in float32, so that tensor cores do the work:
 
 - h in the type of the table: as it is. Products of 16-bit numbers are exact in float32.
@@ -15,11 +16,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplex_cuda import _device
+from samplex_cuda import _device, _native
+from samplex_cuda.ops.predict import predict_product
 
 __all__ = ["add_product", "class_factor", "needs_copy", "product", "row_factor", "splits_coefficients", "wide_dtype"]
 
 _PARTS = 3  # of 8 digits: as many as float32 has
+_LEAST_WORK = 1 << 18  # multiplications for which our kernels are worth packing a factor
 _LEAST_ROWS = 128  # that are worth three copies of the class rows instead of one
 
 
@@ -92,6 +95,20 @@ def splits_coefficients(weight: Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and _device.multiplies_narrow(weight)
 
 
+def _by_panels(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Whether our kernels multiply these matrices of the type of `out`."""
+    if out.dtype is not torch.float32 or not out.is_cpu or not _native.panels_beat_blas():
+        return False
+    (rows, depth), columns = a.shape, b.shape[1]
+    return (
+        min(rows, columns) >= 8
+        and rows * depth * columns >= _LEAST_WORK
+        and out.stride(1) == 1
+        and out.stride(0) >= columns
+        and 1 in b.stride()
+    )
+
+
 def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """out = a @ b in the type of out, float32 or float64; a and b have that type, or the same one of 16 bits.
 
@@ -105,6 +122,9 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         tensor(300.)
     """
     if a.dtype == out.dtype:
+        if _by_panels(a, b, out):
+            predict_product(a, b, out)
+            return out
         return torch.mm(a, b, out=out)
     if a.device.type == "cpu":  # torch has no such product for CPU tensors, which come here in tests
         return torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
@@ -120,6 +140,9 @@ def add_product(a: Tensor, b: Tensor, out: Tensor, again: bool) -> Tensor:
         >>> add_product(torch.ones(1, 2), torch.ones(2, 1), torch.ones(1, 1), again=True)
         tensor([[3.]])
     """
+    if a.dtype == out.dtype and _by_panels(a, b, out):
+        predict_product(a, b, out, again)
+        return out
     if a.dtype == out.dtype:  # what out held before is left out by beta = 0, a nan too
         return torch.addmm(out, a, b, beta=int(again), out=out)
     return out.add_(product(a, b, torch.empty_like(out))) if again else product(a, b, out)

@@ -58,7 +58,7 @@ void row_norms_of(const RowNormsParams& p, int64_t begin, int64_t end) {
 }
 
 void panel_product_tiles_scalar(const PanelProductParams& p, int64_t begin, int64_t end) {
-  panel_product_tiles(p, begin, end);
+  panel_product_tiles_of(p, begin, end);
 }
 
 }  // namespace
@@ -91,14 +91,14 @@ bool products_come_apart(const DrawProducts& x) {
 }
 
 void launch_draw_dots(const DrawProducts& x) {
-  launch_panel_product({x.hidden, x.dim, 1, x.across, x.dots, x.batch, x.dim, x.draws, x.dots_stride});
+  launch_panel_product({x.hidden, x.dim, 1, x.across, x.dots, x.batch, x.dim, x.draws, x.dots_stride, false});
 }
 
 void launch_draw_sums(const DrawProducts& x) {
   if (x.along == nullptr) return;
   const auto sum = [&](const float* coefs, float* to) {
     if (to == nullptr) return;
-    launch_panel_product({coefs, x.coef_stride, 1, x.along, to, x.batch, x.draws, x.dim, x.dim});
+    launch_panel_product({coefs, x.coef_stride, 1, x.along, to, x.batch, x.draws, x.dim, x.dim, false});
   };
   sum(x.coef_loss, x.draws_loss);
   sum(x.coef_lse, x.draws_lse);

@@ -12,7 +12,7 @@ void loss_bwd_rows_avx2(const LossBwdParams& params, int64_t begin, int64_t end)
 }
 
 void panel_product_tiles_avx2(const PanelProductParams& params, int64_t begin, int64_t end) {
-  panel_product_tiles(params, begin, end);
+  panel_product_tiles_of(params, begin, end);
 }
 
 }  // namespace samplex::cpu

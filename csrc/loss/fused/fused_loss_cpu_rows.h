@@ -75,18 +75,6 @@ inline void draw_sums(const DrawProducts& x, int64_t begin, int64_t end) {
                 x.draws_lse + begin * x.dim, x.dim);
 }
 
-// Tiles [begin, end) of kProductRows rows and one panel each.
-inline void panel_product_tiles(const PanelProductParams& p, int64_t begin, int64_t end) {
-  const int64_t panels = panels_of(p.columns);
-  for (int64_t tile = begin; tile < end; ++tile) {
-    const int64_t row = tile / panels * kProductRows, panel = tile % panels, column = panel * kPanel;
-    const int64_t rows = p.rows - row < kProductRows ? p.rows - row : kProductRows;
-    const int64_t columns = p.columns - column < kPanel ? p.columns - column : kPanel;
-    panel_product({p.a + row * p.a_row, p.a_row, p.a_step}, rows, p.b + panel * p.depth * kPanel, p.depth, columns,
-                  p.c + row * p.stride + column, p.stride);
-  }
-}
-
 // ------------------------------------------------------------------------------------------------ backward
 // out[k] = upstream gradients times the kept parts, k < n from `at` on
 template <typename T, typename A>

@@ -459,7 +459,7 @@ inline LossEntries run_loss_entries(const char* op, const LossBackward& x, const
     } else if (in_panels) {
       cpu::launch_panel_product({static_cast<const float*>(coef_draw.const_data_ptr()), 1, coef_draw.stride(0),
                                  static_cast<const float*>(clean.const_data_ptr()),
-                                 static_cast<float*>(rows.mutable_data_ptr()), m, B, d, d});
+                                 static_cast<float*>(rows.mutable_data_ptr()), m, B, d, d, false});
     } else {
       product_into(rows, torch::stable::transpose(coef_draw, 0, 1), clean);
     }

@@ -14,6 +14,7 @@
 #include "common/dtype.h"
 #include "common/gather_rows.h"
 #include "common/launchers.h"
+#include "common/panel_layout.h"
 #include "common/row_keys.h"
 
 namespace samplex {
@@ -58,16 +59,6 @@ struct DrawProducts {
   int64_t coef_stride;
   float *draws_loss, *draws_lse;  // [B, d]: coefficients times class rows; draws_lse may be nullptr
   int64_t batch, draws, dim;
-};
-
-// CPU only: c [rows, columns], rows `stride` apart, = a [rows, depth] times b in panels. a[i, t] is
-// a[i * a_row + t * a_step].
-struct PanelProductParams {
-  const float* a;
-  int64_t a_row, a_step;
-  const float* b;
-  float* c;
-  int64_t rows, depth, columns, stride;
 };
 
 // 1 / |w| of class rows; see inverse_norm in fused_loss_math.h.

@@ -4,6 +4,7 @@
 
 #include "common/parallel.h"
 #include "common/simd.h"
+#include "common/workspace.h"
 #include "predict/predict/predict_cpu_rows.h"
 
 namespace samplex::cpu {
@@ -26,6 +27,14 @@ void predict_dots_rows_scalar(const PredictDotsParams& params, int64_t begin, in
                  [&](auto tag) { predict_dots_rows<typename decltype(tag)::type>(params, begin, end); });
 }
 
+void predict_pack_units_scalar(const PackPanelsParams& params, int64_t begin, int64_t end) {
+  pack_panels_of(params, begin, end);
+}
+
+void predict_product_tiles_scalar(const PanelProductParams& params, int64_t begin, int64_t end) {
+  panel_product_tiles_of(params, begin, end);
+}
+
 // Few rows per range: one with many insertions must not hold up the others.
 template <typename Params>
 void for_rows(const Params& params, void (*body)(const Params&, int64_t, int64_t)) {
@@ -42,6 +51,22 @@ void for_rows(const Params& params, void (*body)(const Params&, int64_t, int64_t
 }
 
 }  // namespace
+
+void launch_predict_product(const PackPanelsParams& b, const PanelProductParams& product) {
+  const int64_t panels = panels_of(b.columns);
+  const Workspace workspace(size_t(panels * kPanel * b.depth) * sizeof(float));
+  PackPanelsParams packed = b;
+  PanelProductParams p = product;
+  packed.panels = static_cast<float*>(workspace.data());
+  p.b = packed.panels;
+  const auto pack = SX_SIMD_BODY(simd_level(), predict_pack_units);
+  const auto tiles = SX_SIMD_BODY(simd_level(), predict_product_tiles);
+  parallel_for(panels * ((b.depth + kBlockDepth - 1) / kBlockDepth), 4,
+               [&](int64_t begin, int64_t end) { pack(packed, begin, end); });
+  const int64_t of_tile = p.depth * kPanel * std::min(p.rows, kProductRows);
+  parallel_for_shared(product_chunks(p.rows) * panels, 1 + (1 << 18) / (of_tile + 1),
+                      [&](int64_t begin, int64_t end) { tiles(p, begin, end); });
+}
 
 void launch_predict_lse(const PredictLseParams& params) {
   for_rows(params, SX_SIMD_BODY(simd_level_unless(params.chunk.is_double), predict_lse_rows));

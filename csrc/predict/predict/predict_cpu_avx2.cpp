@@ -15,6 +15,14 @@ void predict_topk_rows_avx2(const PredictTopkParams& params, int64_t begin, int6
   predict_topk_rows<float>(params, begin, end);
 }
 
+void predict_pack_units_avx2(const PackPanelsParams& params, int64_t begin, int64_t end) {
+  pack_panels_of(params, begin, end);
+}
+
+void predict_product_tiles_avx2(const PanelProductParams& params, int64_t begin, int64_t end) {
+  panel_product_tiles_of(params, begin, end);
+}
+
 void predict_dots_rows_avx2(const PredictDotsParams& params, int64_t begin, int64_t end) {
   if (params.dtype == DType::kFloat16)
     predict_dots_rows<Half>(params, begin, end);

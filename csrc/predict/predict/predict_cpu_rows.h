@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <type_traits>
 
+#include "common/panels.h"
 #include "common/rows.h"
 #include "predict/predict/predict_math.h"
 

@@ -50,6 +50,42 @@ void fill(PredictChunk& chunk, const void* dots, const MaybeTensor& bias) {
 
 bool nothing(const PredictChunk& chunk) { return chunk.batch == 0 || chunk.count == 0; }
 
+// A matrix [rows, columns] whose numbers are float, with one of its strides 1.
+void check_factor(const char* op, const char* arg, const Tensor& t, int64_t rows, int64_t columns) {
+  check_given(op, arg, t);
+  check_type(t.scalar_type() == ScalarType::Float, op, ": ", arg, " must be float32, got ", describe(t));
+  check_value(t.is_cpu(), op, ": ", arg, " must be on cpu, got ", describe(t));
+  check_value(shape_matches(t, {rows, columns}), op, ": ", arg, " must be [", rows, ", ", columns, "], got ",
+              describe(t));
+}
+
+// A product of matrices with the kernels of common/panels.h, on the CPU alone: see `product` in
+// samplex_cuda/products.py.
+void predict_product(const Tensor& a, const Tensor& b, const Tensor& out, bool add) {
+  constexpr const char* op = "predict_product";
+  begin_op();
+  check_given(op, "a", a);
+  check_given(op, "b", b);
+  check_value(a.dim() == 2, op, ": a must be [n, k], got ", describe(a));
+  check_value(b.dim() == 2, op, ": b must be [k, p], got ", describe(b));
+  const int64_t rows = a.size(0), depth = a.size(1), columns = b.size(1);
+  check_factor(op, "a", a, rows, depth);
+  check_factor(op, "b", b, depth, columns);
+  check_factor(op, "out", out, rows, columns);
+  check_value(depth >= 1, op, ": a must have a column, got ", describe(a));
+  check_value(b.stride(0) == 1 || b.stride(1) == 1, op, ": b must have a stride of 1, got ", b.stride(0), " and ",
+              b.stride(1));
+  check_value(out.stride(1) == 1 && out.stride(0) >= columns, op,
+              ": out must have rows of numbers side by side, got strides ", out.stride(0), " and ", out.stride(1));
+  if (rows == 0 || columns == 0) return;
+  const float* const of_a = static_cast<const float*>(a.const_data_ptr());
+  const float* const of_b = static_cast<const float*>(b.const_data_ptr());
+  const PackPanelsParams packed{of_b, b.stride(1) == 1 ? b.stride(0) : 1, b.stride(1), depth, columns, nullptr};
+  cpu::launch_predict_product(
+      packed, {of_a, a.stride(0), a.stride(1), nullptr, static_cast<float*>(out.mutable_data_ptr()), rows, depth,
+               columns, out.stride(0), add});
+}
+
 void predict_lse(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor class_weight, int64_t first, double scale,
                  bool absolute, Tensor lse, Tensor positive, MaybeTensor total, bool by_class) {
   constexpr const char* op = "predict_lse";
@@ -180,6 +216,7 @@ Tensor predict_buffer(Tensor like, int64_t rows, int64_t columns) {
 }  // namespace samplex::glue
 
 STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
+  m.def("predict_product(Tensor a, Tensor b, Tensor(a!) out, bool add=False) -> ()", {at::Tag::pt2_compliant_tag});
   m.def("predict_buffer(Tensor like, SymInt rows, SymInt columns) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("predict_dots(Tensor hidden, Tensor weight, Tensor ids) -> Tensor",
         {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
@@ -198,6 +235,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {
+  m.impl("predict_product", TORCH_BOX(&samplex::glue::predict_product));
   m.impl("predict_buffer", TORCH_BOX(&samplex::glue::predict_buffer));
   m.impl("predict_dots", TORCH_BOX(&samplex::glue::predict_dots));
   m.impl("predict_lse", TORCH_BOX(&samplex::glue::predict_lse));

@@ -16,6 +16,7 @@
 
 #include "common/dtype.h"
 #include "common/launchers.h"
+#include "common/panel_layout.h"
 
 namespace samplex {
 
@@ -112,6 +113,13 @@ SX_DECLARE_LAUNCHER(launch_predict_grad, PredictGradParams)
 SX_DECLARE_LAUNCHER(launch_predict_topk, PredictTopkParams)
 
 namespace cpu {
+// out = (or, with `add`, +=) a times b: packs b into panels, then multiplies. The bits do not depend on the threads.
+void launch_predict_product(const PackPanelsParams& b, const PanelProductParams& product);
+void predict_pack_units_avx2(const PackPanelsParams& params, int64_t begin, int64_t end);
+void predict_pack_units_avx512(const PackPanelsParams& params, int64_t begin, int64_t end);
+void predict_product_tiles_avx2(const PanelProductParams& params, int64_t begin, int64_t end);
+void predict_product_tiles_avx512(const PanelProductParams& params, int64_t begin, int64_t end);
+
 // Rows [begin, end) of the batch, float accumulation; ISA bodies.
 void predict_dots_rows_avx2(const PredictDotsParams& params, int64_t begin, int64_t end);
 void predict_dots_rows_avx512(const PredictDotsParams& params, int64_t begin, int64_t end);

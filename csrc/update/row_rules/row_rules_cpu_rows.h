@@ -58,9 +58,10 @@ inline Vec updated_vec(const RuleNumbers<float>& r, Vec w, Vec gradient, Vec& s0
 // Bytes of a weight from which its rows are written past the cache, below.
 constexpr int64_t kStreamTable = int64_t(32) << 20;
 // Most entries of a row that is written past the cache: one with more is a frequent class, and better left in it. Where
-// many entries share a row, draws come back to the same rows in the steps that follow and find them in the cache: on most
-// processors all rows are then left there (log-uniform draws of 10^6 classes, Zen 4, one thread: 0.90 ms instead of
-// 1.05), not on those of `streams_repeats` (Zen 5: 0.79 ms instead of 1.01 on two threads, 1.18 instead of 1.23 on one).
+// many entries share a row, draws come back to the same rows in the steps that follow and find them in the cache: on
+// most processors all rows are then left there (log-uniform draws of 10^6 classes, Zen 4, one thread: 0.90 ms instead
+// of 1.05), not on those of `streams_repeats` (Zen 5: 0.79 ms instead of 1.01 on two threads, 1.18 instead of 1.23 on
+// one).
 constexpr int64_t kStreamEntries = 8;
 
 // How an updated row is stored: as ever, past the cache (w is 64-byte aligned and a row is whole cache lines), or

@@ -14,15 +14,41 @@ from torch import Tensor
 
 from samplex_cuda._library import register_fake
 
-__all__ = ["MOST_K", "predict_buffer", "predict_dots", "predict_grad", "predict_lse", "predict_topk"]
+__all__ = ["MOST_K", "predict_buffer", "predict_dots", "predict_grad", "predict_lse", "predict_product", "predict_topk"]
 
 MOST_K = 1024  # of predict_topk
 
 # The overloads themselves: looking them up costs as much as a call, and there is one of each per chunk.
 _predict_buffer = torch.ops.samplex.predict_buffer.default
 _predict_grad = torch.ops.samplex.predict_grad.default
+_predict_product = torch.ops.samplex.predict_product.default
 _predict_lse = torch.ops.samplex.predict_lse.default
 _predict_topk = torch.ops.samplex.predict_topk.default
+
+
+def predict_product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
+    """out = a @ b, or out += a @ b with `add`, on the CPU: sums of 128 terms in order, on any number of threads.
+
+    Args:
+        a: [n, k] float32 of any strides, k >= 1.
+        b: [k, p] float32, one of its strides 1.
+        out: [n, p] float32, written; rows of numbers side by side.
+        add: add to what `out` holds.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.ops.predict import predict_product
+        >>> out = torch.ones(1, 1)
+        >>> predict_product(torch.ones(1, 3), torch.ones(3, 1), out, add=True)
+        >>> out
+        tensor([[4.]])
+    """
+    _predict_product(a, b, out, add)
+
+
+@register_fake("samplex::predict_product")
+def _(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
+    return None
 
 
 def predict_lse(

@@ -93,6 +93,23 @@ def _predict_grad(d: Dice) -> Call:
     return op_call("predict_grad", args, check, mutable=("dots",), words=_WORDS)
 
 
+@generator("predict_product")
+def _predict_product(d: Dice) -> Call:
+    rows, depth, columns = d.size(), d.int(1, 9), d.size()
+    a, b = d.normal(rows, depth), d.normal(depth, columns)
+    if d.maybe(0.3):
+        a = a.t().contiguous().t()
+    args = {"a": a, "b": b, "out": d.normal(rows, columns), "add": d.maybe(0.5)}
+
+    def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
+        if is_meta(*a.values()) or not all_ordinary(a.a, a.b, a.out) or 0 in a.out.shape:
+            return
+        want = a.a.double() @ a.b.double() + (a.out.double() if a.add else 0.0)
+        near("out", after.out, want, 30 * _tolerance(torch.float32, float(want.abs().max())))
+
+    return op_call("predict_product", args, check, mutable=("out",), words=("a", "b", "out"))
+
+
 @generator("predict_topk")
 def _predict_topk(d: Dice) -> Call:
     c = _chunk(d)
