@@ -87,8 +87,8 @@ class Forward(NamedTuple):
 
 
 StaticForward = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
-"""What the forward of a loss that draws returns: `Forward.loss`, `Forward.saved`, the ids (int64 [B, m], or [m] shared),
-and on a CPU the gradient of hidden where that of the reduced loss is 1, [B, d], if it was asked for."""
+"""What the forward of a loss that draws returns: `Forward.loss`, `Forward.saved`, the ids (int64 [B, m] or [m]), and
+on a CPU the gradient of hidden where that of the reduced loss is 1, [B, d], if it was asked for."""
 
 
 class Plan(NamedTuple):
