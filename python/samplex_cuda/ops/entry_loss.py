@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._library import register_fake
-from samplex_cuda.ops.fused_loss import OpCall, differentiate, places
+from samplex_cuda.ops.fused_loss import OpCall, differentiate
 from samplex_cuda.ops.loss_types import Plan, acc_dtype
 from samplex_cuda.ops.saved_loss import fake_gradients, fake_sizes, saved_numbers
 
@@ -49,26 +49,6 @@ class _Arguments(NamedTuple):
     sparse: bool
 
 
-class _StaticArguments(NamedTuple):
-    """The same of the op that draws by itself."""
-
-    hidden: Tensor
-    weight: Tensor
-    target: Tensor
-    key: Tensor
-    law: int
-    num_samples: int
-    table: Tensor | None
-    prefix: Tensor | None
-    bias: Tensor | None
-    class_weight: Tensor | None
-    kind: int
-    scale: float
-    ignore_index: int
-    reduction: int
-    need_grad: bool
-
-
 @register_fake("samplex::entry_loss")
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*inputs)
@@ -80,15 +60,17 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 @register_fake("samplex::entry_loss_static")
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    a = _StaticArguments(*inputs)
-    batch, _ = fake_sizes("entry_loss_static", a.hidden)
-    saved = saved_numbers(a.hidden, a.target, a.num_samples, True, a.reduction, a.need_grad)
-    acc = acc_dtype(a.hidden.dtype)
+def _(
+    hidden: Tensor, weight: Tensor, target: Tensor, key: Tensor, law: int, num_samples: int, table: Tensor | None,
+    prefix: Tensor | None, bias: Tensor | None, class_weight: Tensor | None, kind: int, scale: float,
+    ignore_index: int, reduction: int, need_grad: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    batch, _ = fake_sizes("entry_loss_static", hidden)
+    saved, acc = saved_numbers(hidden, target, num_samples, True, reduction, need_grad), acc_dtype(hidden.dtype)
     return (
-        a.hidden.new_empty(() if a.reduction else (batch,), dtype=acc),
-        a.hidden.new_empty((a.num_samples,), dtype=torch.int64),
-        a.hidden.new_empty((saved,), dtype=acc),
+        hidden.new_empty(() if reduction else (batch,), dtype=acc),
+        hidden.new_empty((num_samples,), dtype=torch.int64),
+        hidden.new_empty((saved,), dtype=acc),
     )
 
 
@@ -113,16 +95,13 @@ def _read(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
     bias_dtype = None if a.bias is None else a.bias.dtype
     name, with_ratio = _NAMES[a.kind], a.kind == _WITH_RATIO
     plan = Plan(name, a.weight.shape[0], a.weight.dtype, bias_dtype, a.reduction, False, with_ratio)
-    _, saved = output
-    return OpCall(plan, places(_Arguments), len(inputs), a.need_grad, a.sparse, a.hidden, a.target, a.ids, saved)
+    return OpCall(plan, (0, 1, 7), len(_Arguments._fields), a.need_grad, a.sparse, a.hidden, a.target, a.ids, output[1])
 
 
 def _read_static(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
-    a = _StaticArguments(*inputs)
-    bias_dtype = None if a.bias is None else a.bias.dtype
-    plan = Plan(_NAMES[a.kind], a.weight.shape[0], a.weight.dtype, bias_dtype, a.reduction)
-    _, ids, saved = output
-    return OpCall(plan, places(_StaticArguments), len(inputs), a.need_grad, True, a.hidden, a.target, ids, saved)
+    hidden, weight, target, bias, kind, reduction, need_grad = (inputs[at] for at in (0, 1, 2, 8, 10, 13, 14))
+    plan = Plan(_NAMES[kind], weight.shape[0], weight.dtype, None if bias is None else bias.dtype, reduction)
+    return OpCall(plan, (0, 1, 8), len(inputs), need_grad, True, hidden, target, output[1], output[2])
 
 
 differentiate("samplex::entry_loss", _read)

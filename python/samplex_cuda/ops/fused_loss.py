@@ -20,17 +20,7 @@ from samplex_cuda.ops.transforms import differentiated_twice, refuse_forward_mod
 if TYPE_CHECKING:
     from samplex_cuda.losses.base import Loss
 
-__all__ = [
-    "OpCall",
-    "Step",
-    "differentiate",
-    "fits",
-    "places",
-    "run_loss",
-    "run_static_loss",
-    "static_loss",
-    "static_step",
-]
+__all__ = ["OpCall", "Step", "differentiate", "fits", "run_loss", "run_static_loss", "static_loss", "static_step"]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _is_compiling = torch.compiler.is_compiling
@@ -333,12 +323,6 @@ def differentiate(op: str, read: Any) -> None:
         return tuple(gradients)
 
     torch.library.register_autograd(op, backward, setup_context=setup_context)
-
-
-def places(arguments: Any) -> tuple[int, int, int]:
-    """Where hidden, weight and bias are among the arguments of an op, a NamedTuple class."""
-    fields = arguments._fields
-    return fields.index("hidden"), fields.index("weight"), fields.index("bias")
 
 
 class OpCall(NamedTuple):

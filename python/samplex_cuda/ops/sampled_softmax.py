@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._library import register_fake
-from samplex_cuda.ops.fused_loss import OpCall, differentiate, places
+from samplex_cuda.ops.fused_loss import OpCall, differentiate
 from samplex_cuda.ops.loss_types import Plan, acc_dtype
 from samplex_cuda.ops.saved_loss import fake_gradients, fake_sizes, saved_numbers
 
@@ -51,32 +51,6 @@ class _Arguments(NamedTuple):
     margin: tuple[float, ...] = ()
 
 
-class _StaticArguments(NamedTuple):
-    """The same of the op that draws by itself."""
-
-    hidden: Tensor
-    weight: Tensor
-    target: Tensor
-    key: Tensor
-    law: int
-    num_samples: int
-    shared: bool
-    table: Tensor | None
-    prefix: Tensor | None
-    bias: Tensor | None
-    class_weight: Tensor | None
-    scale: float
-    label_smoothing: float
-    ignore_index: int
-    reduction: int
-    absolute: bool
-    need_grad: bool
-    need_hidden: bool
-    normalize: bool = False
-    margin: tuple[float, ...] = ()
-    unit_hidden: bool = False
-
-
 @register_fake("samplex::sampled_softmax")
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*inputs)
@@ -88,15 +62,19 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 @register_fake("samplex::sampled_softmax_static")
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    a = _StaticArguments(*inputs)
-    hidden, acc = a.hidden, acc_dtype(a.hidden.dtype)
+def _(
+    hidden: Tensor, weight: Tensor, target: Tensor, key: Tensor, law: int, num_samples: int, shared: bool,
+    table: Tensor | None, prefix: Tensor | None, bias: Tensor | None, class_weight: Tensor | None, scale: float,
+    label_smoothing: float, ignore_index: int, reduction: int, absolute: bool, need_grad: bool, need_hidden: bool,
+    normalize: bool = False, margin: tuple[float, ...] = (), unit_hidden: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     batch, _ = fake_sizes("sampled_softmax", hidden)
-    saved = saved_numbers(hidden, a.target, a.num_samples, a.shared, a.reduction, a.need_grad)
-    with_unit = a.unit_hidden and a.need_grad and a.need_hidden and a.reduction and hidden.device.type == "cpu"
+    saved = saved_numbers(hidden, target, num_samples, shared, reduction, need_grad)
+    acc = acc_dtype(hidden.dtype)
+    with_unit = unit_hidden and need_grad and need_hidden and reduction and hidden.device.type == "cpu"
     return (
-        hidden.new_empty(() if a.reduction else (batch,), dtype=acc),
-        hidden.new_empty((a.num_samples,) if a.shared else (batch, a.num_samples), dtype=torch.int64),
+        hidden.new_empty(() if reduction else (batch,), dtype=acc),
+        hidden.new_empty((num_samples,) if shared else (batch, num_samples), dtype=torch.int64),
         hidden.new_empty((saved,), dtype=acc),
         hidden.new_empty(hidden.shape if with_unit else (0,)),
     )
@@ -123,16 +101,14 @@ def _read(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
     a = _Arguments(*inputs)
     bias_dtype = None if a.bias is None else a.bias.dtype
     plan = Plan(_NAME, a.weight.shape[0], a.weight.dtype, bias_dtype, a.reduction, a.with_lse, False, a.normalize)
-    _, _, saved = output
-    return OpCall(plan, places(_Arguments), len(inputs), a.need_grad, a.sparse, a.hidden, a.target, a.ids, saved)
+    return OpCall(plan, (0, 1, 5), len(inputs), a.need_grad, a.sparse, a.hidden, a.target, a.ids, output[2])
 
 
 def _read_static(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
-    a = _StaticArguments(*inputs)
-    bias_dtype = None if a.bias is None else a.bias.dtype
-    plan = Plan(_NAME, a.weight.shape[0], a.weight.dtype, bias_dtype, a.reduction, normalize=a.normalize)
-    _, ids, saved, _ = output
-    return OpCall(plan, places(_StaticArguments), len(inputs), a.need_grad, True, a.hidden, a.target, ids, saved)
+    hidden, weight, target, bias, reduction, need_grad = (inputs[at] for at in (0, 1, 2, 9, 14, 16))
+    bias_dtype, normalize = None if bias is None else bias.dtype, len(inputs) > 18 and inputs[18]
+    plan = Plan(_NAME, weight.shape[0], weight.dtype, bias_dtype, reduction, normalize=normalize)
+    return OpCall(plan, (0, 1, 9), len(inputs), need_grad, True, hidden, target, output[1], output[2])
 
 
 differentiate("samplex::sampled_softmax", _read)
