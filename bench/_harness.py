@@ -527,6 +527,20 @@ def row_in_child(script: str, row_id: str, argv: list[str]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def comparison_row(
+    row_id: str, what: str, sides: list[Side], checked: str, got: Comparison, has_targets: bool, **about: Any
+) -> Row:
+    """The row of two sides: how many times as fast the first is, or with `inverse` how many times as long it takes."""
+    ours, other = (side.name for side in sides)
+    value, low, high = got.ratio(other, ours)
+    if about.pop("inverse", False):
+        value, low, high = 1 / value, 1 / high, 1 / low
+    if not has_targets:
+        about.pop("target", None)
+    times = {"ours": got.times[ours], "other": got.times[other], "other_name": other, "spread": (low, high)}
+    return Row(row_id, what, value, about.pop("unit", "x"), checked, **times, **about)
+
+
 def row_from(values: dict[str, Any], has_targets: bool) -> Row:
     values = {name: value for name, value in values.items() if name != "passed"}
     for name in ("ours", "other"):

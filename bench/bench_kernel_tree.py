@@ -30,6 +30,7 @@ from _harness import (
     Side,
     check_close,
     common_options,
+    comparison_row,
     interleave,
     set_up,
     wanted,
@@ -255,26 +256,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", message=".*of the estimated kernel mass is negative")
 
     def add(row_id: str, what: str, sides: list[Side], checked: str, **about: Any) -> None:
-        got = time(sides)
-        value, low, high = got.ratio(sides[1].name, sides[0].name)
-        if about.pop("inverse", False):
-            value, low, high = 1 / value, 1 / high, 1 / low
-        if not on_cpu:
-            about.pop("target", None)
-        report.add(
-            Row(
-                row_id,
-                what,
-                value,
-                about.pop("unit", "x"),
-                checked,
-                ours=got.times[sides[0].name],
-                other=got.times[sides[1].name],
-                other_name=sides[1].name,
-                spread=(low, high),
-                **about,
-            )
-        )
+        report.add(comparison_row(row_id, what, sides, checked, time(sides), on_cpu, **about))
 
     softmax_rows(options, device, add)
     follow_rows(options, device, add)

@@ -20,7 +20,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nnf
-from _harness import Report, Row, Side, check_close, common_options, interleave, set_up, wanted, write_readme
+from _harness import (
+    Report,
+    Side,
+    check_close,
+    common_options,
+    comparison_row,
+    interleave,
+    set_up,
+    wanted,
+    write_readme,
+)
 
 import samplex_cuda as sx
 from samplex_cuda.samplers import Sampler
@@ -103,27 +113,8 @@ def main() -> int:
         return Side(name, lambda i: step(sets[i % SETS]))
 
     def add(row_id: str, what: str, sides: list[Side], checked: str, **about: Any) -> None:
-        got = time(sides)
-        value, low, high = got.ratio(sides[1].name, sides[0].name)
-        if about.pop("inverse", False):
-            value, low, high = 1 / value, 1 / high, 1 / low
-        if not on_cpu:
-            about.pop("target", None)
-        report.add(
-            Row(
-                row_id,
-                what,
-                value,
-                about.pop("unit", "x"),
-                checked,
-                ours=got.times[sides[0].name],
-                other=got.times[sides[1].name],
-                other_name=sides[1].name,
-                spread=(low, high),
-                config={"B": BATCH, "m": M, "C": 1 << DEPTH, "k": DIM},
-                **about,
-            )
-        )
+        about["config"] = {"B": BATCH, "m": M, "C": 1 << DEPTH, "k": DIM}
+        report.add(comparison_row(row_id, what, sides, checked, time(sides), on_cpu, **about))
 
     tree = make_tree(sx.samplers.Tree, device)
     mine = functools.partial(ours, tree, M)

@@ -361,7 +361,11 @@ def test_logits_of_thousands_stay_numbers():
         head.weight.mul_(1000.0)
     found = diagnose(head, h, y=y, num_samples=(4,), timed=False)
     for law in found.laws:
-        for point in law.points:
-            assert math.isfinite(point.std), law.name
-            assert math.isfinite(point.bias_error), law.name
+        (point,) = law.points
+        assert 0 <= point.bias <= 1, law.name
+        assert 0 <= point.std <= 1, law.name
+        assert 0 <= point.bias_error < 0.1, law.name
+    (uniform,) = found.laws[0].points  # of the 49 classes besides the target one has all of the softmax
+    assert uniform.ess == pytest.approx(4 / 49, rel=1e-6)
+    assert uniform.leak == pytest.approx(1 - 4 / 49, rel=1e-6)
     json.dumps(found.as_dict(), allow_nan=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -250,6 +251,23 @@ def test_a_table_in_a_file(tmp_path: Path) -> None:
         head.half()
     with pytest.raises(ValueError, match="must not be mapped from a file"):
         head.resize(C + 1)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda head: pickle.loads(pickle.dumps(head))])
+def test_a_copy_of_a_table_in_a_file_is_in_memory(tmp_path: Path, copied: Any) -> None:
+    """Its optimizer must not replace the files of the original's state."""
+    head = sx.SampledClassifier(D, C, sx.samplers.Uniform(C), M)
+    head.host_table(tmp_path / "rows.npy")
+    sx.optim.RowAdagrad(head.parameters(), initial_accumulator_value=0.5)
+    state = tmp_path / "rows.npy.sum"
+    before = state.stat().st_ino, state.read_bytes()
+    other = copied(head)
+    sx.optim.RowAdagrad(other.parameters(), initial_accumulator_value=0.25)
+    assert (state.stat().st_ino, state.read_bytes()) == before
+    assert torch.equal(other.weight, head.weight)
+    with torch.no_grad():
+        other.weight += 1.0
+    assert not (np.load(tmp_path / "rows.npy") == other.weight.detach().numpy()).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64])

@@ -143,8 +143,18 @@ def test_a_head_trains_with_the_whole_batch_and_keeps_the_estimator():
 
 
 def test_in_batch_alone_needs_no_num_samples_and_a_static_frequency_stays():
-    head = sx.SampledClassifier(4, 9, InBatch(9, Unigram(torch.ones(9))), shared=True)
-    assert bool(head(torch.randn(5, 4), torch.arange(5)).isfinite())
+    counts = torch.arange(1.0, 10.0)
+    head = sx.SampledClassifier(4, 9, InBatch(9, Unigram(counts)), shared=True)
+    h, y = torch.randn(5, 4), torch.arange(5)
+    # The four other targets are the negatives of a row, each with the log q of its count.
+    s = dense_logits(head, h)[:, y]
+    corrected = (s - (counts / counts.sum()).log()[y] - math.log(4)).masked_fill(
+        torch.eye(5, dtype=torch.bool), -torch.inf
+    )
+    own = s.diagonal()[:, None]
+    want = (torch.cat([own, corrected], 1).logsumexp(1) - own[:, 0]).mean()
+    for _ in range(3):
+        torch.testing.assert_close(head(h, y), want.float())
 
 
 def test_wrong_parts_are_refused():

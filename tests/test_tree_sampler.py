@@ -116,7 +116,9 @@ def test_features_may_differ_from_h(data, tree):
     x, y, _, _ = data
     head = sx.SampledClassifier(5, CLASSES, tree, num_samples=3, loss="negative_sampling")
     h = torch.randn(7, 5)
-    assert head(h, y[:7], features=x[:7]).isfinite()
+    draw, of_target = tree.sample_and_score(x[:7], 3, y[:7], key=sx.Key(1))
+    want = sx.functional.negative_sampling(h, head.weight, y[:7], draw.ids, draw.log_q, of_target, head.bias)
+    torch.testing.assert_close(head(h, y[:7], features=x[:7], key=sx.Key(1)), want)
     assert head.eval().topk(h, 2, features=x[:7])[1].shape == (7, 2)
 
 

@@ -11,17 +11,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from samplex_cuda._checks import check_int, describe
 from samplex_cuda._library import _native
 
-__all__ = ["empty_table", "mapped_table", "share"]
+__all__ = ["empty_table", "mapped_table", "set_table_file", "share", "table_file"]
 
 _PAIR_OF_LINES = 128  # bytes
 _LARGE = 4 << 20  # bytes; a smaller table has few pages, and a fork copies each at most once
 _HEADER = 4096  # bytes before the rows of a mapped table: they begin on a page
 _NPY = {torch.float32: "<f4", torch.float64: "<f8", torch.float16: "<f2", torch.bfloat16: "<V2", torch.int64: "<i8"}
 _MAPPED = 32 << 20  # bytes; malloc may keep smaller blocks for the next call, where a mapping is always fresh
+_files: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> the file that it is mapped from
 
 
 def _mapped(numel: int, dtype: torch.dtype, shared: bool) -> Tensor:
@@ -158,6 +160,32 @@ def mapped_table(
     if hasattr(mmap, "MADV_RANDOM"):
         memory.madvise(mmap.MADV_RANDOM)  # no read-ahead: the next row of a file is rarely the next that is touched
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=_HEADER).view(shape)
+
+
+def set_table_file(p: Tensor, file: Path) -> None:
+    """Says that a parameter is mapped from a file: row optimizers put its state into files beside that.
+
+    Copies of the parameter, by pickle too, are in memory and in no file.
+
+    Args:
+        p: a parameter.
+        file: see `mapped_table`.
+
+    Example:
+        >>> import torch
+        >>> from pathlib import Path
+        >>> from samplex_cuda.tables import set_table_file, table_file
+        >>> weight = torch.nn.Parameter(torch.zeros(3, 2))
+        >>> set_table_file(weight, Path("rows.npy"))
+        >>> table_file(weight), table_file(torch.zeros(3, 2))
+        (PosixPath('rows.npy'), None)
+    """
+    _files[p] = file
+
+
+def table_file(p: Tensor) -> Path | None:
+    """What `set_table_file` was told of `p`, otherwise None."""
+    return _files.get(p)
 
 
 def _reserve(handle: int, size: int) -> None:

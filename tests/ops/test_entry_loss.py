@@ -237,7 +237,11 @@ def test_a_draw_of_score_minus_infinity_has_no_loss(backend, loss, dim, dtype):
     case.target = torch.arange(900, 904)
     case.h[2, 0] = 1.0
     case.weight[case.ids[2, 5], 0] = -INF
-    assert run_ours(case, backend.device)["loss"].isfinite().all()
+    found = run_ours(case, backend.device)["loss"]
+    case.weight[case.ids[2, 5], 0] = -1e5
+    assert torch.equal(found, run_ours(case, backend.device)["loss"])  # exp(-1e5) is 0
+    case.ids[2, 5] = 40
+    assert not torch.equal(found, run_ours(case, backend.device)["loss"])
 
 
 @pytest.mark.parametrize("shared", [False, True])

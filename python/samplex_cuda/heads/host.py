@@ -23,7 +23,7 @@ from samplex_cuda.ops.loss_types import Entries, Form, Inputs, LossGrad, acc_dty
 from samplex_cuda.ops.row_gradients import RowGradients, row_gradients
 from samplex_cuda.ops.sphere import project_rows_
 from samplex_cuda.optim.fusion import Fusion
-from samplex_cuda.tables import empty_table, mapped_table
+from samplex_cuda.tables import empty_table, mapped_table, set_table_file, table_file
 
 if TYPE_CHECKING:
     from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
@@ -129,7 +129,8 @@ def make_host_table(head: SampledClassifier, file: str | Path | None, compute: s
     if empty:
         head.reset_parameters()
     path = None if file is None else Path(file)
-    vars(head.weight)["table_file"] = path  # where optimizers put their state
+    if path is not None:
+        set_table_file(head.weight, path)
     return HostTable(compute, path)
 
 
@@ -140,7 +141,7 @@ def keep_on_host(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         dtype = fn(torch.empty(0, dtype=t.dtype, device=t.device)).dtype
         if dtype is t.dtype:
             return t
-        file = vars(t).get("table_file")
+        file = table_file(t)
         if file is not None:
             raise TypeError(f"{_NAME}: weight must stay {t.dtype}, that of its file {file}, got {dtype}")
         return t.to(dtype)
@@ -208,7 +209,7 @@ class _Gather(torch.autograd.Function):
             ctx.sink.deliver_entries(found, ctx.version)
             return (None,) * 6
         wanted = ctx.dtypes[0] if need_weight else None, ctx.dtypes[1] if need_bias else None
-        made = ctx.sink._tables((ids, grads, of_bias, torch.tensor([n])), ctx.size, *wanted)
+        made = ctx.sink.tables(ids, grads, of_bias, torch.tensor([n]), ctx.size, *wanted)
         return (*made, None, None, None, None)
 
 

@@ -353,8 +353,24 @@ def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 @_bwd_op.register_fake
-def _(grad: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any) -> Any:
-    need_hidden, need_weight, need_bias = rest[7:10]
+def _(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    lse: Tensor,
+    scale: float,
+    label_smoothing: float,
+    ignore_index: int,
+    absolute: bool,
+    chunk_size: int,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    target_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     return (
         hidden.new_empty((hidden.shape[0] if need_hidden else 0, hidden.shape[1])),
         weight.new_empty((weight.shape[0] if need_weight else 0, weight.shape[1])),
@@ -362,12 +378,32 @@ def _(grad: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor
     )
 
 
+class _Call(NamedTuple):
+    """The arguments of the op."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    class_weight: Tensor | None
+    scale: float
+    label_smoothing: float
+    ignore_index: int
+    absolute: bool
+    chunk_size: int
+    target_weight: Tensor | None = None
+
+    @property
+    def options(self) -> _Options:
+        """Those that are not tensors."""
+        return _Options(self.scale, self.label_smoothing, self.ignore_index, self.absolute, self.chunk_size)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, weight, target, bias, class_weight = inputs[:5]
-    ctx.options, ctx.arguments = inputs[5:10], len(inputs)
-    ctx.mark_non_differentiable(output[1])
-    target_weight = inputs[10] if len(inputs) > 10 else None
-    ctx.save_for_backward(hidden, weight, target, bias, class_weight, output[1], target_weight)
+    c, lse = _Call(*inputs), output[1]
+    ctx.options, ctx.arguments = c.options, len(inputs)
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(c.hidden, c.weight, c.target, c.bias, c.class_weight, lse, c.target_weight)
 
 
 def _no_double_backward() -> None:
@@ -378,8 +414,8 @@ def _no_double_backward() -> None:
 def _backward(ctx: Any, grad: Tensor, _: Any) -> Any:
     _no_double_backward()
     hidden, weight, target, bias, class_weight, lse, target_weight = ctx.saved_tensors
-    need = ctx.needs_input_grad
-    asked = (need[0], need[1], need[3])
+    need = _Call(*ctx.needs_input_grad)
+    asked = (need.hidden, need.weight, need.bias)
     found = _bwd_op(grad, hidden, weight, target, bias, class_weight, lse, *ctx.options, *asked, target_weight)
     d_hidden, d_weight, d_bias = (value if wanted else None for value, wanted in zip(found, asked, strict=True))
     return (d_hidden, d_weight, None, d_bias) + (None,) * (ctx.arguments - 4)

@@ -99,11 +99,10 @@ def fits(step: Step, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Eager autograd of every fused loss.
+    """Autograd of every fused loss.
 
-    `register_autograd`, `Function.setup_context` and calling the op through its own autograd key each cost 0.05 ms of
-    Python per call: together they would be a third of a step. They serve compiled graphs (`differentiate`), by the same
-    backward.
+    `register_autograd` and calling the op through its own autograd key each cost 0.05 ms of Python per call: together
+    they would be a third of a step. They serve compiled graphs (`differentiate`), by the same backward.
     """
 
     @staticmethod
@@ -142,64 +141,75 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_extra: Tensor | None = None) -> Any:
         plan, sink, saved, version, unit_hidden = ctx.kept
-        hidden, target, ids, *weight = ctx.saved_tensors
+        hidden, target, ids, *others = ctx.saved_tensors
+        if sink is _dense and torch.is_grad_enabled():  # torch.func always enables it
+            if any(differentiated_twice(t) for t in (hidden, grad_loss, grad_extra, *others)):
+                raise RuntimeError(f"{plan.op}: double backward (torch.func.grad of a gradient) is not supported")
+            with torch.no_grad():
+                return _FusedLoss.backward(ctx, grad_loss, grad_extra)
         grad_lse = grad_extra if plan.with_lse else None
-        of_weight = weight[0] if weight else None
-        grad = _grad(plan, hidden, target, ids, saved, grad_loss, grad_lse, version, of_weight, unit_hidden)
+        weight = others[0] if others else None
+        grad = _grad(plan, hidden, target, ids, saved, grad_loss, grad_lse, version, weight, unit_hidden)
         if grad is None:
             return None, None, None, None, None
         d_hidden, d_weight, d_bias = sink.deliver(grad, ctx.needs_input_grad[:3])
         return d_hidden, d_weight, d_bias, None, None
 
 
-class _FunctionalLoss(torch.autograd.Function):
-    """The same for `torch.func.grad`, `vjp` and `jacrev`, with dense gradients of weight and bias."""
+class _Recorded:
+    """Takes the part of the context in a forward under `torch.func`, which calls `setup_context` afterwards."""
+
+    needs_input_grad = (True, True, True)
+
+    def __init__(self) -> None:
+        self.kept: tuple[Any, ...] = ()
+        self.ids: Tensor | None = None
+
+    def save_for_backward(self, hidden: Tensor, target: Tensor, ids: Tensor, weight: Tensor | None) -> None:
+        self.ids = ids
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """`setup_context` makes this call, and the next, of the context."""
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None: ...
+
+
+class _TransformedLoss(_FusedLoss):
+    """`_FusedLoss` for `torch.func.grad`, `vjp` and `jacrev`, which want `setup_context`: 1 to 2 us more per step."""
 
     @staticmethod
-    def forward(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: Loss, x: Inputs, form: Form
-    ) -> tuple[Tensor, ...]:
-        x = x._replace(hidden=hidden, weight=weight, bias=bias)
-        made = loss.forward(x, form, True, True)
-        return (made.loss, made.saved) if made.extra is None else (made.loss, made.saved, made.extra)
+    def forward(  # type: ignore[override]
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, step: Step, x: Inputs, recorded: _Recorded
+    ) -> Any:
+        return _FusedLoss.forward(recorded, hidden, weight, bias, step, x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        hidden, weight, bias, loss, x, form = inputs
-        extra = len(output) > 2
-        ctx.plan = _plan(loss, weight, bias, form, extra)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(output[1], *(output[2:] if extra and not form.with_lse else ()))
-        ctx.save_for_backward(weight, bias, hidden, x.target, x.ids, output[1])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        hidden, weight, bias, step, x, recorded = inputs
+        ctx.kept = recorded.kept
+        ctx.save_for_backward(hidden, x.target, recorded.ids, weight, bias)
+        if isinstance(output, tuple):
+            ctx.set_materialize_grads(False)
+            if not step.form.with_lse:
+                ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, hidden: Tensor, weight: Tensor, bias: Any, loss: Loss, *rest: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, hidden: Tensor, weight: Tensor, bias: Any, step: Step, *rest: Any) -> Any:
         raise RuntimeError(
-            f"{loss.name}: torch.func.vmap of a gradient (per-sample gradients, jacfwd, hessian) is not supported; use "
-            'reduction="none" and one backward() per row'
+            f"{step.loss.name}: torch.func.vmap of a gradient (per-sample gradients, jacfwd, hessian) is not "
+            'supported; use reduction="none" and one backward() per row'
         )
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(f"{ctx.plan.op}: forward-mode differentiation of a gradient (hessian) is not supported")
+        raise RuntimeError(f"{ctx.kept[0].op}: forward-mode differentiation of a gradient (hessian) is not supported")
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, grad_saved: Any, grad_extra: Tensor | None = None) -> Any:
-        plan = ctx.plan
-        weight, bias, hidden, target, ids, saved = ctx.saved_tensors
-        if any(differentiated_twice(t) for t in (weight, bias, hidden, grad_loss, grad_extra)):
-            raise RuntimeError(f"{plan.op}: double backward (torch.func.grad of a gradient) is not supported")
-        if grad_loss is None and grad_extra is None:
-            return None, None, None, None, None, None
-        upstream = grad_extra if plan.with_lse else None
-        if grad_loss is None:
-            assert upstream is not None
-            grad_loss = upstream.new_zeros(() if plan.reduction else upstream.shape)
-        lse = None if upstream is None else upstream.contiguous()
-        grad = LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), lse, 0, weight)
-        with torch.no_grad():
-            return (*RowSink(False).deliver(grad, ctx.needs_input_grad[:3]), None, None, None)
+    def backward(ctx: Any, grad_loss: Tensor | None, grad_extra: Tensor | None = None) -> Any:
+        return (*_FusedLoss.backward(ctx, grad_loss, grad_extra), None)
 
+
+_dense = RowSink(False)  # gradients are dense under torch.func
 
 # Past `torch.autograd.Function.apply`, which looks for functorch wrappers in every argument.
 _apply = super(torch.autograd.Function, _FusedLoss).apply
@@ -275,9 +285,10 @@ def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tup
                 made = loss.forward(x, form, False, False)
             return made.loss, made.extra
         if transformed():
-            found = _FunctionalLoss.apply(x.hidden, x.weight, bias, loss, x, form)
-            return found[0], found[2] if len(found) > 2 else None
-        output = _apply(x.hidden, x.weight, bias, Step(loss, form, sink), x)
+            step = Step(loss, form, _dense)
+            output = _TransformedLoss.apply(x.hidden, x.weight, bias, step, x, _Recorded())
+        else:
+            output = _apply(x.hidden, x.weight, bias, Step(loss, form, sink), x)
     except RuntimeError as error:
         raise op_error(error) from None
     return output if isinstance(output, tuple) else (output, None)

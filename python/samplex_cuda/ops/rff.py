@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,10 +61,19 @@ _op = torch.ops.samplex.rff.default
 _bwd_op = torch.ops.samplex.rff_bwd.default
 
 
+class _Settings(NamedTuple):
+    """The arguments of the op that its backward takes too, without the tensors."""
+
+    kind: int
+    nu: float
+    alpha: float
+    gaussian: bool
+
+
 def _gradients(
-    need: tuple[bool, bool], tensors: tuple[Any, ...], settings: tuple[Any, ...], grad: Tensor | None
+    need: tuple[bool, bool], tensors: tuple[Any, ...], settings: _Settings, grad: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x and omega, as far as `need` says. `settings` are kind, nu, alpha, gaussian."""
+    """Gradients of x and omega, as far as `need` says."""
     if grad is None:
         return None, None
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -74,8 +83,8 @@ def _gradients(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, omega = inputs[:2]
-    ctx.settings = inputs[2:6]
+    x, omega, kind, nu, alpha, gaussian, _ = inputs
+    ctx.settings = _Settings(kind, nu, alpha, gaussian)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, omega, output)
 
@@ -92,7 +101,7 @@ class _Eager(torch.autograd.Function):
     """The same formula for eager mode, by the fast path: see `sampled_softmax`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, omega: Tensor | None, settings: tuple[Any, ...], shift: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, omega: Tensor | None, settings: _Settings, shift: float) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             features = _op(x, omega, *settings, shift)
         ctx.settings = settings
@@ -121,7 +130,7 @@ def rff(x: Tensor, omega: Tensor | None, kind: int, nu: float, alpha: float, gau
     Returns:
         [B, F].
     """
-    settings = (kind, nu, alpha, gaussian)
+    settings = _Settings(kind, nu, alpha, gaussian)
     if torch.compiler.is_compiling():
         return torch.ops.samplex.rff(x, omega, *settings, shift)
     refuse_forward_mode("rff", x, omega)

@@ -281,7 +281,8 @@ class RowSink:
             project_rows_(rows.row_grads, rows.row_ids, grad.weight)
         size = (p.num_classes, grad.hidden.shape[1])
         dtypes = (p.weight_dtype if need_weight else None, p.bias_dtype if need_bias else None)
-        return (rows.d_hidden if need_hidden else None, *self._tables(rows[1:], size, *dtypes))
+        made = self.tables(rows.row_ids, rows.row_grads, rows.row_bias, rows.number, size, *dtypes)
+        return (rows.d_hidden if need_hidden else None, *made)
 
     def deliver_entries(
         self,
@@ -300,15 +301,25 @@ class RowSink:
             bias_dtype: of that of bias.
             on_sphere: the weight, where its rows were taken on the unit sphere: gradients along them are left out.
         """
-        summed = torch.ops.samplex.row_reduce(*found[:6], size[0], bias_dtype is not None, found.bias_b)
+        row_ids, row_grads, row_bias, number = torch.ops.samplex.row_reduce(
+            found.ids_a, found.coef_a, found.rows_a, found.ids_b, found.coef_b, found.rows_b, size[0],
+            bias_dtype is not None, found.bias_b,
+        )  # fmt: skip
         if on_sphere is not None:
-            project_rows_(summed[1], summed[0], on_sphere)
-        return self._tables(summed, size, weight_dtype, bias_dtype)
+            project_rows_(row_grads, row_ids, on_sphere)
+        return self.tables(row_ids, row_grads, row_bias, number, size, weight_dtype, bias_dtype)
 
-    def _tables(
-        self, summed: Any, size: tuple[int, int], weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+    def tables(
+        self,
+        row_ids: Tensor,
+        row_grads: Tensor,
+        row_bias: Tensor,
+        number: Tensor,
+        size: tuple[int, int],
+        weight_dtype: torch.dtype | None,
+        bias_dtype: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        row_ids, row_grads, row_bias, number = summed
+        """Gradients of weight and bias from rows summed by class, see `RowGradients`; None if no dtype is given."""
         d_weight = d_bias = None
         if weight_dtype is not None:
             d_weight = self.weight(row_ids, row_grads, number, size, weight_dtype)

@@ -19,7 +19,7 @@ from samplex_cuda.ops.row_rules import row_apply_
 from samplex_cuda.optim.row_gradient import RowGradient
 from samplex_cuda.optim.rules import Rule
 from samplex_cuda.rng import Key, is_capturing, key_tensor
-from samplex_cuda.tables import empty_table, mapped_table
+from samplex_cuda.tables import empty_table, mapped_table, table_file
 
 __all__ = ["RowOptimizer", "RowStep", "first_row_of", "set_first_row"]
 
@@ -171,7 +171,7 @@ class RowOptimizer(Optimizer):
     @staticmethod
     def _new_table(p: Tensor, shape: torch.Size, value: float, name: str) -> Tensor:
         width = shape[1] if len(shape) == 2 else 1
-        file = getattr(p, "table_file", None)  # of `SampledClassifier.host_table`
+        file = table_file(p)
         if file is not None and p.is_cpu:
             made = mapped_table(f"{file}.{name}", *shape, dtype=acc_dtype(p.dtype), overwrite=True)
             return made.fill_(value) if value else made

@@ -417,6 +417,15 @@ class Sampler(torch.nn.Module):
             return ids.unsqueeze(1).contiguous(), True
         return ids.expand(batch, -1).contiguous(), False
 
+    def _apply_keeping_dtypes(self, fn: Any, recurse: bool) -> None:
+        """`nn.Module._apply` without a change of dtype: `.half()` of a model is not about the distribution."""
+        kept = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, t in kept.items():
+            now = self.get_buffer(name)
+            if now.dtype != t.dtype:
+                setattr(self, name, t.to(now.device))
+
     def _check_stratified(self, stratified: bool, shared: bool) -> None:
         if stratified and not shared:
             raise ValueError(f"{self._op}: stratified must be False without shared=True, got True")

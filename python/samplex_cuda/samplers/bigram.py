@@ -238,11 +238,7 @@ class Bigram(Sampler):
         super(Sampler, self)._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Bigram:
-        # `.half()` of a model is not about the distribution: the shares stay float64, and follow the device.
-        before = self.backoff
-        super()._apply(fn, recurse)
-        if self.backoff.dtype != before.dtype:
-            self.backoff = before.to(self.table.device)
+        self._apply_keeping_dtypes(fn, recurse)
         return self
 
     def extra_repr(self) -> str:

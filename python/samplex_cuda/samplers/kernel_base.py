@@ -450,16 +450,9 @@ class KernelSampler(DeviceFollowing):
         self._lock = threading.RLock()
 
     def _apply(self, fn: Any, recurse: bool = True) -> KernelSampler:
-        kept = dict(self.named_buffers(recurse=False))
-        super()._apply(fn, recurse)
+        self._apply_keeping_dtypes(fn, recurse)
         self._peaks = self._mail = self._notices = None
         self._longest = float(self._longest)
-        # `.to(bfloat16)` or `.half()` of a model is not about the sampler: its distribution, and with it log_q, would
-        # change.
-        for name, t in kept.items():
-            now = self.get_buffer(name)
-            if now.dtype != t.dtype:
-                setattr(self, name, t.to(now.device))
         return self
 
     def extra_repr(self) -> str:

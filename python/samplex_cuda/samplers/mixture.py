@@ -200,11 +200,7 @@ class Mixture(Sampler):
             super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Mixture:
-        # `.half()` of a model is not about the distribution: the weights stay float64, and follow the device.
-        before = self.weights
-        super()._apply(fn, recurse)
-        if self.weights.dtype != before.dtype:
-            self.weights = before.to(self.weights.device)
+        self._apply_keeping_dtypes(fn, recurse)
         return self
 
     def extra_repr(self) -> str:

@@ -13,9 +13,19 @@ from torch import Tensor, nn
 from samplex_cuda.data import Batches, Dataset
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.training import models
+from samplex_cuda.training.config import Training
 from samplex_cuda.training.ranks import Alone
 
-__all__ = ["check_metrics", "evaluate"]
+__all__ = ["check_metrics", "evaluate", "propensities_of"]
+
+
+def propensities_of(settings: Training, train: Dataset) -> Tensor | None:
+    """Propensities of the classes by the training data [C], where a metric asks for them."""
+    if not any(name.startswith("psp") for name in settings.metrics):
+        return None
+    from samplex_cuda.metrics import propensities
+
+    return propensities(train.class_counts(), len(train), settings.propensity_a, settings.propensity_b)
 
 
 @torch.no_grad()

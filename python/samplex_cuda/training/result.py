@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import NoReturn
 
-__all__ = ["NonFiniteLossError", "Result"]
+__all__ = ["NonFiniteLossError", "Result", "raise_non_finite"]
 
 
 class NonFiniteLossError(RuntimeError):
@@ -45,3 +47,17 @@ class Result:
     message: str
     signal: int = 0
     warnings: list[str] = dataclasses.field(default_factory=list)
+
+
+def raise_non_finite(step: int, problem: str, run_dir: Path, left_out: int) -> NoReturn:
+    """NonFiniteLossError for a step, after `left_out` steps in a row that were left out for the same reason."""
+    advice = (
+        f"Go on from the last checkpoint with Trainer.resume({str(run_dir)!r}, settings=...): a smaller "
+        "optimizer.lr, training.clip_norm=1, or training.on_nan=skip"
+    )
+    if left_out:
+        raise NonFiniteLossError(
+            f"trainer: step {step}: {problem}, after {left_out} steps in a row that were left out for the "
+            f"same reason: the weights themselves are no longer good. {advice}"
+        )
+    raise NonFiniteLossError(f"trainer: step {step}: {problem}. {advice}")

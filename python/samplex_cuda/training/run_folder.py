@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from samplex_cuda.training import checkpoint
+from samplex_cuda.training import config as configs
+from samplex_cuda.training.config import Config
 
 __all__ = [
     "RunError",
     "append_record",
+    "begin",
     "check_links",
     "clean",
     "keep_batch",
@@ -24,6 +27,7 @@ __all__ = [
     "open_board",
     "plot_curves",
     "read_metrics",
+    "replace_config",
     "set_aside",
     "sync_metrics",
     "trim_metrics",
@@ -59,6 +63,30 @@ def check_links(run_dir: Path) -> None:
     checkpoint.check_inside(run_dir, *FOLDERS, *FILES)
 
 
+def begin(run_dir: Path, config: Config, surroundings: Callable[[], dict[str, Any]]) -> None:
+    """Makes a run folder, with the configuration and what it runs on; RunError if there is a run in it."""
+    check_links(run_dir)
+    if (run_dir / "config.toml").exists() or checkpoint.list_checkpoints(run_dir):
+        raise RunError(
+            f"trainer: {run_dir}: already contains a run; resume it with Trainer.resume({str(run_dir)!r}), or use "
+            "another folder"
+        )
+    try:
+        for name in ("checkpoints", "plots"):
+            (run_dir / name).mkdir(parents=True, exist_ok=True)
+        checkpoint.write_file(run_dir / "environment.json", json.dumps(surroundings(), indent=1))
+        checkpoint.write_file(run_dir / "config.toml", configs.dumps(config))
+    except OSError as error:
+        raise unwritable(run_dir, error) from None
+
+
+def replace_config(run_dir: Path, old: Config, new: Config, step: int) -> None:
+    """Writes a configuration that has changed, and keeps the old one beside it."""
+    if new != old:
+        checkpoint.write_file(run_dir / f"config.before-{step:08d}.toml", configs.dumps(old))
+        checkpoint.write_file(run_dir / "config.toml", configs.dumps(new))
+
+
 def clean(run_dir: Path) -> list[Path]:
     """Removes what a killed process left half-written anywhere in a run folder; what was removed."""
     check_links(run_dir)
@@ -70,6 +98,9 @@ def newest(run_dir: Path, restart: bool) -> tuple[Path | None, list[tuple[Path, 
 
     RunError if every checkpoint is damaged, unless `restart`; (None, []) if there are no checkpoints.
     """
+    for name in ("checkpoints", "plots"):
+        (run_dir / name).mkdir(exist_ok=True)
+    checkpoint.put_back(run_dir / "checkpoints")
     refused: list[tuple[Path, str]] = []
     found = checkpoint.latest(run_dir, on_refused=lambda path, reason: refused.append((path, reason)))
     if found is None and refused and not restart:

@@ -9,7 +9,6 @@ one that was not. docs/training.md says what is needed for that.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 import warnings
@@ -27,19 +26,21 @@ from samplex_cuda.training.averaging import averaged_parameters, swapped, update
 from samplex_cuda.training.checkpoint import CheckpointError
 from samplex_cuda.training.chooser import Chooser
 from samplex_cuda.training.config import Config
-from samplex_cuda.training.evaluation import evaluate
+from samplex_cuda.training.evaluation import evaluate, propensities_of
 from samplex_cuda.training.interrupts import Interrupts, own_generators
 from samplex_cuda.training.opening import check_fit, check_monitor, from_anywhere, open_data
 from samplex_cuda.training.ranks import join
-from samplex_cuda.training.result import NonFiniteLossError, Result
+from samplex_cuda.training.result import Result, raise_non_finite
 from samplex_cuda.training.run_folder import (
     RunError,
     append_record,
+    begin,
     check_links,
     clean,
     newest,
     open_board,
     plot_curves,
+    replace_config,
     set_aside,
     sync_metrics,
     trim_metrics,
@@ -111,23 +112,8 @@ class Trainer:
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self._prepare(config, train, valid, run_dir, trust_model, on_event)
-        self.ranks.lead(self._begin_folder)
+        self.ranks.lead(lambda: begin(self.run_dir, self.config, self._surroundings))
         self.make(fit=True)
-
-    def _begin_folder(self) -> None:
-        check_links(self.run_dir)
-        if (self.run_dir / "config.toml").exists() or checkpoint.list_checkpoints(self.run_dir):
-            raise RunError(
-                f"trainer: {self.run_dir}: already contains a run; resume it with "
-                f"Trainer.resume({str(self.run_dir)!r}), or use another folder"
-            )
-        try:
-            for name in ("checkpoints", "plots"):
-                (self.run_dir / name).mkdir(parents=True, exist_ok=True)
-            checkpoint.write_file(self.run_dir / "environment.json", json.dumps(self._surroundings(), indent=1))
-            checkpoint.write_file(self.run_dir / "config.toml", configs.dumps(self.config))
-        except OSError as error:
-            raise unwritable(self.run_dir, error) from None
 
     @classmethod
     def resume(
@@ -191,9 +177,6 @@ class Trainer:
 
     def _find(self, restart: bool) -> tuple[Path | None, list[tuple[Path, str]]]:
         """The newest whole checkpoint (None if there is none), and the damaged ones that are newer."""
-        for name in ("checkpoints", "plots"):
-            (self.run_dir / name).mkdir(exist_ok=True)
-        checkpoint.put_back(self.run_dir / "checkpoints")
         found, refused = newest(self.run_dir, restart)
         for path, reason in refused:
             self._refused(path, reason, "training begins at step 0" if found is None else f"{found.name} is used")
@@ -206,9 +189,7 @@ class Trainer:
             self._event("cleaned", path=str(removed))
         for path, reason in refused:
             self._event("damaged", path=str(set_aside(run_dir, path)), reason=reason)
-        if self.config != old:
-            checkpoint.write_file(run_dir / f"config.before-{p.step:08d}.toml", configs.dumps(old))
-            checkpoint.write_file(run_dir / "config.toml", configs.dumps(self.config))
+        replace_config(run_dir, old, self.config, p.step)
         trim_metrics(run_dir, p.last_log, p.last_eval)
 
     # ------------------------------------------------------------------------------------------ making
@@ -432,17 +413,8 @@ class Trainer:
         p.skipped += 1
         p.skipped_in_a_row += 1
         self._event("nan", step=p.step, message=problem, action=t.on_nan)
-        advice = (
-            f"Go on from the last checkpoint with Trainer.resume({str(self.run_dir)!r}, settings=...): a smaller "
-            "optimizer.lr, training.clip_norm=1, or training.on_nan=skip"
-        )
-        if t.on_nan == "stop":
-            raise NonFiniteLossError(f"trainer: step {p.step}: {problem}. {advice}")
-        if p.skipped_in_a_row > t.max_skipped:
-            raise NonFiniteLossError(
-                f"trainer: step {p.step}: {problem}, after {t.max_skipped} steps in a row that were left out for the "
-                f"same reason: the weights themselves are no longer good. {advice}"
-            )
+        if t.on_nan == "stop" or p.skipped_in_a_row > t.max_skipped:
+            raise_non_finite(p.step, problem, self.run_dir, 0 if t.on_nan == "stop" else t.max_skipped)
 
     # ------------------------------------------------------------------------------------------ between steps
     def _log(self) -> None:
@@ -500,19 +472,10 @@ class Trainer:
                 metrics=t.metrics,
                 rows=t.eval_rows,
                 exclude_history=t.exclude_history,
-                propensities=self._propensities(),
+                propensities=propensities_of(self.config.training, self.train),
                 on_batch=on_batch,
                 ranks=self.ranks,
             )
-
-    def _propensities(self) -> Tensor | None:
-        """Of the training data, where a metric asks for them."""
-        if not any(name.startswith("psp") for name in self.config.training.metrics):
-            return None
-        from samplex_cuda.metrics import propensities
-
-        t = self.config.training
-        return propensities(self.train.class_counts(), len(self.train), t.propensity_a, t.propensity_b)
 
     def _watch_model(self) -> None:
         """Notes what is wrong with the model, if anything: a falling loss does not prove that it learns."""
