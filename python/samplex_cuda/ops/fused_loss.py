@@ -77,7 +77,7 @@ def static_step(loss: Loss, weight: Tensor, bias: Tensor | None, form: Form, sin
         form: what every loss shares.
         sink: where the weight gradient goes.
     """
-    return Step(loss, form, sink, _plan(loss, weight, bias, form, False), sink.at_once)
+    return Step(loss, form, sink, _plan(loss, weight, bias, form, loss.needs.example_index), sink.at_once)
 
 
 def fits(step: Step, weight: Tensor, bias: Tensor | None) -> bool:
