@@ -72,11 +72,13 @@ struct StaticDraw {
 };
 
 // `law` is a StaticLaw; table and prefix are those of an alias table. Per-row draws exclude the class target[b], none
-// if that is negative; the caller has checked that it is below num_classes. Shared draws take `gather` along: a GPU
-// gathers what the draws read of the class table in the kernel that draws, a CPU leaves it to the caller (gather.ids is
-// nullptr then).
+// if that is negative or with `noise`; the caller has checked that it is below num_classes. Shared draws take `gather`
+// along: a GPU gathers what the draws read of the class table in the kernel that draws, a CPU leaves it to the caller
+// (gather.ids is nullptr then). target_log_q: float [B] or absent, set to the log-probabilities of the targets under
+// the distribution without an exclusion, nan of a negative one; only with `shared` or `noise`.
 StaticDraw call_static_sample(int64_t law, const Tensor& key, int64_t num_samples, int64_t num_classes, bool shared,
                               const std::optional<Tensor>& table, const std::optional<Tensor>& prefix,
-                              const Tensor& target, GatherRowsParams& gather);
+                              const Tensor& target, bool noise, GatherRowsParams& gather,
+                              const std::optional<Tensor>& target_log_q = std::nullopt);
 
 }  // namespace samplex::glue

@@ -11,10 +11,12 @@ import samplex_cuda as sx
 
 CLASSES, DIM, BATCH, DRAWS = 1_000_000, 32, 64, 64
 FEW = 4096  # classes of a sampler that is made from the class table
+EXAMPLES = 1000  # of augment_reduce, which keeps a number for each
 
 # The names: what draws ("shared ..." once for the batch), then what is special; the last word may be a loss.
 PLAIN = ["per row", "shared", "shared bf16", "adam", "grad scaler"]
-ENTRY = [f"{draws} {loss}" for draws in ("per row", "shared") for loss in ("negative_sampling", "one_vs_each")]
+ENTRY_LOSSES = ("negative_sampling", "nce", "one_vs_each", "augment_reduce")
+ENTRY = [f"{draws} {loss}" for draws in ("per row", "shared") for loss in ENTRY_LOSSES]
 # Samplers that follow the class table in every step.
 FOLLOWING = [f"{draws} {name}" for draws in ("per row", "shared") for name in ("kernel sampler", "midx")]
 FOLLOWING += ["per row mixture", "shared softmax sampler"]
@@ -47,6 +49,8 @@ def _head_options(kind: str) -> dict[str, Any]:
         return {"loss": sx.losses.SampledSoftmax(margin=sx.losses.ArcFace(0.5)), "normalize": True, "scale": 16.0}
     if kind in SPHERE:
         return {"normalize": True, "scale": 16.0, "learn_scale": kind.endswith("learned scale")}
+    if loss == "augment_reduce":
+        return {"loss": sx.losses.AugmentReduce(num_examples=EXAMPLES)}
     return {"loss": loss, "sampler_update": "step"} if kind in FOLLOWING else {"loss": loss}
 
 
@@ -64,10 +68,11 @@ def make_step(kind: str, *, device: str = "cpu", capturable: bool = False) -> Ca
     head.fused.at_once = False  # a GPU has no such step; here it would look at the upstream gradient
     h = torch.randn(BATCH, DIM).to(device, dtype).requires_grad_(True)
     y = torch.randint(sampler.num_classes, (BATCH,)).to(device)
+    index = torch.randint(EXAMPLES, (BATCH,)).to(device) if head.loss.needs.example_index else None
 
     def step() -> None:
         h.grad = None
-        loss = head(h, y)
+        loss = head(h, y, index=index)
         (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is not None and device != "cpu":
             scaler.update()

@@ -23,7 +23,7 @@ OPS = sorted(registry.registered_ops())
 REFUSED = {
     "table": (
         "alias_sample", "alias_log_prob", "bigram_sample", "bigram_log_prob", "sampled_softmax_static",
-        "entry_loss_static",
+        "entry_loss_static", "augment_reduce_static_",
     ),
     "pair_table": ("bigram_sample", "bigram_log_prob"),
     "nodes": (

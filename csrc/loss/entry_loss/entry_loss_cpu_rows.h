@@ -249,7 +249,7 @@ struct EntryLossRow {
   void start_draws(int64_t b) {
     for (int64_t k = 0; k < P; ++k) pulls[k] = 0;
     if (kKind != EntryLoss::kAugmentReduce) return;
-    log_eta = static_cast<const A*>(p.log_eta)[b];
+    log_eta = example_log_eta<A>(p.examples, p.log_eta, b);
     level = scores[0];
     if (P == 1) return;
     // With class weights of zero their plain mean.

@@ -59,6 +59,13 @@ void launch(const EntryLossParams& params, void* stream) {
 
 }  // namespace
 
+void launch_entry_examples(const EntryExamples& params, void* stream) {
+  if (params.double_acc)
+    SX_LAUNCH("entry_loss", entry_examples_kernel<double>, 1, kExampleThreads, 0, stream, params);
+  else
+    SX_LAUNCH("entry_loss", entry_examples_kernel<float>, 1, kExampleThreads, 0, stream, params);
+}
+
 void launch_entry_loss(const EntryLossParams& params, void* stream) {
   if (params.debug) {
     const int64_t ids = params.batch * (params.num_targets + params.num_samples);

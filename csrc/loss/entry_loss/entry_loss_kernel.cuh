@@ -3,6 +3,8 @@
 //
 //   entry_loss_kernel        float, half, bfloat16 storage; d <= 4096: each class row is read once
 //   entry_loss_wide_kernel   any other d, double, and shared draws (whose products come from a GEMM)
+//   entry_examples_kernel    one block: numbers kept per example after a step of augment_reduce; where it can, the last
+//                            block of the loss does it
 //   entry_loss_check_kernel  SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 //
 // One pass: a group of kGroup lanes owns a class row, every lane kElements of its columns, with h and the running
@@ -13,247 +15,16 @@
 // no float atomic; sums run in an order that the shapes fix: the same bits every time.
 #pragma once
 
-#include "common/vec_load.cuh"
-#include "loss/entry_loss/entry_loss_math.h"
-#include "loss/fused/fused_loss_kernel.cuh"
+#include "loss/entry_loss/entry_loss_device.cuh"
 
 namespace samplex {
 namespace SX_BACKEND_NS {
 
 constexpr int kCheckThreads = 128;
-
-// What a kernel is compiled for: the less it must be ready for, the fewer registers it takes.
-enum class EntryMode {
-  kPlain,    // negative sampling, one target, no mask
-  kNoise,    // negative sampling and nce
-  kRelative  // one_vs_each and augment_reduce
-};
+constexpr int kExampleThreads = 512;  // of the one block that moves the numbers of examples
 // Blocks an SM shall hold. Left to itself ptxas spills a few registers of the general kernels to fit one block more; a
 // warp has kRows class rows in flight in each group, so that few of them keep the memory busy.
 constexpr int blocks_of(EntryMode mode) { return mode == EntryMode::kPlain ? 0 : 1; }
-
-// ------------------------------------------------------------------------------------------------ a row
-// What every lane knows of its batch row.
-template <typename A>
-struct EntryLossRow {
-  A count, weight;    // how many targets, and a
-  A level, log_eta;   // relative losses: the target's score (of several: their mean), log eta
-  A *scores, *pulls;  // relative losses with several targets: [P] each, written by thread 0
-};
-
-// Class of target k, -1 where it takes no part; see class_or_unknown for an id out of range.
-SX_DEVICE inline int64_t target_of(const EntryLossParams& p, int64_t b, int64_t k) {
-  const int64_t id = p.target[b * p.num_targets + k];
-  return counts_as_target(p, id) ? class_or_unknown(id, p.num_classes) : -1;
-}
-
-// Class row `id`; h stands in for that of an entry that takes no part and for one out of range.
-template <typename T>
-SX_DEVICE inline const T* row_of(const EntryLossParams& p, int64_t id, const T* hidden) {
-  return uint64_t(id) < uint64_t(p.num_classes) ? static_cast<const T*>(p.weight) + id * p.dim : hidden;
-}
-
-// By the whole warp. count = 0: the row has no target.
-template <typename A>
-SX_DEVICE inline EntryLossRow<A> read_row(const EntryLossParams& p, int64_t b) {
-  EntryLossRow<A> row{A(0), A(0), A(0), A(0), nullptr, nullptr};
-  for (int64_t k = lane_id(); k < p.num_targets; k += kWarpSize) {
-    const int64_t id = target_of(p, b, k);
-    if (id < 0) continue;
-    row.count += A(1);
-    row.weight += class_scalar<A>(p.class_weight, id, p.num_classes, A(1));
-  }
-  row.count = group_sum<kWarpSize>(row.count);
-  row.weight = group_sum<kWarpSize>(row.weight);
-  if (row.count > A(0)) row.weight /= row.count;
-  if (p.scratch != nullptr) {
-    row.scores = static_cast<A*>(p.scratch) + b * 2 * p.num_targets;
-    row.pulls = row.scores + p.num_targets;
-  }
-  if (p.kind == EntryLoss::kAugmentReduce) row.log_eta = static_cast<const A*>(p.log_eta)[b];
-  return row;
-}
-
-// a_y
-template <typename A>
-SX_DEVICE inline A share_of(const EntryLossParams& p, const EntryLossRow<A>& row, int64_t id) {
-  return class_scalar<A>(p.class_weight, id, p.num_classes, A(1)) / row.count;
-}
-
-template <EntryMode kMode>
-SX_DEVICE inline bool draw_masked(const EntryLossParams& p, int64_t b, int64_t id) {
-  if (kMode == EntryMode::kRelative) {
-    for (int64_t k = 0; k < p.num_targets; ++k) {
-      const int64_t target = p.target[b * p.num_targets + k];
-      if (target == id && counts_as_target(p, target)) return true;
-    }
-  }
-  return is_known_positive(p.known_offsets, p.known_ids, p.known_size, b, id);
-}
-
-// ------------------------------------------------------------------------------------------------ entries of a row
-// What a lane knows of one entry before its class row is read. An entry that takes no part has id -1.
-template <typename A>
-struct EntryLossEntry {
-  int64_t id;
-  A bias, log_q;
-  A share;  // of its term; in kNoise only
-};
-
-// kStaged: a shared draw, whose bias may have been staged.
-template <EntryMode kMode, bool kStaged = false, typename A>
-SX_DEVICE inline EntryLossEntry<A> load_entry(const EntryLossParams& p, const EntryLossRow<A>& row,
-                                              const EntryLossFactors<A>& f, int64_t b, int64_t k) {
-  constexpr bool kGeneral = kMode != EntryMode::kPlain;
-  const int64_t P = kGeneral ? p.num_targets : 1;
-  EntryLossEntry<A> entry{-1, A(0), A(0), A(0)};
-  if (k >= P + p.num_samples) return entry;
-  const int64_t at = (p.shared ? 0 : b * p.num_samples) + k - P;
-  const bool target = k < P;
-  entry.id = target ? p.target[b * P + k] : p.ids[at];
-  if (kGeneral) {
-    if (target ? !counts_as_target(p, entry.id) : draw_masked<kMode>(p, b, entry.id)) {
-      entry.id = -1;
-      return entry;
-    }
-  }
-  entry.id = class_or_unknown(entry.id, p.num_classes);
-  if (kMode == EntryMode::kNoise) entry.share = target ? share_of(p, row, entry.id) : row.weight * f.share;
-  if (kStaged && p.draw_bias != nullptr)
-    entry.bias = static_cast<const A*>(p.draw_bias)[at];
-  else
-    entry.bias = class_scalar<A>(p.bias, entry.id, p.num_classes, A(0));
-  if (kMode == EntryMode::kRelative || p.reg != 0 || (kGeneral && p.kind == EntryLoss::kNce))
-    entry.log_q = target ? static_cast<const A*>(p.target_log_q)[b * P + k] : static_cast<const A*>(p.log_q)[at];
-  return entry;
-}
-
-// Negative sampling of one target: adds the entry's term to `loss` and returns its coefficient.
-template <typename A>
-SX_DEVICE inline A plain_entry(const EntryLossFactors<A>& f, A row_weight, bool target, A dot, A bias, A log_q,
-                               A& loss) {
-  const EntryTerm<A> term = entry_term(f.scale * (dot + bias), target, f.reg, log_q);
-  const A share = row_weight * (target ? A(1) : f.share);
-  loss += share * term.value;
-  return share * f.scale * term.slope;
-}
-
-// An entry against noise. there: whether it takes part.
-template <typename A>
-SX_DEVICE inline A noise_entry(const EntryLossParams& p, const EntryLossFactors<A>& f, bool target, bool there, A score,
-                               A log_q, A share, A& loss) {
-  if (p.kind == EntryLoss::kNce) score += log_weight(log_q, f.log_m);
-  const EntryTerm<A> term = entry_term(score, target, f.reg, log_q);
-  if (!there) return A(0);
-  loss += share * term.value;
-  return share * f.scale * term.slope;
-}
-
-// A draw of a relative loss, by the whole warp, each lane with its own. there: whether it takes part. counts: whether
-// this lane, of those that hold the same one, adds it to the sums.
-template <typename A>
-SX_DEVICE inline A relative_draw(const EntryLossParams& p, const EntryLossFactors<A>& f, const EntryLossRow<A>& row,
-                                 int64_t b, bool there, bool counts, A score, A log_q, A& loss, A& pull) {
-  const A log_v = log_weight(log_q, f.log_m);
-  if (p.kind == EntryLoss::kAugmentReduce) {
-    const A e = there ? exp_acc(score + log_v - row.level - row.log_eta) : A(0);
-    if (counts) pull += e;
-    return f.scale * row.weight * e;
-  }
-  const A v = exp_acc(log_v);
-  A coef = 0;
-  for (int64_t k = 0; k < p.num_targets; ++k) {
-    const int64_t id = target_of(p, b, k);
-    if (id < 0) continue;  // the whole warp
-    const EntryTerm<A> term = softplus_term(score - (p.num_targets == 1 ? row.level : row.scores[k]));
-    const A share = share_of(p, row, id), slope = there ? v * term.slope : A(0);
-    if (there && counts) loss += share * v * term.value;
-    coef += share * slope;
-    if (p.num_targets == 1) {
-      if (counts) pull += slope;
-    } else {
-      const A part = group_sum<kWarpSize>(counts ? slope : A(0));
-      if (threadIdx.x == 0) row.pulls[k] += part;
-    }
-  }
-  return f.scale * coef;
-}
-
-// Keeps the score of target k, and their mean in row.level. total: the weights of the mean so far.
-template <typename A>
-SX_DEVICE inline void keep_target(const EntryLossParams& p, EntryLossRow<A>& row, int64_t id, int64_t k, A score,
-                                  A& total) {
-  if (p.num_targets == 1) {
-    row.level = score;
-    return;
-  }
-  if (threadIdx.x == 0) {
-    row.scores[k] = score;
-    row.pulls[k] = A(0);
-  }
-  // With class weights of zero their plain mean.
-  const A share = row.weight == A(0) ? A(1) : share_of(p, row, id);
-  row.level += share * score;
-  total += share;
-}
-
-template <typename A>
-SX_DEVICE inline A target_ratio(const EntryLossParams& p, const EntryLossRow<A>& row, int64_t k) {
-  return exp_acc((p.num_targets == 1 ? row.level : row.scores[k]) - row.level - row.log_eta);
-}
-
-// What targets add to the ratio of augment_reduce.
-template <typename A>
-SX_DEVICE inline A target_ratios(const EntryLossParams& p, const EntryLossRow<A>& row, int64_t b) {
-  A base = 0;
-  if (p.kind != EntryLoss::kAugmentReduce) return base;
-  for (int64_t k = 0; k < p.num_targets; ++k) {
-    if (target_of(p, b, k) >= 0) base += target_ratio(p, row, k);
-  }
-  return base;
-}
-
-// Coefficient of target k of a relative loss, once the draws are done.
-template <typename A>
-SX_DEVICE inline A target_coef(const EntryLossParams& p, const EntryLossFactors<A>& f, const EntryLossRow<A>& row,
-                               int64_t id, int64_t k, A base, A pull) {
-  const A share = share_of(p, row, id);
-  if (p.kind == EntryLoss::kAugmentReduce)
-    return f.scale * ((row.weight * target_ratio(p, row, k) - share * base) - share * pull);
-  return -f.scale * share * (p.num_targets == 1 ? pull : row.pulls[k]);
-}
-
-// An ignored row, by the whole block.
-template <int kBlock, typename A>
-SX_DEVICE inline void zero_row(const EntryLossParams& p, int64_t b) {
-  if (threadIdx.x == 0) {
-    static_cast<A*>(p.loss)[b] = static_cast<A*>(p.denom)[b] = A(0);
-    if (p.ratio != nullptr) static_cast<A*>(p.ratio)[b] = A(1);
-  }
-  if (!p.need_grad) return;
-  const int64_t entries = p.num_targets + p.num_samples;
-  for (int64_t k = threadIdx.x; k < entries; k += kBlock) static_cast<A*>(p.coef_loss)[b * p.coefs.stride + k] = A(0);
-  for (int64_t c = threadIdx.x; c < p.dim; c += kBlock) static_cast<A*>(p.d_loss)[b * p.dim + c] = A(0);
-}
-
-// Loss, denominator and ratio of a row, by thread 0.
-template <EntryMode kMode, typename A>
-SX_DEVICE inline void store_row(const EntryLossParams& p, const EntryLossRow<A>& row, int64_t b, A loss, A base,
-                                A pull) {
-  if (threadIdx.x != 0) return;
-  if (kMode == EntryMode::kRelative && p.kind == EntryLoss::kAugmentReduce) {
-    loss = row.weight * (row.log_eta - A(1) + (base + pull));
-    static_cast<A*>(p.ratio)[b] = base + pull;
-  }
-  if (kMode == EntryMode::kRelative) {
-    // Without draws no score of a target counts: one out of range must show all the same.
-    for (int64_t k = 0; k < p.num_targets; ++k) {
-      if (target_of(p, b, k) == p.num_classes) loss = quiet_nan<A>();
-    }
-  }
-  static_cast<A*>(p.loss)[b] = loss;
-  static_cast<A*>(p.denom)[b] = row.weight;
-}
 
 // ------------------------------------------------------------------------------------------------ one pass
 // Columns are split into chunks of kWidth: thread `seat` of those that share a class row has chunks seat, seat +
@@ -551,11 +322,20 @@ SX_DEVICE inline void entry_wide_row(const EntryLossParams& p) {
   store_row<kMode>(p, row, b, loss, base, pull);
 }
 
+template <typename A>
+__global__ void __launch_bounds__(kExampleThreads) entry_examples_kernel(EntryExamples x) {
+  move_examples<kExampleThreads, A>(x);
+}
+
 template <typename T, int kWidth, EntryMode kMode>
 __global__ void __launch_bounds__(kWarpSize, blocks_of(kMode)) entry_loss_wide_kernel(EntryLossParams p) {
-  __shared__ acc_t<T> scratch[1];
+  using A = acc_t<T>;
+  __shared__ A scratch[1];
   entry_wide_row<T, kWidth, kMode>(p);
-  reduce_loss_last<kWarpSize>(p.mean, scratch);
+  const bool last = reduce_loss_last<kWarpSize>(p.mean, scratch);
+  if constexpr (kMode == EntryMode::kRelative) {
+    if (last && p.examples.index != nullptr) move_examples<kWarpSize, A>(p.examples);  // the whole block
+  }
 }
 
 // ------------------------------------------------------------------------------------------------ debug check

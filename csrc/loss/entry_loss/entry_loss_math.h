@@ -59,5 +59,27 @@ SX_HOST_DEVICE inline EntryTerm<A> entry_term(A xi, bool target, A reg, A log_q)
   return term;
 }
 
+// log eta of the example of row b, where there are examples.
+template <typename A>
+SX_HOST_DEVICE inline A example_log_eta(const EntryExamples& x, const void* log_eta, int64_t b) {
+  const int64_t at = x.index != nullptr ? x.index[b] : b;
+  if (x.index != nullptr && uint64_t(at) >= uint64_t(x.size)) return quiet_nan<A>();
+  return static_cast<const A*>(log_eta)[at];
+}
+
+// What log eta becomes; see EntryExamples.
+template <typename A>
+SX_HOST_DEVICE inline A moved_log_eta(const EntryExamples& x, A used, A ratio) {
+  const A found = used + log_acc(ratio), most = used + A(88);
+  const A log_sum = found > most ? most : found;
+  A moved = used;
+  if (log_sum == log_sum) {
+    const A kept = used + A(x.log_keep), added = log_sum + A(x.log_rate);
+    const A larger = kept > added ? kept : added, smaller = kept > added ? added : kept;
+    moved = smaller == negative_infinity<A>() ? larger : larger + log1p_acc(exp_acc(smaller - larger));
+  }
+  return moved > A(0) || moved != moved ? moved : A(0);  // never -0
+}
+
 }  // namespace SX_ISA_NS
 }  // namespace samplex

@@ -1,6 +1,6 @@
-// entry_loss, entry_loss_static and entry_loss_bwd, the losses that are sums over entries: schemas, checks, allocation.
-// See entry_loss_params.h for the formulas. Shared draws go through GEMMs, as in sampled_softmax; no [B, m, d] and no
-// [C, d] tensor exists on any path.
+// entry_loss, entry_loss_static, augment_reduce_static_ and entry_loss_bwd, the losses that are sums over entries:
+// schemas, checks, allocation. See entry_loss_params.h for the formulas. Shared draws go through GEMMs, as in
+// sampled_softmax; no [B, m, d] and no [C, d] tensor exists on any path.
 #include <algorithm>
 #include <cmath>
 #include <tuple>
@@ -38,12 +38,20 @@ int64_t check_target(const char* op, const Tensor& target, int64_t batch, const 
   return one ? 1 : target.size(1);
 }
 
-// `ids` and `log_q` are given, or with `here` set by the draw.
+// Numbers per example, one of which each row reads and moves.
+struct Examples {
+  const Tensor& index;  // [B]
+  double rate;
+};
+
+// `ids` and `log_q` are given, or with `here` set by the draw, and then target_log_q too. With `examples` log_eta has a
+// number per example instead of one per row.
 Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target, Tensor& ids, Tensor& log_q,
-                const DrawHere* here, const std::optional<Tensor>& target_log_q, const std::optional<Tensor>& log_eta,
-                const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,
-                const std::optional<Tensor>& known_offsets, const std::optional<Tensor>& known_ids, int64_t kind_code,
-                double scale, double reg, int64_t ignore_index, int64_t reduction_code, bool need_grad) {
+                const DrawHere* here, const Examples* examples, std::optional<Tensor> target_log_q,
+                const std::optional<Tensor>& log_eta, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& class_weight, const std::optional<Tensor>& known_offsets,
+                const std::optional<Tensor>& known_ids, int64_t kind_code, double scale, double reg,
+                int64_t ignore_index, int64_t reduction_code, bool need_grad) {
   begin_op();
   const EntryLoss kind = kind_of("entry_loss", kind_code);
   const char* op = kNames[kind_code];
@@ -70,15 +78,26 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   check_value(P + m < (int64_t(1) << 31) - 1, op, ": targets and draws of a row must stay below 2^31, got ", P + m);
   check_value(reg >= 0, op, ": reg must be at least 0, got ", reg);
   check_value(reg == 0 || kind == EntryLoss::kNegativeSampling, op, ": reg must be 0, got ", reg);
-  check_value(reg == 0 || target_log_q.has_value(), op, ": target_log_q must be [B] if reg is not 0, got None");
-  check_value(kind != EntryLoss::kNce || target_log_q.has_value(), op, ": target_log_q must be [B], got None");
+  const bool relative = kind == EntryLoss::kOneVsEach || kind == EntryLoss::kAugmentReduce;
+  const bool reads_targets = reg != 0 || kind == EntryLoss::kNce;
+  check_value(here != nullptr || reg == 0 || target_log_q.has_value(), op,
+              ": target_log_q must be [B] if reg is not 0, got None");
+  check_value(here != nullptr || kind != EntryLoss::kNce || target_log_q.has_value(), op,
+              ": target_log_q must be [B], got None");
   if (target_log_q) {
     check_given(op, "target", target);
     const bool one = target.dim() == 1;
     check_tensor(op, "target_log_q", *target_log_q, one ? Shape{B} : Shape{B, P}, one ? "[B]" : "[B, P]", acc, weight);
   }
   check_value(kind != EntryLoss::kAugmentReduce || log_eta.has_value(), op, ": log_eta must be [B], got None");
-  if (log_eta) check_tensor(op, "log_eta", *log_eta, {B}, "[B]", acc, weight);
+  if (log_eta)
+    check_tensor(op, "log_eta", *log_eta, examples != nullptr ? Shape{-1} : Shape{B},
+                 examples != nullptr ? "[N]" : "[B]", acc, weight);
+  if (examples != nullptr) {
+    check_tensor(op, "index", examples->index, {B}, "[B]", ScalarType::Long, weight);
+    check_value(examples->rate > 0 && examples->rate <= 1, op, ": rate must be in (0, 1], got ", examples->rate);
+    check_ids(op, "index", examples->index, log_eta->size(0));
+  }
   check_value(known_offsets.has_value() == known_ids.has_value(), op,
               ": known_offsets and known_ids must be given together");
   if (known_offsets) {
@@ -100,11 +119,15 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   auto& [loss, saved] = result;
   SharedRows class_rows(op, weight, params.bias, B, m, shared, need_grad);
   std::optional<StaticDraw> drawn;
+  std::optional<Tensor> scored;  // as the draw writes it
   if (here != nullptr) {
-    drawn =
-        call_static_sample(here->law, here->key, m, C, shared, here->table, here->prefix, target, class_rows.gather);
+    const auto as_read = [&](const Tensor& t) { return acc == ScalarType::Double ? torch::stable::to(t, acc) : t; };
+    if (reads_targets) scored = empty(hidden, {B}, ScalarType::Float);
+    drawn = call_static_sample(here->law, here->key, m, C, shared, here->table, here->prefix, target, !relative,
+                               class_rows.gather, scored);
     ids = drawn->ids;
-    log_q = storage == ScalarType::Double ? torch::stable::to(drawn->log_q, storage) : drawn->log_q;
+    log_q = as_read(drawn->log_q);
+    if (scored) target_log_q = as_read(*scored);
   }
   if (B == 0) {
     if (reduction != Reduction::kNone) torch::stable::zero_(loss);
@@ -122,7 +145,6 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
     if (class_rows.rows) class_rows.dots(*dots, hidden);
     params.products = class_rows.products(hidden, params.dots, params.dots_stride, shape, at, saved, true);
   }
-  const bool relative = kind == EntryLoss::kOneVsEach || kind == EntryLoss::kAugmentReduce;
   if (relative && P > 0 && backend_of(op, weight) != Backend::kCpu) {
     scratch = empty(hidden, {B, 2, P}, acc);
     params.scratch = out_any(*scratch);
@@ -134,6 +156,11 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   params.log_q = in_any(log_q);
   params.target_log_q = target_log_q ? in_any(*target_log_q) : nullptr;
   params.log_eta = log_eta ? in_any(*log_eta) : nullptr;
+  if (examples != nullptr) {
+    params.examples = {
+        in<int64_t>(examples->index), out_any(*log_eta),        part_of(saved, at.ratio, B, true), B, log_eta->size(0),
+        std::log1p(-examples->rate),  std::log(examples->rate), acc == ScalarType::Double};
+  }
   params.known_offsets = in<int64_t>(known_offsets);
   params.known_ids = in<int64_t>(known_ids);
   params.known_size = known_ids ? known_ids->numel() : 0;
@@ -165,7 +192,19 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
 
   run_shared_draws(saved, at, shape, class_rows, true, params.parts);
   run_loss_mean(op, saved, params.mean);
+  if (examples != nullptr && params.mean.arrived == nullptr) SX_RUN(op, saved, launch_entry_examples, params.examples);
   return result;
+}
+
+// Of the ops that draw.
+DrawHere drawn_here(const char* op, const Tensor& hidden, const Tensor& weight, const Tensor& target, const Tensor& key,
+                    int64_t law, int64_t num_samples, bool shared, const std::optional<Tensor>& table,
+                    const std::optional<Tensor>& prefix) {
+  check_value(weight.dim() == 2, op, ": weight must be [C, d], got ", describe(weight));
+  check_value(hidden.dim() == 2, op, ": hidden must be [B, d], got ", describe(hidden));
+  check_tensor(op, "target", target, {hidden.size(0)}, "[B]", ScalarType::Long, weight);
+  check_value(weight.size(0) >= 1, op, ": weight must have a class to draw, got ", describe(weight));
+  return {key, law, num_samples, shared, table, prefix};
 }
 
 Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& target, Tensor ids, Tensor log_q,
@@ -175,32 +214,42 @@ Forward entry_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
                    int64_t kind_code, double scale, double reg, int64_t ignore_index, int64_t reduction_code,
                    bool need_grad, bool sparse) {
   (void)sparse;  // read by the autograd formula only
-  return forward(hidden, weight, target, ids, log_q, nullptr, target_log_q, log_eta, bias, class_weight, known_offsets,
-                 known_ids, kind_code, scale, reg, ignore_index, reduction_code, need_grad);
+  return forward(hidden, weight, target, ids, log_q, nullptr, nullptr, target_log_q, log_eta, bias, class_weight,
+                 known_offsets, known_ids, kind_code, scale, reg, ignore_index, reduction_code, need_grad);
 }
 
-// Shared draws and loss in one op: a GPU draws and gathers the class rows in one kernel. Of the losses that need no
-// number per target or example.
-std::tuple<Tensor, Tensor, Tensor> entry_loss_static(const Tensor& hidden, const Tensor& weight, const Tensor& target,
-                                                     const Tensor& key, int64_t num_samples, int64_t law,
-                                                     int64_t kind_code, const std::optional<Tensor>& bias,
-                                                     const std::optional<Tensor>& table,
-                                                     const std::optional<Tensor>& prefix,
-                                                     const std::optional<Tensor>& class_weight, double scale,
-                                                     int64_t ignore_index, int64_t reduction_code, bool need_grad) {
+// Draws and loss in one op: a GPU draws, scores the targets and gathers the class rows of shared draws in one kernel.
+// Of the losses that keep no number per example.
+std::tuple<Tensor, Tensor, Tensor> entry_loss_static(
+    const Tensor& hidden, const Tensor& weight, const Tensor& target, const Tensor& key, int64_t law,
+    int64_t num_samples, bool shared, const std::optional<Tensor>& table, const std::optional<Tensor>& prefix,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight, int64_t kind_code, double scale,
+    double reg, int64_t ignore_index, int64_t reduction_code, bool need_grad) {
   const EntryLoss kind = kind_of("entry_loss_static", kind_code);
-  check_value(kind == EntryLoss::kNegativeSampling || kind == EntryLoss::kOneVsEach,
-              "entry_loss_static: kind must be 0 (negative_sampling) or 2 (one_vs_each), got ", kind_code);
-  const char* op = kNames[kind_code];
-  check_value(weight.dim() == 2, op, ": weight must be [C, d], got ", describe(weight));
-  check_value(hidden.dim() == 2, op, ": hidden must be [B, d], got ", describe(hidden));
-  check_tensor(op, "target", target, {hidden.size(0)}, "[B]", ScalarType::Long, weight);
-  check_value(weight.size(0) >= 1, op, ": weight must have a class to draw, got ", describe(weight));
-  const DrawHere here{key, law, num_samples, true, table, prefix};
+  check_value(kind != EntryLoss::kAugmentReduce,
+              "entry_loss_static: kind must be 0 (negative_sampling), 1 (nce) or 2 (one_vs_each), got ", kind_code);
+  const DrawHere here =
+      drawn_here(kNames[kind_code], hidden, weight, target, key, law, num_samples, shared, table, prefix);
   Tensor ids, log_q;
   auto [loss, saved] =
-      forward(hidden, weight, target, ids, log_q, &here, std::nullopt, std::nullopt, bias, class_weight, std::nullopt,
-              std::nullopt, kind_code, scale, 0.0, ignore_index, reduction_code, need_grad);
+      forward(hidden, weight, target, ids, log_q, &here, nullptr, std::nullopt, std::nullopt, bias, class_weight,
+              std::nullopt, std::nullopt, kind_code, scale, reg, ignore_index, reduction_code, need_grad);
+  return {loss, ids, saved};
+}
+
+// The same of augment_reduce, with the numbers that it keeps per example: read and moved by the op.
+std::tuple<Tensor, Tensor, Tensor> augment_reduce_static(
+    const Tensor& hidden, const Tensor& weight, const Tensor& target, const Tensor& key, int64_t law,
+    int64_t num_samples, bool shared, const std::optional<Tensor>& table, const std::optional<Tensor>& prefix,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight, const Tensor& log_eta,
+    const Tensor& index, double rate, double scale, int64_t ignore_index, int64_t reduction_code, bool need_grad) {
+  constexpr int64_t kKind = int64_t(EntryLoss::kAugmentReduce);
+  const DrawHere here = drawn_here(kNames[kKind], hidden, weight, target, key, law, num_samples, shared, table, prefix);
+  const Examples examples{index, rate};
+  Tensor ids, log_q;
+  auto [loss, saved] =
+      forward(hidden, weight, target, ids, log_q, &here, &examples, std::nullopt, log_eta, bias, class_weight,
+              std::nullopt, std::nullopt, kKind, scale, 0.0, ignore_index, reduction_code, need_grad);
   return {loss, ids, saved};
 }
 
@@ -241,9 +290,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
       "(Tensor loss, Tensor saved)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
-      "entry_loss_static(Tensor hidden, Tensor weight, Tensor target, Tensor key, int num_samples, int law, int kind, "
-      "Tensor? bias=None, Tensor? table=None, Tensor? prefix=None, Tensor? class_weight=None, float scale=1.0, "
-      "int ignore_index=-100, int reduction=1, bool need_grad=True) -> (Tensor loss, Tensor ids, Tensor saved)",
+      "entry_loss_static(Tensor hidden, Tensor weight, Tensor target, Tensor key, int law, int num_samples, "
+      "bool shared, Tensor? table, Tensor? prefix, Tensor? bias, Tensor? class_weight, int kind, float scale, "
+      "float reg, int ignore_index, int reduction, bool need_grad) -> (Tensor loss, Tensor ids, Tensor saved)",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
+  m.def(
+      "augment_reduce_static_(Tensor hidden, Tensor weight, Tensor target, Tensor key, int law, int num_samples, "
+      "bool shared, Tensor? table, Tensor? prefix, Tensor? bias, Tensor? class_weight, Tensor(a!) log_eta, "
+      "Tensor index, float rate, float scale, int ignore_index, int reduction, bool need_grad) -> "
+      "(Tensor loss, Tensor ids, Tensor saved)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_contiguous_strides});
   m.def(
       "entry_loss_bwd(Tensor grad_loss, Tensor hidden, Tensor target, Tensor ids, Tensor saved, int kind, "
@@ -254,10 +309,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(samplex, m) {
 STABLE_TORCH_LIBRARY_IMPL(samplex, CPU, m) {
   m.impl("entry_loss", TORCH_BOX(&samplex::glue::entry_loss));
   m.impl("entry_loss_static", TORCH_BOX(&samplex::glue::entry_loss_static));
+  m.impl("augment_reduce_static_", TORCH_BOX(&samplex::glue::augment_reduce_static));
   m.impl("entry_loss_bwd", TORCH_BOX(&samplex::glue::entry_loss_bwd));
 }
 STABLE_TORCH_LIBRARY_IMPL(samplex, CUDA, m) {
   m.impl("entry_loss", TORCH_BOX(&samplex::glue::entry_loss));
   m.impl("entry_loss_static", TORCH_BOX(&samplex::glue::entry_loss_static));
+  m.impl("augment_reduce_static_", TORCH_BOX(&samplex::glue::augment_reduce_static));
   m.impl("entry_loss_bwd", TORCH_BOX(&samplex::glue::entry_loss_bwd));
 }

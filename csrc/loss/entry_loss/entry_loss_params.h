@@ -28,14 +28,28 @@ namespace samplex {
 
 enum class EntryLoss : int64_t { kNegativeSampling = 0, kNce = 1, kOneVsEach = 2, kAugmentReduce = 3 };
 
+// Augment and reduce: what a step makes of the numbers kept per example. log eta of those in `index` becomes
+//   max(0, log((1 - rate) eta + rate R)),   R = eta * ratio
+// A sum that overflowed counts as the largest that does not; nan leaves eta as it is. Where an index occurs twice, the
+// larger result stays, whatever the order.
+struct EntryExamples {
+  const int64_t* index;       // [B]; nullptr: there are none, and `log_eta` of the loss is [B]
+  void* log_eta;              // A [size], changed in place
+  void* ratio;                // A [B]: of the loss; overwritten
+  int64_t batch, size;        // one out of range makes the loss of its row nan, and changes nothing
+  double log_keep, log_rate;  // log(1 - rate), log rate
+  bool double_acc;            // A is double
+};
+
 struct EntryLossParams {
-  const void* hidden;            // [B, d]
-  const void* weight;            // [C, d]
-  const int64_t* target;         // [B, P]; ignore_index, and kPadding where P > 1, are skipped
-  const int64_t* ids;            // [B, m], or [m] when shared
-  const void* log_q;             // A, shape of ids; negative_sampling reads it where reg != 0
-  const void* target_log_q;      // A [B, P]; nce, and negative_sampling where reg != 0
-  const void* log_eta;           // A [B]; augment_reduce
+  const void* hidden;        // [B, d]
+  const void* weight;        // [C, d]
+  const int64_t* target;     // [B, P]; ignore_index, and kPadding where P > 1, are skipped
+  const int64_t* ids;        // [B, m], or [m] when shared
+  const void* log_q;         // A, shape of ids; negative_sampling reads it where reg != 0
+  const void* target_log_q;  // A [B, P]; nce, and negative_sampling where reg != 0
+  const void* log_eta;       // A [B], or [examples.size] with examples; augment_reduce
+  EntryExamples examples;
   void* dots;                    // A [B, m], rows `dots_stride` apart: h_b . w_ids when shared, or nullptr; overwritten
   DrawProducts products;         // CPU only: the kernel makes dots, and what shared draws add to d_loss
   const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
@@ -61,6 +75,8 @@ struct EntryLossParams {
 };
 
 SX_DECLARE_LAUNCHER(launch_entry_loss, EntryLossParams)
+// After the loss; not where its last block has done it (mean.arrived).
+SX_DECLARE_LAUNCHER(launch_entry_examples, EntryExamples)
 
 // ISA bodies, float/half/bfloat16 storage; rows [begin, end).
 namespace cpu {

@@ -76,10 +76,12 @@ __global__ void __launch_bounds__(kMeanThreads) loss_mean_kernel(LossMeanParams 
   reduce_loss<kMeanThreads>(p, scratch);
 }
 
-// At the end of a kernel with a block per batch row, by all threads.
+// At the end of a kernel with a block per batch row, by all threads. Whether this block came last and did it.
 template <int kThreads, typename A>
-SX_DEVICE inline void reduce_loss_last(const LossMeanParams& p, A* scratch) {
-  if (p.arrived != nullptr && block_arrives_last(p.arrived, int(p.batch))) reduce_loss<kThreads>(p, scratch);
+SX_DEVICE inline bool reduce_loss_last(const LossMeanParams& p, A* scratch) {
+  if (p.arrived == nullptr || !block_arrives_last(p.arrived, int(p.batch))) return false;
+  reduce_loss<kThreads>(p, scratch);
+  return true;
 }
 
 // ------------------------------------------------------------------------------------------------ shared draws

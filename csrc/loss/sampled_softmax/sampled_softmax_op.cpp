@@ -100,8 +100,8 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   SharedRows class_rows(kOp, weight, params.bias, B, m, shared, need_grad);
   std::optional<StaticDraw> drawn;
   if (here != nullptr) {
-    drawn =
-        call_static_sample(here->law, here->key, m, C, shared, here->table, here->prefix, target, class_rows.gather);
+    drawn = call_static_sample(here->law, here->key, m, C, shared, here->table, here->prefix, target, false,
+                               class_rows.gather);
     ids = drawn->ids;
     log_q = storage == ScalarType::Double ? torch::stable::to(drawn->log_q, storage) : drawn->log_q;
   }

@@ -20,6 +20,11 @@ void launch_static_sample(const StaticSampleParams& p) {
   }
   const auto body = SX_SIMD_BODY(simd_level(), static_sample_range);
   parallel_for(p.batch * p.num_samples, 4096, [&](int64_t begin, int64_t end) { body(p, begin, end); });
+  if (p.num_scored == 0) return;
+  const StaticRow whole = whole_row_in_kernel(p);
+  parallel_for(p.num_scored, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) p.scored_log_q[i] = log_q_of(p, whole, p.scored[i]);
+  });
 }
 
 }  // namespace samplex::cpu

@@ -13,18 +13,21 @@ unsigned static_grid(int64_t count) {
 }  // namespace
 
 void launch_static_sample(const StaticSampleParams& p, void* stream) {
-  if (p.batch == 0 || p.num_samples == 0) return;
+  const int64_t count = p.batch * p.num_samples;
+  if (count + p.num_scored == 0) return;
   if (p.gather.n > 0) {
-    const unsigned blocks = unsigned((p.gather.width + kStaticWarps - 1) / kStaticWarps);
+    const int64_t draw_blocks = (p.gather.width + kStaticWarps - 1) / kStaticWarps;
+    const int64_t score_blocks = (p.num_scored + kStaticBlock - 1) / kStaticBlock;
     with_gather_words(p.gather, [&](auto word, int64_t words) {
-      SX_LAUNCH("static_sample", static_gather_kernel<decltype(word)>, blocks, kStaticBlock, 0, stream, p, words);
+      SX_LAUNCH("static_sample", static_gather_kernel<decltype(word)>, unsigned(score_blocks + draw_blocks),
+                kStaticBlock, 0, stream, p, words, int(score_blocks));
     });
     return;
   }
   if (p.exclude != nullptr) {
     SX_LAUNCH("static_sample", static_rows_kernel, static_grid(p.batch), kStaticBlock, 0, stream, p);
   }
-  SX_LAUNCH("static_sample", static_sample_kernel, static_grid(p.batch * p.num_samples), kStaticBlock, 0, stream, p);
+  SX_LAUNCH("static_sample", static_sample_kernel, static_grid(count + p.num_scored), kStaticBlock, 0, stream, p);
 }
 
 }  // namespace samplex::SX_BACKEND_NS

@@ -32,13 +32,22 @@ SX_DEVICE inline void store_draw(const StaticSampleParams& p, const StaticRow& r
   p.log_q[i] = float(drawn.log_weight - row.log_mass);
 }
 
-// ids, log_q [B, m], or log_q alone for given ids.
+// Log-probability of scored id i.
+SX_DEVICE inline void score_id(const StaticSampleParams& p, const StaticRow& whole, int64_t i) {
+  p.scored_log_q[i] = log_q_of(p, whole, p.scored[i]);
+}
+
+// ids, log_q [B, m], or log_q alone for given ids; behind them the scored ids.
 __global__ void __launch_bounds__(kStaticBlock, 2) static_sample_kernel(StaticSampleParams p) {
   PhiloxKey key = {0, 0};
   if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
   const StaticRow whole = whole_row_in_kernel(p);
   const int64_t count = p.batch * p.num_samples, stride = int64_t(gridDim.x) * kStaticBlock;
-  for (int64_t i = int64_t(blockIdx.x) * kStaticBlock + threadIdx.x; i < count; i += stride) {
+  for (int64_t i = int64_t(blockIdx.x) * kStaticBlock + threadIdx.x; i < count + p.num_scored; i += stride) {
+    if (i >= count) {
+      score_id(p, whole, i - count);
+      continue;
+    }
     const int64_t b = i / p.num_samples, draw = i - b * p.num_samples;
     const StaticRow row = p.exclude != nullptr ? p.rows[b] : whole;
     if (p.given != nullptr)
@@ -49,10 +58,16 @@ __global__ void __launch_bounds__(kStaticBlock, 2) static_sample_kernel(StaticSa
 }
 
 // One row of draws that excludes nothing, and what it reads of a table: as many draws per block as it has warps. A
-// thread makes a draw, then a warp copies its row.
+// thread makes a draw, then a warp copies its row. The first `score_blocks` blocks take a scored id per thread.
 template <typename Word>
-__global__ void __launch_bounds__(kStaticBlock, 2) static_gather_kernel(StaticSampleParams p, int64_t words) {
-  const int64_t first = int64_t(blockIdx.x) * kStaticWarps;
+__global__ void __launch_bounds__(kStaticBlock, 2)
+    static_gather_kernel(StaticSampleParams p, int64_t words, int score_blocks) {
+  if (int(blockIdx.x) < score_blocks) {  // the whole block
+    const int64_t i = int64_t(blockIdx.x) * kStaticBlock + threadIdx.x;
+    if (i < p.num_scored) score_id(p, whole_row_in_kernel(p), i);
+    return;
+  }
+  const int64_t first = (int64_t(blockIdx.x) - score_blocks) * kStaticWarps;
   if (threadIdx.x < kStaticWarps && first + threadIdx.x < p.num_samples) {
     const int64_t draw = first + threadIdx.x;
     store_draw(p, whole_row_in_kernel(p), {uint64_t(p.key[0]), uint64_t(p.key[1])}, draw, 0, draw);

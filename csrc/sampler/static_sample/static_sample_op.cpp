@@ -71,7 +71,7 @@ void take_pointers(StaticSampleParams& p, const Tensor* table, const Tensor* pre
 MaybeTensor run(StaticSampleParams& p, const Tensor& ref, const char* op, bool trusted = false) {
   if (p.exclude != nullptr && glue::ids_on_host(ref) && !trusted) check_exclude_values(op, p);
   MaybeTensor rows;
-  if (p.batch == 0 || p.num_samples == 0) return rows;
+  if (p.batch * p.num_samples + p.num_scored == 0) return rows;
   if (p.exclude != nullptr) {
     rows = glue::empty(ref, {p.batch, 5}, ScalarType::Long);
     p.rows = reinterpret_cast<StaticRow*>(glue::out<int64_t>(*rows));
@@ -100,8 +100,8 @@ std::tuple<Tensor, Tensor> sample(StaticLaw law, const Tensor& key, int64_t batc
 
 // For call_static_sample, below.
 glue::StaticDraw draw_for_loss(StaticLaw law, const Tensor& key, int64_t num_samples, int64_t num_classes, bool shared,
-                               const Tensor* table, const Tensor* prefix, const Tensor& target,
-                               GatherRowsParams& gather) {
+                               const Tensor* table, const Tensor* prefix, const Tensor& target, bool noise,
+                               GatherRowsParams& gather, const MaybeTensor& target_log_q) {
   const char* op = op_name(law, false);
   glue::check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, target);
   const int64_t batch = target.size(0);
@@ -109,7 +109,7 @@ glue::StaticDraw draw_for_loss(StaticLaw law, const Tensor& key, int64_t num_sam
                                         std::nullopt, std::nullopt);
   p.key = glue::in<int64_t>(key);
   take_pointers(p, table, prefix, std::nullopt, std::nullopt);
-  if (!shared && batch > 0) {
+  if (!shared && !noise && batch > 0) {
     p.exclude = glue::in<int64_t>(target);
     p.exclude_width = 1;
     p.exclude_size = batch;
@@ -118,6 +118,11 @@ glue::StaticDraw draw_for_loss(StaticLaw law, const Tensor& key, int64_t num_sam
   Tensor ids = glue::empty(key, shape, ScalarType::Long), log_q = glue::empty(key, shape, ScalarType::Float);
   p.ids = glue::out<int64_t>(ids);
   p.log_q = glue::out<float>(log_q);
+  if (target_log_q) {
+    p.scored = glue::in<int64_t>(target);
+    p.scored_log_q = glue::out<float>(*target_log_q);
+    p.num_scored = batch;
+  }
   if (shared && gather.n > 0 && glue::backend_of(op, key) != Backend::kCpu) {
     gather.ids = p.ids;
     p.gather = gather;
@@ -227,13 +232,14 @@ namespace glue {
 
 StaticDraw call_static_sample(int64_t law, const Tensor& key, int64_t num_samples, int64_t num_classes, bool shared,
                               const std::optional<Tensor>& table, const std::optional<Tensor>& prefix,
-                              const Tensor& target, GatherRowsParams& gather) {
+                              const Tensor& target, bool noise, GatherRowsParams& gather,
+                              const std::optional<Tensor>& target_log_q) {
   const bool alias = law == int64_t(StaticLaw::kAlias);
   check_value(law >= 0 && law <= int64_t(StaticLaw::kAlias), "static draws: law must be in [0, 2], got ", law);
   check_value(!alias || (table.has_value() && prefix.has_value()),
               "static draws: table and prefix must be given with an alias table, got None");
   return draw_for_loss(StaticLaw(law), key, num_samples, num_classes, shared, alias ? &*table : nullptr,
-                       alias ? &*prefix : nullptr, target, gather);
+                       alias ? &*prefix : nullptr, target, noise, gather, target_log_q);
 }
 
 }  // namespace glue

@@ -46,7 +46,10 @@ struct StaticSampleParams {
   StaticRow whole;                          // the distribution with nothing excluded; see whole_row
   int64_t* ids;                             // [B, m] out, nullptr with `given`
   float* log_q;                             // [B, m] out
-  GatherRowsParams gather;                  // GPU only, n > 0: what the one row of draws reads of a table, besides
+  const int64_t* scored;                    // [num_scored] further ids to give the log-probability of, without exclude
+  float* scored_log_q;                      // [num_scored] out; nan of an id out of range
+  int64_t num_scored;
+  GatherRowsParams gather;  // GPU only, n > 0: what the one row of draws reads of a table, besides
 };
 
 SX_DECLARE_LAUNCHER(launch_static_sample, StaticSampleParams)

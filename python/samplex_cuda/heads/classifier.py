@@ -270,7 +270,7 @@ class SampledClassifier(StepOfHead):
             merges=needs.mergeable and self.shared and not self.unique,
             sampling=sampling,
             draws_static=draws_static,
-            plain=draws_static and as_they_are,
+            plain=draws_static and as_they_are and not needs.example_index,
         )
         return self._spec
 

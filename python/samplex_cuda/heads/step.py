@@ -226,6 +226,10 @@ class StepOfHead(ClassesOfHead):
         query = self._query(h)
         follower = self.follower
         alone = positives is None and negatives is None and target.dim() == 1 and target_weight is None
+        state = None
+        if index is not None and self._state_name is not None:
+            state = self.get_buffer(self._state_name)
+            alone = alone and spec.loss.moves_state(weight)
         if spec.draws_static and alone and not follower.active and not compiling and not transformed():
             sampler: Any = self._modules["sampler"]
             step = static_step(spec.loss, weight, bias, form, self._fusion or self._rows_of(weight, bias))
@@ -240,6 +244,8 @@ class StepOfHead(ClassesOfHead):
                 self.shared,
                 sampler.law(),
                 step.unit_hidden,
+                state,
+                None if index is None else index.contiguous(),
             )
             try:
                 return run_static_loss(step, given)
@@ -262,10 +268,7 @@ class StepOfHead(ClassesOfHead):
         offsets, known = (None, None)
         if positives is not None:
             offsets, known = known_positives(spec.loss.name, positives, h.shape[0], weight.device)
-        state = used = None
-        if index is not None and self._state_name is not None:
-            state = self.get_buffer(self._state_name)
-            used = state[index]
+        used = None if state is None else state[index]
         log_q = draw.log_q if weight.dtype is not torch.float64 else draw.log_q.double()
         x = Inputs(
             query if query.is_contiguous() else query.contiguous(),
@@ -339,7 +342,8 @@ class StepOfHead(ClassesOfHead):
         sampler: Any = self.sampler
         seen = h.detach() if features is None else self._seen(h, features)
         if spec.needs.target_log_q:
-            known = torch.where(self._valid(target), target, 0)
+            # A negative target that is not ignored is an error of the loss.
+            known = target.clamp_min(0) if self.ignore_index < 0 else torch.where(self._valid(target), target, 0)
             draw, log_q = sampler.sample_and_score(
                 seen, self.num_samples, known, key=key, context=context, **spec.sampling
             )
@@ -399,7 +403,7 @@ class StepOfHead(ClassesOfHead):
         if index.device != self.weight.device:
             raise ValueError(f"{_NAME}: index must be on {self.weight.device}, got {index.device}")
         # On a GPU a look at the numbers would wait for the device; torch's own indexing stops there.
-        if index.is_cpu and index.numel() and not torch.compiler.is_compiling():
+        if not _device.host_waits(index) and index.numel() and not torch.compiler.is_compiling():
             low, high = (int(t) for t in index.aminmax())
             if low < 0 or high >= examples:
                 raise IndexError(f"{_NAME}: index must be in [0, {examples}), got {low if low < 0 else high}")

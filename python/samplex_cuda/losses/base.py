@@ -119,8 +119,7 @@ class Loss:
 
         Example:
             >>> import samplex_cuda as sx
-            >>> loss = sx.losses.OneVsEach()
-            >>> loss.draws_static(shared=True), loss.draws_static(shared=False)
+            >>> sx.losses.NCE().draws_static(shared=False), sx.losses.FullSoftmax().draws_static(shared=False)
             (True, False)
         """
         return False
@@ -149,6 +148,16 @@ class Loss:
     def example_state(self, num_classes: int) -> ExampleState | None:
         """The number per training example that the head keeps, where `needs.example_index`."""
         return None
+
+    def moves_state(self, like: Tensor) -> bool:
+        """Whether `forward_static` also does what `update_state` does, with tensors on the device of `like`.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sx.losses.AugmentReduce(num_examples=9).moves_state(torch.zeros(1))
+            False
+        """
+        return False
 
     def update_state(self, state: Tensor, index: Tensor, used: Tensor, extra: Tensor) -> None:
         """Moves `state[index]` after a training forward.

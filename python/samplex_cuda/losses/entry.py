@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from samplex_cuda import _device
 from samplex_cuda._checks import check_int, check_number
 from samplex_cuda.losses.base import ExampleState, Loss, Needs
-from samplex_cuda.ops.entry_loss import KINDS, entry_loss, entry_loss_static, ratio_of
+from samplex_cuda.ops.entry_loss import KINDS, augment_reduce_static_, entry_loss, entry_loss_static, ratio_of
 from samplex_cuda.ops.loss_types import Form, Forward, Inputs, StaticForward, StaticInputs
 
 __all__ = ["NCE", "AugmentReduce", "NegativeSampling", "OneVsEach"]
@@ -32,12 +33,12 @@ class _EntryLoss(Loss):
         return Forward(loss, saved, ratio_of(saved, x.hidden) if self.needs.example_index else None)
 
     def draws_static(self, shared: bool) -> bool:
-        """See `Loss.draws_static`. Not where the loss reads a number per target or example."""
-        return shared and not (self.needs.target_log_q or self.needs.example_index)
+        """See `Loss.draws_static`."""
+        return True
 
     def static_options(self, form: Form) -> tuple[Any, ...]:
         """See `Loss.static_options`."""
-        return form.scale, form.ignore_index, form.reduction
+        return KINDS[self.name], form.scale, self.reg, form.ignore_index, form.reduction
 
     def forward_static(
         self, x: StaticInputs, options: tuple[Any, ...], need_grad: bool, need_hidden: bool
@@ -45,8 +46,8 @@ class _EntryLoss(Loss):
         """See `Loss.forward_static`."""
         law = x.law
         loss, ids, saved = entry_loss_static(
-            x.hidden, x.weight, x.target, x.key, x.num_samples, law.number, KINDS[self.name], x.bias, law.table,
-            law.prefix, x.class_weight, *options, need_grad,
+            x.hidden, x.weight, x.target, x.key, law.number, x.num_samples, x.shared, law.table, law.prefix, x.bias,
+            x.class_weight, *options, need_grad,
         )  # fmt: skip
         return loss, saved, ids, None
 
@@ -153,6 +154,27 @@ class AugmentReduce(_EntryLoss):
         """See `Loss.example_state`."""
         assert self.num_examples is not None
         return ExampleState("log_eta", self.num_examples, math.log(num_classes))
+
+    def moves_state(self, like: Tensor) -> bool:
+        """See `Loss.moves_state`: on a GPU, where each of the operations of `update_state` would be a launch."""
+        return _device.host_waits(like)
+
+    def static_options(self, form: Form) -> tuple[Any, ...]:
+        """See `Loss.static_options`."""
+        return self.rate, form.scale, form.ignore_index, form.reduction
+
+    def forward_static(
+        self, x: StaticInputs, options: tuple[Any, ...], need_grad: bool, need_hidden: bool
+    ) -> StaticForward:
+        """See `Loss.forward_static`."""
+        law, state, index = x.law, x.example_state, x.index
+        assert state is not None
+        assert index is not None
+        loss, ids, saved = augment_reduce_static_(
+            x.hidden, x.weight, x.target, x.key, law.number, x.num_samples, x.shared, law.table, law.prefix, x.bias,
+            x.class_weight, state, index, *options, need_grad,
+        )  # fmt: skip
+        return loss, saved, ids, None
 
     @torch.no_grad()
     def update_state(self, state: Tensor, index: Tensor, used: Tensor, extra: Tensor) -> None:

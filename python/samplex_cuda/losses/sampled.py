@@ -104,6 +104,8 @@ class SampledSoftmax(Loss):
         """See `Loss.forward_static`."""
         hidden, weight, bias, target, class_weight, key, num_samples, shared, law, unit_hidden = x
         number, table, prefix = law
+        if options and options[_NORMALIZE]:
+            unit_hidden = False
         if options or table is not None or class_weight is not None or not (need_grad and need_hidden):
             loss, ids, saved, unit = sampled_softmax_static(
                 hidden, weight, target, key, num_samples, number, shared, bias, unit_hidden, table, prefix,
@@ -117,4 +119,5 @@ class SampledSoftmax(Loss):
 
 
 _DEFAULTS = (1.0, 0.0, -100, 1, False, False, ())  # of the op's options
+_NORMALIZE = 5  # the place of `normalize` among them
 _PLAIN, _BY_COPY = Needs(), Needs(mergeable=False)

@@ -16,7 +16,7 @@ from samplex_cuda.ops.fused_loss import OpCall, differentiate
 from samplex_cuda.ops.loss_types import Plan, acc_dtype
 from samplex_cuda.ops.saved_loss import fake_gradients, fake_sizes, saved_numbers
 
-__all__ = ["KINDS", "entry_loss", "entry_loss_static", "ratio_of"]
+__all__ = ["KINDS", "augment_reduce_static_", "entry_loss", "entry_loss_static", "ratio_of"]
 
 KINDS = {"negative_sampling": 0, "nce": 1, "one_vs_each": 2, "augment_reduce": 3}
 _NAMES = tuple(KINDS)
@@ -24,6 +24,7 @@ _WITH_RATIO = KINDS["augment_reduce"]
 
 entry_loss = torch.ops.samplex.entry_loss.default
 entry_loss_static = torch.ops.samplex.entry_loss_static.default
+augment_reduce_static_ = torch.ops.samplex.augment_reduce_static_.default
 
 
 class _Arguments(NamedTuple):
@@ -59,37 +60,36 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     return tuple(a.hidden.new_empty(shape, dtype=acc_dtype(a.hidden.dtype)) for shape in shapes)
 
 
-class _StaticArguments(NamedTuple):
-    """The arguments of `entry_loss_static`, in the order of its schema."""
-
-    hidden: Tensor
-    weight: Tensor
-    target: Tensor
-    key: Tensor
-    num_samples: int
-    law: int
-    kind: int
-    bias: Tensor | None = None
-    table: Tensor | None = None
-    prefix: Tensor | None = None
-    class_weight: Tensor | None = None
-    scale: float = 1.0
-    ignore_index: int = -100
-    reduction: int = 1
-    need_grad: bool = True
+def _fake_static(
+    op: str, hidden: Tensor, target: Tensor, num_samples: int, shared: bool, reduction: int, need_grad: bool,
+    with_ratio: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    batch, _ = fake_sizes(op, hidden)
+    saved = saved_numbers(hidden, target, num_samples, shared, reduction, need_grad, with_ratio=with_ratio)
+    acc = acc_dtype(hidden.dtype)
+    return (
+        hidden.new_empty(() if reduction else (batch,), dtype=acc),
+        hidden.new_empty((num_samples,) if shared else (batch, num_samples), dtype=torch.int64),
+        hidden.new_empty((saved,), dtype=acc),
+    )
 
 
 @register_fake("samplex::entry_loss_static")
-def _(*inputs: Any, **named: Any) -> tuple[Tensor, ...]:
-    a = _StaticArguments(*inputs, **named)
-    batch, _ = fake_sizes("entry_loss_static", a.hidden)
-    saved = saved_numbers(a.hidden, a.target, a.num_samples, True, a.reduction, a.need_grad)
-    acc = acc_dtype(a.hidden.dtype)
-    return (
-        a.hidden.new_empty(() if a.reduction else (batch,), dtype=acc),
-        a.hidden.new_empty((a.num_samples,), dtype=torch.int64),
-        a.hidden.new_empty((saved,), dtype=acc),
-    )
+def _(
+    hidden: Tensor, weight: Tensor, target: Tensor, key: Tensor, law: int, num_samples: int, shared: bool,
+    table: Tensor | None, prefix: Tensor | None, bias: Tensor | None, class_weight: Tensor | None, kind: int,
+    scale: float, reg: float, ignore_index: int, reduction: int, need_grad: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _fake_static("entry_loss_static", hidden, target, num_samples, shared, reduction, need_grad, False)
+
+
+@register_fake("samplex::augment_reduce_static_")
+def _(
+    hidden: Tensor, weight: Tensor, target: Tensor, key: Tensor, law: int, num_samples: int, shared: bool,
+    table: Tensor | None, prefix: Tensor | None, bias: Tensor | None, class_weight: Tensor | None, log_eta: Tensor,
+    index: Tensor, rate: float, scale: float, ignore_index: int, reduction: int, need_grad: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _fake_static("augment_reduce_static_", hidden, target, num_samples, shared, reduction, need_grad, True)
 
 
 @register_fake("samplex::entry_loss_bwd")
@@ -117,10 +117,9 @@ def _read(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
 
 
 def _read_static(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
-    a = _StaticArguments(*inputs)
-    bias_dtype = None if a.bias is None else a.bias.dtype
-    plan = Plan(_NAMES[a.kind], a.weight.shape[0], a.weight.dtype, bias_dtype, a.reduction)
-    return OpCall(plan, (0, 1, 7), len(inputs), a.need_grad, True, a.hidden, a.target, output[1], output[2])
+    hidden, weight, target, bias, kind, reduction, need_grad = (inputs[at] for at in (0, 1, 2, 9, 11, 15, 16))
+    plan = Plan(_NAMES[kind], weight.shape[0], weight.dtype, None if bias is None else bias.dtype, reduction)
+    return OpCall(plan, (0, 1, 9), len(inputs), need_grad, True, hidden, target, output[1], output[2])
 
 
 differentiate("samplex::entry_loss", _read)

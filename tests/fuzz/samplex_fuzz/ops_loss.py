@@ -11,14 +11,13 @@ from torch import Tensor
 from samplex_cuda.ops.entry_loss import KINDS
 from samplex_cuda.ops.static_sample import build_alias
 from samplex_cuda.reference import attention_pool as pool
-from samplex_cuda.reference import entry_loss as entries
 from samplex_cuda.reference.sampled_softmax import sampled_softmax
 from samplex_fuzz.call import Args, Call, Dice, generator, op_call
 from samplex_fuzz.ops_static import alias_counts
 from samplex_fuzz.oracle import acc, all_ordinary, close, drawn, expect, has_form, is_meta, near, ordinary
 
 WORDS = ("positives", "h", "rows", "draws", "offsets", "known_offsets", "known_ids", "targets", "reduction")
-_LOSSES = tuple(KINDS)
+LOSSES = tuple(KINDS)
 
 
 @dataclasses.dataclass
@@ -100,14 +99,14 @@ def size_of(x: Inputs, scale: float, rows: Tensor) -> float:
     return abs(scale) * ((float(s.abs().max()) if s.numel() else 0.0) + b) + 12.0
 
 
-def _widened(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
+def widened(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
     tensors = (x.h, x.weight, x.log_q, x.bias, x.class_weight)
     return tuple(None if t is None else t.detach().to(dtype) for t in tensors)
 
 
 def softmax_rows(x: Inputs, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The reference in one dtype: loss, lse, denominators."""
-    h, weight, log_q, bias, class_weight = _widened(x, dtype)
+    h, weight, log_q, bias, class_weight = widened(x, dtype)
     return sampled_softmax(
         h, weight, x.target, x.ids, log_q, bias, class_weight=class_weight, ignore_index=x.ignore_index,
         positives=x.positives, **options,
@@ -135,7 +134,7 @@ def _positives(a: Args) -> tuple[Tensor, Tensor] | None:
     return None if a.known_offsets is None else (a.known_offsets, a.known_ids)
 
 
-def _inputs(a: Args) -> Inputs:
+def inputs_of(a: Args) -> Inputs:
     return Inputs(a.hidden, a.weight, a.target, a.ids, a.log_q, a.bias, a.class_weight, _positives(a), a.ignore_index)
 
 
@@ -161,7 +160,7 @@ def _sampled_softmax(d: Dice) -> Call:
         has_form("loss", loss, () if a.reduction else (batch,), wide)
         if not all_ordinary(float(a.scale), a.label_smoothing):
             return
-        x = _inputs(a)
+        x = inputs_of(a)
         rows = usual_rows(x)
         options = {"scale": a.scale, "absolute": a.absolute, "label_smoothing": a.label_smoothing}
         truth, same = (softmax_rows(x, dtype, **options) for dtype in (torch.float64, wide))
@@ -173,7 +172,7 @@ def _sampled_softmax(d: Dice) -> Call:
     return op_call("sampled_softmax", _softmax_args(d), check, words=WORDS)
 
 
-def _drawn_here(d: Dice, x: Inputs) -> dict[str, Any]:
+def drawn_here(d: Dice, x: Inputs) -> dict[str, Any]:
     """Arguments of an op that draws from a static distribution by itself, as far as losses share them."""
     law = d.int(0, 2)
     table, prefix = build_alias(alias_counts(d, x.weight.shape[0])) if law == 2 else (None, None)
@@ -187,11 +186,11 @@ def _drawn_here(d: Dice, x: Inputs) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _given_draws(a: Args, ids: Tensor, shared: bool) -> Inputs:
+def given_draws(a: Args, ids: Tensor, shared: bool, noise: bool = False) -> Inputs:
     """The inputs of the loss alone: the two ops, one after the other, are the specification of the one."""
-    # Per-row draws exclude the target.
+    # Per-row draws exclude the target, unless they are noise.
     batch, valid = a.hidden.shape[0], (a.target != a.ignore_index) & (a.target >= 0)
-    skip = None if shared else torch.where(valid, a.target, -1).unsqueeze(1)
+    skip = None if shared or noise else torch.where(valid, a.target, -1).unsqueeze(1)
     of = (a.table, a.prefix) if a.law == 2 else (a.weight.shape[0],)
     name = ("uniform", "log_uniform", "alias")[a.law]
     draw = getattr(torch.ops.samplex, f"{name}_sample")(a.key, 1 if shared else batch, a.num_samples, *of, skip)
@@ -204,7 +203,7 @@ def _given_draws(a: Args, ids: Tensor, shared: bool) -> Inputs:
 
 @generator("sampled_softmax_static", 1.5)
 def _sampled_softmax_static(d: Dice) -> Call:
-    made = _drawn_here(d, make_inputs(d))
+    made = drawn_here(d, make_inputs(d))
     args = {name: made[name] for name in ("hidden", "weight", "target", "key", "num_samples", "law")}
     args |= {"shared": d.maybe(0.5), "bias": made["bias"], "unit_hidden": d.maybe(0.5)}
     args |= {name: made[name] for name in ("table", "prefix", "class_weight")}
@@ -223,7 +222,7 @@ def _sampled_softmax_static(d: Dice) -> Call:
         drawn(ids, None, (a.num_samples,) if a.shared else (batch, a.num_samples), a.weight.shape[0])
         if changed & {"table", "prefix", "law"} or not all_ordinary(float(a.scale), a.label_smoothing):
             return
-        x = _given_draws(a, ids, a.shared)
+        x = given_draws(a, ids, a.shared)
         if a.normalize:  # the class rows count as they are on the sphere
             unit = torch.nn.functional.normalize(x.weight.double(), dim=1)
             if not all_ordinary(x.weight) or bool((unit.square().sum(1) < 0.5).any()):
@@ -235,85 +234,6 @@ def _sampled_softmax_static(d: Dice) -> Call:
         compare_loss(loss, truth[::2], same[::2], a.reduction, size_of(x, a.scale, good), good)
 
     return op_call("sampled_softmax_static", args, check, words=(*WORDS, "key"))
-
-
-def _entry_rows(kind: int, x: Inputs, dtype: torch.dtype, a: Args) -> tuple[Tensor, ...]:
-    h, weight, log_q, bias, class_weight = _widened(x, dtype)
-    options: dict[str, Any] = {
-        "scale": a.scale, "class_weight": class_weight, "ignore_index": x.ignore_index, "positives": x.positives,
-    }  # fmt: skip
-    name = _LOSSES[kind]
-    between: tuple[Any, ...] = ()
-    if name in ("negative_sampling", "nce"):
-        between = (None if a.target_log_q is None else a.target_log_q.to(dtype),)
-    if name == "negative_sampling":
-        options["reg"] = a.reg
-    if name == "augment_reduce":
-        between = (a.log_eta.to(dtype),)
-    return getattr(entries, name)(h, weight, x.target, x.ids, log_q, *between, bias, **options)[:2]
-
-
-def _entry_args(d: Dice) -> dict[str, Any]:
-    x = make_inputs(d)
-    kind = d.int(0, 3)
-    wide = acc(x.h.dtype)
-    reg = d.pick((0.0, 0.1)) if kind == 0 else 0.0
-    noise = d.uniform(*x.target.shape, low=-4.0, high=-1.0, dtype=wide) if kind == 1 or reg else None
-    log_eta = None
-    if kind == 3:  # near its best value, so that exp stays small
-        s = x.h.double() @ x.weight.double().T
-        log_eta = (s.logsumexp(1) + 4.0 if s.numel() else torch.full((x.h.shape[0],), 4.0)).to(wide)
-    offsets, known = x.positives or (None, None)
-    return {
-        "hidden": x.h, "weight": x.weight, "target": x.target, "ids": x.ids, "log_q": x.log_q, "target_log_q": noise,
-        "log_eta": log_eta, "bias": x.bias, "class_weight": x.class_weight, "known_offsets": offsets,
-        "known_ids": known, "kind": kind, "scale": d.pick((1.0, 0.5)), "reg": reg, "ignore_index": x.ignore_index,
-        "reduction": d.int(0, 2), "need_grad": d.maybe(0.6), "sparse": d.maybe(0.5),
-    }  # fmt: skip
-
-
-def _check_entry_loss(a: Args, x: Inputs, loss: Tensor) -> None:
-    rows = usual_rows(x, a.target_log_q if a.kind < 2 else None, a.log_eta if a.kind == 3 else None)
-    truth, same = (_entry_rows(a.kind, x, dtype, a) for dtype in (torch.float64, acc(a.weight.dtype)))
-    rows = rows & (truth[0].abs() < 1e4)
-    size = size_of(x, a.scale, rows)
-    if a.kind >= 2 or a.reg:  # weighted by 1 / q, or squared
-        biggest = float(truth[0][rows].abs().max()) if rows.any() else 0.0
-        size *= max(1.0, biggest)
-    compare_loss(loss, truth, same, a.reduction, size, rows)
-
-
-@generator("entry_loss_static", 1.5)
-def _entry_loss_static(d: Dice) -> Call:
-    made = _drawn_here(d, make_inputs(d))
-    args = {name: made[name] for name in ("hidden", "weight", "target", "key", "num_samples", "law")}
-    args |= {"kind": d.pick((0, 2)), "bias": made["bias"]}
-    args |= {name: made[name] for name in ("table", "prefix", "class_weight")}
-    args |= {"scale": d.pick((1.0, 0.5)), **{name: made[name] for name in ("ignore_index", "reduction", "need_grad")}}
-
-    def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
-        if is_meta(*a.values(), *out):
-            return
-        loss, ids, _ = out
-        has_form("loss", loss, () if a.reduction else (a.hidden.shape[0],), acc(a.weight.dtype))
-        drawn(ids, None, (a.num_samples,), a.weight.shape[0])
-        if changed & {"table", "prefix", "law"} or not all_ordinary(float(a.scale)):
-            return
-        _check_entry_loss(Args({**a, "target_log_q": None, "reg": 0.0}), _given_draws(a, ids, True), loss)
-
-    return op_call("entry_loss_static", args, check, words=(*WORDS, *_LOSSES, "key"))
-
-
-@generator("entry_loss", 3.0)
-def _entry_loss(d: Dice) -> Call:
-    def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
-        if is_meta(*a.values(), *out):
-            return
-        has_form("loss", out[0], () if a.reduction else (a.hidden.shape[0],), acc(a.weight.dtype))
-        if all_ordinary(float(a.scale), a.reg):
-            _check_entry_loss(a, _inputs(a), out[0])
-
-    return op_call("entry_loss", _entry_args(d), check, words=(*WORDS, "log_eta"))
 
 
 # ------------------------------------------------------------------------------------------------ backward
@@ -331,7 +251,7 @@ def _row_form(a: Args, out: Any, num_classes: int) -> None:
     expect(bool((used[1:] > used[:-1]).all()), f"row_ids must ascend, got {used.tolist()}")
 
 
-def _backward(d: Dice, name: str, forward: dict[str, Any], loss_of: Any) -> Call:
+def backward_call(d: Dice, name: str, forward: dict[str, Any], loss_of: Any) -> Call:
     forward.update(need_grad=True)
     if "need_hidden" in forward:
         forward["need_hidden"] = True
@@ -355,7 +275,7 @@ def _backward(d: Dice, name: str, forward: dict[str, Any], loss_of: Any) -> Call
         _row_form(a, out, a.num_classes)
         if changed - {"grad_loss", "grad_lse"} or not all_ordinary(a.grad_loss, a.get("grad_lse")):
             return
-        x = _inputs(f)
+        x = inputs_of(f)
         if not bool(usual_rows(x).all()) or 0 in f.hidden.shape or 0 in f.weight.shape:
             return
         found = []
@@ -381,10 +301,10 @@ def _backward(d: Dice, name: str, forward: dict[str, Any], loss_of: Any) -> Call
             made[out[1][: int(out[4])]] = out[2][: int(out[4])]
             close("row_grads", made, found[0][1], found[1][1].to(made.dtype), size * largest[1])
 
-    return op_call(f"{name}_bwd", args, check, words=(*WORDS, *_LOSSES))
+    return op_call(f"{name}_bwd", args, check, words=(*WORDS, *LOSSES))
 
 
-def _keep_graph(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
+def keep_graph(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
     return tuple(None if t is None else t.to(dtype) for t in (x.log_q, x.bias, x.class_weight))
 
 
@@ -393,7 +313,7 @@ def _sampled_softmax_bwd(d: Dice) -> Call:
     forward = _softmax_args(d)
 
     def loss_of(x: Inputs, dtype: torch.dtype, a: Args) -> Tensor:
-        log_q, bias, class_weight = _keep_graph(x, dtype)
+        log_q, bias, class_weight = keep_graph(x, dtype)
         loss, lse, denom = sampled_softmax(
             x.h, x.weight, x.target, x.ids, log_q, bias, class_weight=class_weight, ignore_index=x.ignore_index,
             positives=x.positives, scale=forward["scale"], absolute=forward["absolute"],
@@ -402,31 +322,7 @@ def _sampled_softmax_bwd(d: Dice) -> Call:
         total = (reduced(loss, denom, a.reduction) * a.grad_loss.to(dtype)).sum()
         return total if a.grad_lse is None else total + (lse * a.grad_lse.to(dtype)).sum()
 
-    return _backward(d, "sampled_softmax", forward, loss_of)
-
-
-@generator("entry_loss_bwd")
-def _entry_loss_bwd(d: Dice) -> Call:
-    forward = _entry_args(d)
-    f = Args(forward)
-
-    def loss_of(x: Inputs, dtype: torch.dtype, a: Args) -> Tensor:
-        log_q, bias, class_weight = _keep_graph(x, dtype)
-        options: dict[str, Any] = {
-            "scale": f.scale, "class_weight": class_weight, "ignore_index": x.ignore_index, "positives": x.positives,
-        }  # fmt: skip
-        name = _LOSSES[f.kind]
-        between: tuple[Any, ...] = ()
-        if name in ("negative_sampling", "nce"):
-            between = (None if f.target_log_q is None else f.target_log_q.to(dtype),)
-        if name == "negative_sampling":
-            options["reg"] = f.reg
-        if name == "augment_reduce":
-            between = (f.log_eta.to(dtype),)
-        loss, denom, *_ = getattr(entries, name)(x.h, x.weight, x.target, x.ids, log_q, *between, bias, **options)
-        return (reduced(loss, denom, a.reduction) * a.grad_loss.to(dtype)).sum()
-
-    return _backward(d, "entry_loss", forward, loss_of)
+    return backward_call(d, "sampled_softmax", forward, loss_of)
 
 
 @generator("loss_entries")
@@ -490,7 +386,7 @@ def _loss_update(d: Dice) -> Call:
 # ------------------------------------------------------------------------------------------------ full softmax
 def full_rows(x: Inputs, dtype: torch.dtype, scale: float, smoothing: float, absolute: bool) -> Tensor:
     """The full softmax in plain torch, [B]."""
-    h, weight, _, bias, class_weight = _widened(x, dtype)
+    h, weight, _, bias, class_weight = widened(x, dtype)
     s = scale * (h @ weight.T + (0.0 if bias is None else bias))
     log_p = (s.abs() if absolute else s).log_softmax(1)
     target = x.target if x.target.dim() == 2 else x.target.unsqueeze(1)

@@ -11,7 +11,18 @@ import torch
 
 import samplex_cuda as sx
 from samplex_cuda import _native
-from samplex_fuzz import more, negatives, ops_exact, ops_loss, ops_midx, ops_rows, ops_static, ops_tree, public  # noqa: F401
+from samplex_fuzz import (  # noqa: F401
+    more,
+    negatives,
+    ops_entry,
+    ops_exact,
+    ops_loss,
+    ops_midx,
+    ops_rows,
+    ops_static,
+    ops_tree,
+    public,
+)  # fmt: skip
 from samplex_fuzz.call import GENERATORS, WEIGHTS, Args, Call, Dice
 from samplex_fuzz.oracle import expect
 
