@@ -167,7 +167,7 @@ class AugmentReduce(_EntryLoss):
         self, x: StaticInputs, options: tuple[Any, ...], need_grad: bool, need_hidden: bool
     ) -> StaticForward:
         """See `Loss.forward_static`."""
-        law, state, index = x.law, x.example_state, x.index
+        law, state, index = x.law, x.example_state, x.example_index
         assert state is not None
         assert index is not None
         loss, ids, saved = augment_reduce_static_(

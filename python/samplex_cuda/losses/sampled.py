@@ -102,7 +102,7 @@ class SampledSoftmax(Loss):
         self, x: StaticInputs, options: tuple[Any, ...], need_grad: bool, need_hidden: bool
     ) -> StaticForward:
         """See `Loss.forward_static`."""
-        hidden, weight, bias, target, class_weight, key, num_samples, shared, law, unit_hidden = x
+        hidden, weight, bias, target, class_weight, key, num_samples, shared, law, unit_hidden, *_ = x
         number, table, prefix = law
         if options and options[_NORMALIZE]:
             unit_hidden = False

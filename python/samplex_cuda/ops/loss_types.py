@@ -58,7 +58,7 @@ class StaticInputs(NamedTuple):
     law: StaticLaw
     unit_hidden: bool = False  # whether the sink wants the gradient of hidden for an upstream gradient of 1
     example_state: Tensor | None = None  # [N], a number per example, which the op moves
-    index: Tensor | None = None  # int64 [B], the examples of the batch
+    example_index: Tensor | None = None  # int64 [B], the examples of the batch
 
 
 class StaticLaw(NamedTuple):
