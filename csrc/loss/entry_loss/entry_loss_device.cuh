@@ -240,8 +240,8 @@ SX_DEVICE inline void store_row(const EntryLossParams& p, const EntryLossRow<A>&
 }
 
 // ------------------------------------------------------------------------------------------------ examples
-// The larger of *to and x, where neither has a sign: such numbers are ordered as their bits are, and nan, made positive,
-// is above all of them. An integer maximum does not depend on the order.
+// The larger of *to and x, where neither has a sign: such numbers are ordered as their bits are, and nan, made
+// positive, is above all of them. An integer maximum does not depend on the order.
 SX_DEVICE inline void max_into(float* to, float x) {
   atomicMax(reinterpret_cast<unsigned*>(to), bit_copy<unsigned>(x != x ? quiet_nan<float>() : x));
 }
