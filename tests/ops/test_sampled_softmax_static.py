@@ -210,7 +210,8 @@ def test_what_keeps_a_head_from_drawing_in_the_loss():
     uniform = sx.samplers.Uniform(CLASSES)
     assert head(uniform).spec().draws_static
     assert not head(uniform, ignore_index=0).spec().draws_static
-    assert not head(uniform, loss="nce").spec().draws_static
+    assert head(uniform, loss="nce").spec().draws_static
+    assert not head(uniform, loss=sx.losses.SampledSoftmax(corrected=False)).spec().draws_static
     assert not head(sx.samplers.Unigram(torch.tensor([1e6] + [1.0] * 49)), shared=True).spec().draws_static
     assert head(sx.samplers.Unigram(torch.tensor([1e6] + [1.0] * 49))).spec().draws_static
     changed = head(uniform)
