@@ -1,4 +1,4 @@
-"""Samplers over some of the classes: what a sampler becomes when classes are retired that it cannot leave out itself."""
+"""Samplers over some of the classes, for those that cannot leave out retired ones themselves."""
 
 from __future__ import annotations
 

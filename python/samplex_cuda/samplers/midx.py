@@ -343,7 +343,9 @@ class MIDX(Sampler):
         made.codes = self.codes.new_zeros(2, size, self.dim)
         made.codes[:, :kept] = self.codes[:, :kept]
         # A new class, or one whose code is gone, has the nearest codes to a row of zeros: any cell is right for log_q.
-        first, second = (taken_rows(code, place, -1) for code in (self.cell // self.num_codes, self.cell % self.num_codes))
+        first, second = (
+            taken_rows(code, place, -1) for code in (self.cell // self.num_codes, self.cell % self.num_codes)
+        )
         nearest = made._cells_of(torch.zeros(1, self.dim, device=device))
         known = (first >= 0) & (first < kept) & (second < kept)
         made.cell = torch.where(known, first * size + second, nearest).to(torch.int32)

@@ -51,7 +51,8 @@ def unwritable(run_dir: Path, error: OSError) -> RunError:
 
 
 FOLDERS = ("checkpoints", "best", "plots", "nan", "tensorboard", "damaged")
-FILES = (".lock", "config.toml", "environment.json", "metrics.jsonl", "diagnosis.json")
+VOCABULARY = "vocabulary.txt"  # of text: a word per line, in the order of their ids
+FILES = (".lock", "config.toml", "environment.json", "metrics.jsonl", "diagnosis.json", VOCABULARY)
 
 
 def check_links(run_dir: Path) -> None:

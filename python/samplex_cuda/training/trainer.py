@@ -28,11 +28,13 @@ from samplex_cuda.training.checkpoint import CheckpointError
 from samplex_cuda.training.chooser import Chooser
 from samplex_cuda.training.config import Config
 from samplex_cuda.training.evaluation import evaluate
+from samplex_cuda.training.growing import extending, write_vocabulary
 from samplex_cuda.training.interrupts import Interrupts, own_generators
 from samplex_cuda.training.opening import check_fit, check_monitor, from_anywhere, open_data
 from samplex_cuda.training.ranks import join
 from samplex_cuda.training.result import NonFiniteLossError, Result
 from samplex_cuda.training.run_folder import (
+    VOCABULARY,
     RunError,
     append_record,
     check_links,
@@ -125,6 +127,7 @@ class Trainer:
             for name in ("checkpoints", "plots"):
                 (self.run_dir / name).mkdir(parents=True, exist_ok=True)
             checkpoint.write_file(self.run_dir / "environment.json", json.dumps(self._surroundings(), indent=1))
+            write_vocabulary(self.run_dir, self.train)
             checkpoint.write_file(self.run_dir / "config.toml", configs.dumps(self.config))
         except OSError as error:
             raise unwritable(self.run_dir, error) from None
@@ -172,7 +175,12 @@ class Trainer:
         config = configs.override(old, settings)
         self = cls.__new__(cls)
         check_links(run_dir)
+        of_words = grow and train is None and (run_dir / VOCABULARY).is_file()
+        if of_words:
+            config = extending(config, run_dir)
         self._prepare(config, train, valid, run_dir, trust_model, on_event)
+        if of_words:  # the vocabulary will have all of them
+            del self.config.data.options["extend"]
         self.grow = grow
         try:
             with self.ranks.lock(run_dir):
@@ -206,6 +214,8 @@ class Trainer:
             self._event("cleaned", path=str(removed))
         for path, reason in refused:
             self._event("damaged", path=str(set_aside(run_dir, path)), reason=reason)
+        if self.grow:
+            write_vocabulary(run_dir, self.train)
         if self.config != old:
             checkpoint.write_file(run_dir / f"config.before-{p.step:08d}.toml", configs.dumps(old))
             checkpoint.write_file(run_dir / "config.toml", configs.dumps(self.config))
