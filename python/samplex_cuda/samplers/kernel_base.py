@@ -395,7 +395,7 @@ class KernelSampler(DeviceFollowing):
             rows = taken_rows(self.rows, place)
             weight, bias = rows[:, : self.dim], rows[:, self.dim] if self.has_bias else None
             made = type(self)(weight, bias=bias, epsilon=self.epsilon, **options)
-            if self.omega is not None:
+            if self.omega is not None and made.omega is not None:
                 made.omega.copy_(self.omega)
                 made.rebuild(weight, bias)
         return made

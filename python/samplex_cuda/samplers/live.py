@@ -111,7 +111,7 @@ class LiveClasses(Sampler):
         """Draw `num_samples` live classes; see `Sampler.sample`."""
         inside: dict[str, Any] = {"stratified": True} if stratified else {}
         draw = self.sampler.sample(
-            h, num_samples, shared=shared, key=key, exclude=self._excluded(exclude), context=context,
+            h, num_samples, shared=shared, key=key, exclude=self._left_out(exclude), context=context,
             batch_size=batch_size, **inside,
         )  # fmt: skip
         return draw._replace(ids=self.ids[draw.ids])
@@ -121,7 +121,7 @@ class LiveClasses(Sampler):
     ) -> Tensor:
         """Log-probability of given ids, -inf for retired ones; see `Sampler.log_prob`."""
         place = self._inside("ids", ids, 0)
-        found = self.sampler.log_prob(h, place.clamp(min=0), exclude=self._excluded(exclude), context=context)
+        found = self.sampler.log_prob(h, place.clamp(min=0), exclude=self._left_out(exclude), context=context)
         return torch.where(place < 0, -torch.inf, found)
 
     def log_prob_shared(self, h: Tensor | None, ids: Tensor, *, context: Tensor | None = None) -> Tensor:
@@ -197,7 +197,7 @@ class LiveClasses(Sampler):
                 )
         return torch.where(ids < 0, -1, self.place[ids.clamp(0, self.num_classes - 1)])
 
-    def _excluded(self, exclude: Exclude | None) -> Exclude | None:
+    def _left_out(self, exclude: Exclude | None) -> Exclude | None:
         if isinstance(exclude, Tensor):
             return self._inside("exclude", exclude, -1)
         if isinstance(exclude, tuple | list) and len(exclude) == 2 and isinstance(exclude[1], Tensor):
