@@ -396,6 +396,29 @@ def test_text_options(tmp_path):
     assert data.text_file(no_unknown, max_size=3, columns=1).vocabulary == ["x", "<unk>", "<eos>"]
 
 
+def test_a_vocabulary_is_extended(tmp_path):
+    held = ["b", "<unk>", "a", "<eos>"]
+    path = write(tmp_path / "more.tokens", "c a d d\nc d b e\n<unk> f c\n")
+    found = data.text_file(path, vocabulary=held, extend=True, columns=1)
+    assert found.vocabulary == [*held, "c", "d", "e", "f"]  # by falling frequency, equal ones as they came
+    assert found.tokens.tolist() == [4, 2, 5, 5, 3, 4, 5, 0, 6, 3, 1, 7, 4, 3]
+    assert not found.notes
+    again = data.text_file(path, vocabulary=found, columns=1)  # all its words are known now
+    assert again.tokens.tolist() == found.tokens.tolist()
+    assert again.fingerprint() == found.fingerprint()
+    for options, words in (({"min_count": 2}, ["c", "d"]), ({"max_size": 5}, ["c"]), ({"max_size": 2}, [])):
+        few = data.text_file(path, vocabulary=held, extend=True, columns=1, **options)
+        assert few.vocabulary == held + words
+        assert (few.tokens == 1).sum() == 1 + sum(found.vocabulary[t] not in held + words for t in found.tokens)
+        assert "outside of the vocabulary" in few.notes[0]
+    fixed = data.text_file(path, vocabulary=held, columns=1)
+    assert fixed.vocabulary == held
+    valid = data.open_like(path, found, extend=True)  # of a run that grows: validation text adds no words
+    assert valid.vocabulary == found.vocabulary
+    with pytest.raises(ValueError, match="extend must be False without a vocabulary to extend, got True"):
+        data.text_file(path, extend=True)
+
+
 def test_text_bad(tmp_path):
     with pytest.raises(ValueError, match=r"a.tokens: the file has no words"):
         data.text_file(write(tmp_path / "a.tokens", ""))

@@ -273,9 +273,6 @@ def test_what_is_refused_changes_nothing():
     head.retire_classes(torch.tensor([1]))
     with pytest.raises(ValueError, match="which is retired already"):
         head.retire_classes(torch.tensor([0, 1]))
-    tree = make_head(sx.samplers.Quadratic(torch.randn(CLASSES, DIM)), bias=False)
-    with pytest.raises(ValueError, match="sampler must be given"):
-        tree.resize(50)
     noise = make_head(loss="negative_sampling")
     with pytest.raises(ValueError, match="loss must not learn scores"):
         noise.resize(50)

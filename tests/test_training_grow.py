@@ -43,6 +43,8 @@ RUNS = {
     "in-batch, average": ("dense", ["sampler.name=in_batch", "training.average=ema"]),
     "quadratic": ("dense", ["sampler.name=quadratic", "head.bias=false"]),
     "items in both tables": ("items", ["model.name=two_tower", "model.dim=8", "sampler.name=unigram"]),
+    "tree": ("dense", ["sampler.name=tree", "model.name=linear"]),
+    "tree of hidden states": ("dense", ["sampler.name=tree", "model.name=mlp", "sampler.base=none"]),
     "not fused": ("dense", ["sampler.name=unigram", "optimizer.fused=false"]),
 }
 
@@ -113,8 +115,8 @@ def test_from_the_command_line(tmp_path):
 
 
 def test_what_cannot_grow_is_refused_and_nothing_changes(tmp_path):
-    run = made("sampler.name=tree", "model.name=mlp", "sampler.base=none")
-    Trainer(run, dense(MORE), dense(MORE), tmp_path / "tree").fit()
+    run = made("sampler.name=unigram", "head.loss=negative_sampling")
+    Trainer(run, dense(MORE), dense(MORE), tmp_path / "prior").fit()
     Trainer(made("sampler.name=unigram"), dense(MORE), dense(MORE), tmp_path / "fewer").fit()
 
     def files(folder):
@@ -128,8 +130,74 @@ def test_what_cannot_grow_is_refused_and_nothing_changes(tmp_path):
         with pytest.raises(RunError, match=words):
             Trainer.resume(tmp_path / folder, train, train, grow=True)
     other = data.Dense(dense(MORE).x, (dense(MORE).targets(torch.arange(480)) + 1) % MORE, num_classes=MORE)
-    with pytest.raises(RunError, match="which is fitted"):
-        Trainer.resume(tmp_path / "tree", other, other, grow=True)
+    with pytest.raises(RunError, match="a loss whose scores do not depend on its sampler"):
+        Trainer.resume(tmp_path / "prior", other, other, grow=True)
     with pytest.raises(RunError, match="are taken with --grow"):
         Trainer.resume(tmp_path / "fewer", other, other)
     assert files(tmp_path) == before
+
+
+# ------------------------------------------------------------------------------------------------ text
+FEW = "a b a c\nb a d a\n" * 30
+MORE_TEXT = FEW + "e f a e\ng e b d\n" * 30
+
+
+def text_run(tmp_path, *settings):
+    (tmp_path / "few.tokens").write_text(FEW)
+    (tmp_path / "more.tokens").write_text(MORE_TEXT)
+    run = tmp_path / "run"
+    keys = ["training.batch_size=4", "training.epochs=1", "head.num_samples=4", "model.name=lstm", "model.dim=8"]
+    keys.append("data.valid_fraction=0")
+    words = [word for key in (*keys, *settings) for word in ("--set", key)]
+    samplex("train", "--data", tmp_path / "few.tokens", "--out", run, *words, "--set", "data.options.window=5")
+    return run
+
+
+@pytest.mark.parametrize("name", ["unigram", "bigram", "quadratic"])
+def test_words_of_before_keep_their_numbers(tmp_path, name):
+    extra = ["head.bias=false"] if name == "quadratic" else []
+    run = text_run(tmp_path, f"sampler.name={name}", *extra)
+    held = (run / "vocabulary.txt").read_text().split()
+    old, _ = checkpoint.load(checkpoint.latest(run))
+    data_words = ("--data", tmp_path / "more.tokens", "--grow", "--set", "training.epochs=1")
+    samplex("train", "--resume", run, *data_words)  # nothing left to train: the rows of before, and new ones
+    now = (run / "vocabulary.txt").read_text().split()
+    assert now[: len(held)] == held
+    assert now[len(held) :] == ["e", "f", "g"]
+    rest = ("train", "--resume", run, "--set", "training.epochs=3")
+    samplex(*rest)  # the data are those of the run now, without --grow
+    new, meta = checkpoint.load(checkpoint.latest(run))
+    assert new["head.weight"].shape[0] == new["encoder.table"].shape[0] == meta["data"]["num_classes"] == len(now)
+    assert old["head.weight"].shape[0] == len(held)
+    options = config.load(run / "config.toml", of_run=True).data.options
+    assert options["vocabulary"] == str((run / "vocabulary.txt").absolute())
+    assert "extend" not in options
+
+
+def test_text_rows_of_before_stay(tmp_path):
+    run = text_run(tmp_path, "sampler.name=unigram")
+    old, _ = checkpoint.load(checkpoint.latest(run))
+    grown = Trainer.resume(run, settings=[f"data.path={tmp_path / 'more.tokens'}", "training.epochs=2"], grow=True)
+    size = old["head.weight"].shape[0]
+    assert torch.equal(grown.head.weight[:size], old["head.weight"])
+    assert torch.equal(grown.encoder.table[:size], old["encoder.table"])
+    assert grown.train.vocabulary[:size] == (run / "vocabulary.txt").read_text().split()[:size]
+    assert grown.fit().status == "finished"
+
+
+def test_text_whose_words_would_change_is_refused(tmp_path):
+    run = text_run(tmp_path, "sampler.name=unigram")
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    other = data.text_file(tmp_path / "more.tokens", window=5, columns=4)
+    with pytest.raises(RunError, match="the vocabulary must begin with the 6 words"):
+        Trainer.resume(run, other, other, grow=True)
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"} == before
+    right = data.text_file(
+        tmp_path / "more.tokens", vocabulary=run / "vocabulary.txt", extend=True, window=5, columns=4
+    )
+    assert Trainer.resume(run, right, right, grow=True).head.num_classes == 9
+    (tmp_path / "old").mkdir()
+    old = text_run(tmp_path / "old", "sampler.name=unigram")
+    (old / "vocabulary.txt").unlink()
+    with pytest.raises(RunError, match="which runs of earlier versions do not have"):
+        Trainer.resume(old, right, right, grow=True)

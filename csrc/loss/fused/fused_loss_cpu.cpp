@@ -80,9 +80,17 @@ void launch_panel_product(const PanelProductParams& p) {
 
 int64_t rows_at_once(const DrawProducts& x) {
   // Four chunks a thread, so that one of them that is late costs little; and a loss of few draws in larger ones.
-  const int64_t share = (x.batch + 4 * num_threads() - 1) / (4 * num_threads());
+  const int64_t threads = num_threads(), share = (x.batch + 4 * threads - 1) / (4 * threads);
   const int64_t worth = 1 + (1 << 18) / (x.draws * x.dim + 1);
-  return std::clamp<int64_t>((std::max(share, worth) + kRowStep - 1) / kRowStep * kRowStep, kRowStep, kProductRows);
+  const int64_t most =
+      std::clamp<int64_t>((std::max(share, worth) + kRowStep - 1) / kRowStep * kRowStep, kRowStep, kProductRows);
+  // Of few chunks one thread may have one more than the others: fewer rows where that makes them more even.
+  const auto longest = [&](int64_t rows) {
+    const int64_t chunks = (x.batch + rows - 1) / rows;
+    return (chunks + threads - 1) / threads * rows;
+  };
+  constexpr int64_t kEven = 32;  // whole tiles with AVX-512
+  return most > kEven && 16 * longest(kEven) <= 15 * longest(most) ? kEven : most;
 }
 
 bool products_come_apart(const DrawProducts& x) {

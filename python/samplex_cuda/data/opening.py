@@ -193,7 +193,7 @@ def open_like(
         if train is not None:
             given: dict[str, Any] = {"num_classes": train.num_classes, "num_features": train.num_features}
             if train.kind == "text":
-                given = {"vocabulary": train}
+                given = {"vocabulary": train, "extend": False}
             elif train.kind == "interactions":
                 given = {"known": train}
             options.update({key: value for key, value in given.items() if key in known})

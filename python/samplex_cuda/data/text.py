@@ -37,18 +37,25 @@ def _decode(conversion: Conversion, block: bytes, first: int) -> str:
 
 
 def _convert(
-    conversion: Conversion, words: list[str] | None, lower: bool, min_count: int, max_size: int | None, eos: bool
+    conversion: Conversion,
+    words: list[str] | None,
+    lower: bool,
+    min_count: int,
+    max_size: int | None,
+    eos: bool,
+    extend: bool,
 ) -> None:
     where, path = conversion.where, conversion.source
     conversion.hashed = True
     tokens = conversion.writer("tokens", np.int32)
     ids: dict[str, int] = defaultdict()
-    if words is None:
-        ids.default_factory = ids.__len__  # type: ignore[attr-defined]  # a new word gets the next id
-    else:
+    unknown = 0
+    if words is not None:
         ids.update((word, number) for number, word in enumerate(words))
         unknown = ids[UNKNOWN]
-        ids.default_factory = lambda: unknown  # type: ignore[attr-defined]
+    fixed = words is not None and not extend
+    if not fixed:
+        ids.default_factory = ids.__len__  # type: ignore[attr-defined]  # a new word gets the next id
     counts = np.zeros(0, dtype=np.int64)
     missing = 0
     for block, first in blocks(where, path, conversion.digests[0]):
@@ -56,7 +63,7 @@ def _convert(
         if lower:
             text = text.lower()
         found = text.replace("\n", f" {EOS} " if eos else " ").split()
-        if words is None:
+        if not fixed:
             part = np.fromiter(map(ids.__getitem__, found), dtype=np.int32, count=len(found))
             more = np.bincount(part, minlength=len(ids))
             more[: len(counts)] += counts
@@ -72,6 +79,8 @@ def _convert(
         raise ValueError(f"{where}: {path}: the file has no words")
     if words is None:
         words, missing = _by_frequency(conversion, list(ids), counts, min_count, max_size)
+    elif extend:
+        words, missing = _extended(conversion, list(ids), len(words), unknown, counts, min_count, max_size)
     conversion.texts["vocabulary"] = words
     conversion.facts |= {"tokens": tokens.length, "unknown": missing}
 
@@ -101,18 +110,45 @@ def _by_frequency(
     rename = np.full(len(words), ranked.index(unknown), dtype=np.int32)
     inside = [(place, rank) for rank, place in enumerate(ranked) if place < len(words)]
     rename[[place for place, _ in inside]] = [rank for _, rank in inside]
+    _renamed(conversion, rename)
+    return vocabulary, cut
+
+
+def _extended(
+    conversion: Conversion,
+    words: list[str],
+    held: int,
+    unknown: int,
+    counts: np.ndarray,
+    min_count: int,
+    max_size: int | None,
+) -> tuple[list[str], int]:
+    """Renames the tokens so that words from number `held` on are in the order of their frequency, or cut."""
+    fresh = counts[held:]
+    order = np.argsort(-fresh, kind="stable")
+    keep = order[fresh[order] >= min_count]
+    if max_size is not None:
+        keep = keep[: max(0, max_size - held)]
+    rename = np.full(len(words), unknown, dtype=np.int32)
+    rename[:held] = np.arange(held)
+    rename[held + keep] = held + np.arange(len(keep))
+    _renamed(conversion, rename)
+    return [*words[:held], *(words[held + place] for place in keep)], int(fresh.sum() - fresh[keep].sum())
+
+
+def _renamed(conversion: Conversion, rename: np.ndarray) -> None:
     tokens = conversion.finished("tokens")
     for begin in range(0, len(tokens), _STEP):
         tokens[begin : begin + _STEP] = rename[tokens[begin : begin + _STEP]]
     if isinstance(tokens, np.memmap):
         tokens.flush()
-    return vocabulary, cut
 
 
 def text_file(
     path: Path | str,
     *,
     vocabulary: Tokens | Sequence[str] | Path | str | None = None,
+    extend: bool = False,
     window: int = 35,
     columns: int = 20,
     lower: bool = False,
@@ -133,6 +169,8 @@ def text_file(
         path: UTF-8 text, plain or compressed.
         vocabulary: for validation and test files, that of the training file: its data set, a list of words, or a file
             with one word per line. It must have `<unk>`.
+        extend: for a training file that has grown: words outside of `vocabulary` get the next ids, by falling
+            frequency, within `min_count` and `max_size`; its words keep theirs.
         window: T of `Tokens`.
         columns: of `Tokens`.
         lower: write all words in lower case.
@@ -173,7 +211,12 @@ def text_file(
         if len(set(words)) != len(words):
             raise ValueError(f"{where}: vocabulary must have every word once, got {len(words) - len(set(words))} twice")
         options["vocabulary"] = hashlib.sha256("\n".join(words).encode()).hexdigest()
-        options["min_count"], options["max_size"] = 1, None  # the words are given
+        if extend:
+            options["extend"] = True
+        else:
+            options["min_count"], options["max_size"] = 1, None  # the words are given
+    elif extend:
+        raise ValueError(f"{where}: extend must be False without a vocabulary to extend, got True")
     elif min_count > 1 or max_size is not None:
         options["unknown"] = "ranked"  # caches of before had <unk> last
     found = converted(
@@ -181,7 +224,7 @@ def text_file(
         [Path(path)],
         "text",
         options,
-        lambda c: _convert(c, words, lower, min_count, max_size, eos),
+        lambda c: _convert(c, words, lower, min_count, max_size, eos, extend),
         skip_bad=skip_bad,
         cache_dir=cache_dir,
         verify=verify,

@@ -9,17 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from samplex_cuda._checks import check_choice, check_dense, check_number, describe, op_error
-from samplex_cuda.functional._small_batch import MOST_SCORES, small_batch_loss
 from samplex_cuda.losses import SampledSoftmax
 from samplex_cuda.ops.fused_loss import run_loss
 from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, LossGrad, Sink, acc_dtype
 from samplex_cuda.ops.row_gradients import entries
 from samplex_cuda.ops.subset_sample import subset_sample
-from samplex_cuda.ops.transforms import transformed
 from samplex_cuda.optim.fusion import fusion_of
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import MAX_SAMPLES
@@ -132,14 +129,6 @@ def contrastive(
         True
     """
     in_batch = positives is None
-    if (
-        positives is negatives is num_negatives is sampler is key is query_log_q is group is queue is None
-        and not (exact or symmetric or sparse)
-        and _is_small(queries, keys, log_q, key_ids, scale, reduction)
-    ):  # what is left of a small step is checks and products
-        n = keys.shape[0]
-        shift = None if log_q is None else log_q.detach() + math.log(max(n - 1, 1))
-        return small_batch_loss(queries, keys, shift, key_ids, scale, reduction)
     queries = _check(queries, keys, positives, key_ids, reduction)
     scale = check_number("contrastive", "scale", scale, -math.inf)
     if not (sampler is None or hasattr(sampler, "sample")):
@@ -354,54 +343,34 @@ def _subset(positives: Tensor, num_negatives: int | None, n: int, key: Key | Ten
         raise _renamed(op_error(error)) from None
 
 
-def _is_small(
-    queries: Tensor, keys: Tensor, log_q: Tensor | None, key_ids: Tensor | None, scale: float, reduction: str
-) -> bool:
-    """Whether a batch is small and as plain as can be; one with a fault is not, and the general way says what it is."""
-    return (
-        type(queries) is Tensor
-        and isinstance(keys, Tensor)
-        and queries.dim() == 2
-        and queries.shape == keys.shape
-        and 0 < queries.shape[0] ** 2 <= MOST_SCORES
-        and queries.dtype is keys.dtype
-        and keys.dtype in (torch.float32, torch.float64)
-        and queries.is_cpu
-        and keys.is_cpu
-        and queries.layout is keys.layout is torch.strided
-        and (
-            log_q is None
-            or (type(log_q) is Tensor and log_q.shape == keys.shape[:1] and log_q.dtype is keys.dtype and log_q.is_cpu)
-        )
-        and (
-            key_ids is None
-            or (
-                type(key_ids) is Tensor
-                and key_ids.shape == keys.shape[:1]
-                and key_ids.dtype is torch.int64
-                and key_ids.is_cpu
-            )
-        )
-        and type(scale) is float
-        and math.isfinite(scale)
-        and reduction in REDUCTIONS
-        and not torch.compiler.is_compiling()
-        and not transformed()
-        and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled("cpu")
-        and fusion_of(keys) is None
-    )
-
-
-@functools.lru_cache(maxsize=8)  # a small step is as long as a few calls of torch
+@functools.lru_cache(maxsize=8)
 def _kept_range(first: int, end: int, device: torch.device) -> Tensor:
     return torch.arange(first, end, device=device)
 
 
 def _range(first: int, end: int, device: torch.device) -> Tensor:
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or device.type != "cpu" or end > 1 << 20:
-        return torch.arange(first, end, device=device)
-    return _kept_range(first, end, device)
+    if _is_kept(end, device):
+        return _kept_range(first, end, device)
+    return torch.arange(first, end, device=device)
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_uncorrected(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((n,), -math.log(max(n, 1)), dtype=dtype, device=device)
+
+
+def _uncorrected(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What the op adds for the number of draws, taken back."""
+    if len(shape) == 1 and _is_kept(shape[0], device):
+        return _kept_uncorrected(shape[0], dtype, device)
+    return torch.full(shape, -math.log(max(shape[-1], 1)), dtype=dtype, device=device)
+
+
+def _is_kept(size: int, device: torch.device) -> bool:
+    """Whether a tensor that depends on its size alone is made once: a small step is as long as a few calls of torch."""
+    return not (
+        device.type != "cpu" or size > 1 << 20 or torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+    )
 
 
 class _BatchSink:
@@ -428,8 +397,9 @@ class _BatchSink:
                 rows = rows.new_zeros(p.num_classes, grad.hidden.shape[1])
             elif not (rows.is_cpu and found.coef_b[0].item() == 1.0):  # one number for all; a CPU has it in the rows
                 rows = rows * found.coef_b
-            own = rows.narrow(0, self.first, grad.hidden.shape[0])
             hidden = grad.hidden
+            batch = hidden.shape[0]
+            own = rows if rows.shape[0] == batch else rows.narrow(0, self.first, batch)
             own.addcmul_(found.coef_a, hidden if hidden.dtype is rows.dtype else hidden.to(rows.dtype))
             d_keys = rows if rows.dtype is p.weight_dtype else rows.to(p.weight_dtype)
         return (d_hidden if need[0] else None), d_keys, None
@@ -481,8 +451,8 @@ def _loss(
     if negatives.dim() == 0 or negatives.dim() > 2 or (negatives.dim() == 2 and negatives.shape[0] != queries.shape[0]):
         raise ValueError(f"{_OP}: negatives must be [{queries.shape[0]}, k] or [k], got {describe(negatives)}")
     acc = acc_dtype(keys.dtype)
-    if log_q is None:  # what the op adds for the number of draws, taken back
-        log_q = torch.full(negatives.shape, -math.log(max(negatives.shape[-1], 1)), dtype=acc, device=keys.device)
+    if log_q is None:
+        log_q = _uncorrected(negatives.shape, acc, keys.device)
     draw_labels, row_labels = (None, None) if labels is None else labels
     x = Inputs(
         queries.contiguous(),

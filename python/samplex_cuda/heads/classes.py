@@ -12,6 +12,7 @@ from samplex_cuda._checks import check_int, describe
 from samplex_cuda.heads.checks import check_sampler
 from samplex_cuda.heads.follow import TableFollower
 from samplex_cuda.heads.module import HeadModule
+from samplex_cuda.samplers.base import Sampler
 from samplex_cuda.samplers.static import StaticSampler
 from samplex_cuda.tables import empty_table
 
@@ -53,7 +54,7 @@ class ClassesOfHead(HeadModule):
         Args:
             num_classes: the new C.
             optimizer: whose state goes with the rows, one or several; a fused optimizer is known already.
-            sampler: for the new C; by default that of the head, resized, if it is a static one.
+            sampler: for the new C; by default that of the head over the new classes (`Sampler.over`).
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -116,7 +117,7 @@ class ClassesOfHead(HeadModule):
         Args:
             ids: int64 [n], live classes.
             optimizer: as in `resize`.
-            sampler: without these classes; by default that of the head, if it is a static one, over the live classes.
+            sampler: without these classes; by default that of the head over the live classes (`Sampler.over`).
 
         Example:
             >>> import torch, samplex_cuda as sx
@@ -215,13 +216,16 @@ class ClassesOfHead(HeadModule):
             self.follower = TableFollower(policy, num_classes, self.follower.auto)
 
     def _resized_sampler(self, where: str, num_classes: int, live: Tensor | None) -> nn.Module:
-        over = getattr(self.sampler, "over", None)
-        if over is None:
+        sampler: Any = self.sampler
+        try:
+            return sampler.over(num_classes, live)
+        except (AttributeError, NotImplementedError):  # not one of ours
+            if hasattr(sampler, "over") and type(sampler).over is not Sampler.over:
+                raise
             raise ValueError(
                 f"{where}: sampler must be given if that of the head cannot be resized, got None with "
-                f"{type(self.sampler).__name__}"
-            )
-        return over(num_classes, live)
+                f"{type(sampler).__name__}"
+            ) from None
 
     def _refuse_retired(self, target: Tensor) -> Tensor:
         """Targets, where one of a retired class is an IndexError; on a GPU it becomes one out of range, loss NaN."""

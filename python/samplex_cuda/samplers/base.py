@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import check_dense, check_tensor, describe
+from samplex_cuda._checks import check_dense, check_int, check_tensor, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import sort_exclude, uniform_sample
 from samplex_cuda.rng import Key, fold_in, key_tensor
 
-__all__ = ["Exclude", "Sampler", "distinct_ids"]
+__all__ = ["Exclude", "Sampler", "check_live", "distinct_ids"]
 
 # int64 [B] | [B, P] padded with -1 | CSR pair (offsets [B + 1], ids [nnz])
 Exclude: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -25,6 +25,10 @@ MAX_BATCH = 1 << 32
 MAX_SAMPLES = 1 << 24
 _UNIFORM_BITS = 52
 _BLOCK = 1 << 22  # numbers of [B, n] at a time
+
+
+# What belongs to a module whatever it computes.
+_OF_MODULE = (vars(torch.nn.Module()).keys() | {"_lock"}) - {"_buffers", "_modules"}
 
 
 def distinct_ids(ids: Tensor, num_classes: int | None) -> Tensor:
@@ -48,6 +52,27 @@ def check_int64(op: str, name: str, t: object) -> Tensor:
     if t.dtype != torch.int64:
         raise TypeError(f"{op}: {name} must be int64, got {describe(t)}")
     return check_dense(op, name, t)
+
+
+def check_live(op: str, num_classes: int, live: Tensor | None) -> None:
+    """ValueError unless `live` is None or bool [C] with a class that is drawn.
+
+    Args:
+        op: name for the message.
+        num_classes: C.
+        live: which classes are drawn.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.samplers.base import check_live
+        >>> check_live("tree", 2, torch.tensor([True, False]))
+    """
+    if live is None:
+        return
+    if not isinstance(live, Tensor) or live.dtype != torch.bool or live.shape != (num_classes,):
+        raise ValueError(f"{op}: live must be [{num_classes}] bool, got {describe(live)}")
+    if not bool(live.any()):
+        raise ValueError(f"{op}: live must have a class that is drawn, got none")
 
 
 def refuse_classes(
@@ -286,6 +311,53 @@ class Sampler(torch.nn.Module):
     def follow_interval(self, batch: int, num_samples: int, shared: bool) -> int:
         """Training steps that share one `follow`, where the user leaves that open (`sampler_update="auto"`)."""
         return 1
+
+    # -------------------------------------------------------------------------------------------- other classes
+    def over(self, num_classes: int, live: Tensor | None = None) -> Sampler:
+        """A sampler of the same kind over another number of classes, of which only some are drawn.
+
+        This one stays as it is. A sampler that follows the class table has rows of zeros for new classes until
+        `update` or `rebuild` tells it theirs; a head does that before the next draw.
+
+        Args:
+            num_classes: the new C.
+            live: bool [C], the classes that are drawn; None: all.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sampler = sx.samplers.Quadratic(torch.eye(3), alpha=1.0)
+            >>> sampler.over(4, torch.tensor([True, False, True, True])).log_prob_all(torch.ones(1, 3)).exp()
+            tensor([[0.4000, 0.0000, 0.4000, 0.2000]])
+        """
+        from samplex_cuda.samplers.live import over_rows
+
+        self._check_size(num_classes, live)
+        place = torch.arange(num_classes, device=next(self.buffers(), torch.empty(0)).device)
+        return over_rows(self, torch.where(place < self.num_classes, place, -1), live)
+
+    def _check_size(self, num_classes: int, live: Tensor | None) -> None:
+        check_int(self._op, "num_classes", num_classes, 1, 1 << 52)
+        check_live(self._op, num_classes, live)
+
+    def _taken(self, place: Tensor) -> Sampler:
+        """A sampler of the same kind over classes that were `place` [n] in this one; -1: new ones."""
+        raise NotImplementedError(f"{self._op}: a {type(self).__name__} cannot be resized; make another one")
+
+    def resize(self, num_classes: int) -> None:
+        """The same kind of distribution over another number of classes, in place; see `over`.
+
+        Args:
+            num_classes: the new C.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sampler = sx.samplers.Mixture([(sx.samplers.Uniform(10), 1), (sx.samplers.LogUniform(10), 1)])
+            >>> sampler.resize(12)
+            >>> sampler.log_prob_all().shape
+            torch.Size([1, 12])
+        """
+        made = vars(self.over(num_classes))
+        self.__dict__.update({name: value for name, value in made.items() if name not in _OF_MODULE})
 
     def _log_left(self, h: Tensor | None, exclude: Exclude, context: Tensor | None, batch: int) -> Tensor:
         """log of the probability that none of the excluded ids comes, [B] float64; -inf where nothing is left.

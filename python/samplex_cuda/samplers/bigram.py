@@ -15,6 +15,7 @@ from samplex_cuda.ops import bigram_sample as ops
 from samplex_cuda.ops.static_sample import build_alias
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
+from samplex_cuda.samplers.static import live_weights
 from samplex_cuda.samplers.stored import bigram_error
 
 __all__ = ["Bigram"]
@@ -200,6 +201,29 @@ class Bigram(Sampler):
 
     def rebuild(self, weight: Tensor) -> None:
         """Nothing to do: the distribution does not depend on the class table."""
+
+    def over(self, num_classes: int, live: Tensor | None = None) -> Bigram:
+        """See `Sampler.over`. New classes have followed nothing; if contexts are classes, new ones have no counts."""
+        self._check_size(num_classes, live)
+        starts = self.offsets.cpu().numpy()
+        contexts = np.repeat(np.arange(self.num_contexts), np.diff(starts))
+        # The sums of context c begin at offsets[c] + c: between two rows there is one number more.
+        counts = np.diff(self.pair_prefix.cpu().numpy())
+        first = np.arange(contexts.shape[0]) + contexts
+        counts, ids = counts[first].astype(np.float64), self.pair_ids.cpu().numpy()
+        kept = ids < num_classes
+        if live is not None:
+            kept &= live.cpu().numpy()[np.minimum(ids, num_classes - 1)]
+        number = num_classes if self.num_contexts == self.num_classes else self.num_contexts
+        kept &= contexts < number
+        offsets = np.searchsorted(contexts[kept], np.arange(number + 1)) if number else np.zeros(1, np.int64)
+        backoff = np.ones(number)  # of a context without counts it does not matter
+        same = min(number, self.num_contexts)
+        backoff[:same] = self.backoff.cpu().numpy()[:same]
+        unigram = live_weights(self.prefix.diff().double().cpu(), num_classes, live)
+        made = Bigram(offsets, ids[kept], counts[kept], unigram, backoff=backoff).to(self.table.device)
+        made.power = self.power
+        return made
 
     def _tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         return (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy as copy_of
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from samplex_cuda.products import wide_dtype
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import MAX_SAMPLES, Exclude, Excluded, Sampler, check_int64
 from samplex_cuda.samplers.stored import finite_error, shape_error
-from samplex_cuda.samplers.table_rows import check_changes, check_table, last_of_equal, replace_rows
+from samplex_cuda.samplers.table_rows import check_changes, check_table, last_of_equal, replace_rows, taken_rows
 
 __all__ = ["ExactSampler", "Quartic", "Softmax"]
 
@@ -230,6 +231,21 @@ class ExactSampler(Sampler):
         with_bias = bias is not None and table_bias is not None
         _, unfit = self._replace(ids, weight[some], bias[some] if with_bias and bias is not None else None)
         notices.add(unfit)
+
+    def _taken(self, place: Tensor) -> ExactSampler:
+        made = copy_of(self)
+        made._buffers = dict(self._buffers)
+        made.num_classes, made._notices = place.shape[0], None
+        if self._source is None:
+            table, bias = self._table()
+            made.weight = taken_rows(table, place)
+            made.bias = None if bias is None else taken_rows(bias, place)
+        elif not torch.equal(place, torch.arange(place.shape[0], device=place.device).masked_fill_(place < 0, -1)):
+            raise ValueError(
+                f"{self._op}: copy must be True in a sampler without some of the classes, got False: it reads the "
+                "class table itself"
+            )
+        return made
 
     @torch.no_grad()
     def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:

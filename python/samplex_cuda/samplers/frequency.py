@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda._checks import check_choice, check_int, check_number, describe
-from samplex_cuda.samplers.base import check_int64
+from samplex_cuda.samplers.base import check_int64, check_live
 
 __all__ = ["StreamingFrequency", "gather_ids"]
 
@@ -113,6 +113,35 @@ class StreamingFrequency(nn.Module):
                 share = torch.stack([row[self._hash(flat, k)] for k, row in enumerate(self.counts)]).amin(0)
                 gap = torch.where(share > 0, self.total / share, never).clamp_(min=1.0)
             return -gap.log().to(torch.float32).reshape(ids.shape)
+
+    def resize(self, num_buckets: int, live: Tensor | None = None) -> None:
+        """Another number of buckets, for ids that have always been below the smaller number. Not for a sketch.
+
+        Args:
+            num_buckets: the new size of the arrays; new buckets count as never seen.
+            live: bool [num_buckets]; None: all. What others were is forgotten.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> frequency = sx.samplers.StreamingFrequency(10)
+            >>> frequency.update(torch.tensor([3, 3, 5]))
+            >>> frequency.resize(12)
+            >>> frequency.num_buckets, float(frequency.log_q(torch.tensor([3])).exp())
+            (12, 0.6666666865348816)
+        """
+        check_int(_OP, "num_buckets", num_buckets, 1, 1 << 40)
+        check_live(_OP, num_buckets, live)
+        if self.kind != "gap":
+            raise ValueError(f"{_OP}: kind must be 'gap' to resize, got {self.kind!r}, whose buckets mix ids")
+        kept = min(num_buckets, self.num_buckets)
+        for name in ("last", "gap"):
+            old = self.get_buffer(name)
+            made = old.new_zeros(num_buckets + 1)
+            made[:kept] = old[:kept]
+            if live is not None:
+                made[:-1].masked_fill_(~live.to(made.device), 0)
+            setattr(self, name, made)
+        self.num_buckets = num_buckets
 
     # ---------------------------------------------------------------------------------------------- two arrays
     def _bucket(self, flat: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -176,6 +177,19 @@ class InBatch(Sampler):
         device = next(self.buffers()).device
         found = self._log_frequency(torch.arange(self.num_classes, device=device)).to(torch.float32)
         return found.expand(1 if h is None else self._rows_of(h), -1)
+
+    def over(self, num_classes: int, live: Tensor | None = None) -> InBatch:
+        """See `Sampler.over`. A `StreamingFrequency` with a bucket per class forgets classes that are not live."""
+        self._check_size(num_classes, live)
+        frequency: StreamingFrequency | Sampler
+        if isinstance(self.frequency, Sampler):
+            frequency = self.frequency.over(num_classes, live)
+        else:
+            frequency = copy.deepcopy(self.frequency)
+            if frequency.num_buckets == self.num_classes and frequency.kind == "gap":
+                frequency.resize(num_classes, live)
+        extra = None if self.extra is None else self.extra.over(num_classes, live)
+        return InBatch(num_classes, frequency, extra=extra, group=self.group)
 
     def _log_frequency(self, ids: Tensor) -> Tensor:
         if isinstance(self.frequency, StreamingFrequency):

@@ -64,6 +64,9 @@ class Quadratic(KernelSampler):
         )
         self.alpha = float(alpha)
 
+    def _taken(self, place: Tensor) -> Quadratic:
+        return self._over_rows(place, alpha=self.alpha)
+
     def extra_repr(self) -> str:
         """The kernel, sizes and memory."""
         return f"alpha={self.alpha:g}, {super().extra_repr()}"
@@ -131,6 +134,11 @@ class RandomFourier(KernelSampler):
             progress=progress,
         )
         self.num_features, self.nu = num_features, float(nu)
+
+    def _taken(self, place: Tensor) -> RandomFourier:
+        return self._over_rows(
+            place, num_features=self.num_features, nu=self.nu, kind=self.kind, normalize=self.normalize, key=Key(0)
+        )
 
     def _stored_error(self, found: dict[str, Any]) -> str | None:
         # Frequencies are normal with variance nu, their lengths at most about sqrt(nu d): far above, exp overflows.

@@ -25,6 +25,7 @@ from samplex_cuda.samplers.kernel_follow import LOST, DeviceFollowing
 from samplex_cuda.samplers.kernel_rows import MOST_QUERY, MOST_SUM, longest_query
 from samplex_cuda.samplers.progress import bar
 from samplex_cuda.samplers.stored import finite_error, shape_error
+from samplex_cuda.samplers.table_rows import taken_rows
 from samplex_cuda.tables import empty_table
 
 __all__ = ["KernelSampler"]
@@ -388,7 +389,21 @@ class KernelSampler(DeviceFollowing):
         self._mixed = False
         return fine
 
-    # -------------------------------------------------------------------------------------------- checks
+    def _over_rows(self, place: Tensor, **options: Any) -> Any:
+        """A sampler of the same kind whose class i has the row of class place[i] of this one, -1: zeros."""
+        with self._held():
+            rows = taken_rows(self.rows, place)
+            weight, bias = rows[:, : self.dim], rows[:, self.dim] if self.has_bias else None
+            made = type(self)(weight, bias=bias, epsilon=self.epsilon, **options)
+            if self.omega is not None and made.omega is not None:
+                made.omega.copy_(self.omega)
+                made.rebuild(weight, bias)
+        return made
+
+    def resize(self, num_classes: int) -> None:
+        """See `Sampler.resize`."""
+        with self._held():
+            super().resize(num_classes)
 
     # -------------------------------------------------------------------------------------------- module
     def _stored_error(self, found: dict[str, Any]) -> str | None:

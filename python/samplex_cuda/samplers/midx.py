@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ from samplex_cuda.rng import Key, fold_in, key_tensor, uniform_at
 from samplex_cuda.samplers.base import Exclude, Sampler, _no_law, check_int64, distinct_ids
 from samplex_cuda.samplers.kmeans import ROWS_PER_CODE, assign, kmeans
 from samplex_cuda.samplers.stored import finite_error, shape_error
-from samplex_cuda.samplers.table_rows import check_changes, check_table, last_of_equal, replace_rows
+from samplex_cuda.samplers.table_rows import check_changes, check_table, last_of_equal, replace_rows, taken_rows
 
 __all__ = ["MIDX"]
 
@@ -104,7 +105,7 @@ class MIDX(Sampler):
             raise ValueError(f"midx: weight must have at least 2 columns with kind='product', got {describe(weight)}")
         check_number(self._op, "scale", scale, -math.inf)
         check_number(self._op, "epsilon", epsilon, 0.0, 1.0, open_high=True)
-        self.num_codes = min(num_codes, self.num_classes)
+        self._most_codes, self.num_codes = num_codes, min(num_codes, self.num_classes)
         self.kind, self.scale, self.epsilon = kind, float(scale), float(epsilon)
         self.has_bias = bias is not None
         check_dense(self._op, "weight", weight)
@@ -283,7 +284,7 @@ class MIDX(Sampler):
         """
         # On a CPU distinct ids count: a checkpoint holds these alone, and a resumed run must refresh at the same step.
         some = ids.reshape(-1) if _device.host_waits(self.cell) else distinct_ids(ids, self.num_classes)
-        if self._age + some.numel() >= _REFRESH_AFTER * self.num_classes and not _device.captured(self.cell.device):
+        if self.wants_refresh(some.numel()):
             self.refresh(weight, bias)
             return
         safe = some.clamp(0, self.num_classes - 1)
@@ -324,6 +325,42 @@ class MIDX(Sampler):
             weight, own = self._table
             bias = own if bias is None else bias
         self._fit(weight, bias, self.codes.clone())
+
+    def wants_refresh(self, rows: int) -> bool:
+        """Whether so many rows more are enough for new codes."""
+        return self._age + rows >= _REFRESH_AFTER * self.num_classes and not _device.captured(self.cell.device)
+
+    def forget_table(self) -> None:
+        """`refresh` must be given the class table from now on."""
+        self._table = None
+
+    def _taken(self, place: Tensor) -> MIDX:
+        made = copy.copy(self)
+        made._buffers, made._table = dict(self._buffers), None
+        made.num_classes, classes, device = place.shape[0], place.shape[0], place.device
+        made.num_codes = size = min(self._most_codes, classes)
+        kept = min(size, self.num_codes)
+        made.codes = self.codes.new_zeros(2, size, self.dim)
+        made.codes[:, :kept] = self.codes[:, :kept]
+        # A new class, or one whose code is gone, has the nearest codes to a row of zeros: any cell is right for log_q.
+        first, second = (
+            taken_rows(code, place, -1) for code in (self.cell // self.num_codes, self.cell % self.num_codes)
+        )
+        nearest = made._cells_of(torch.zeros(1, self.dim, device=device))
+        known = (first >= 0) & (first < kept) & (second < kept)
+        made.cell = torch.where(known, first * size + second, nearest).to(torch.int32)
+        if self.bias is not None:
+            made.bias = taken_rows(self.bias, place)
+        if self.counts is not None:
+            made.counts = taken_rows(self.counts, place, float(self.counts[self.counts > 0].min()))
+        made.pair, made.age = self.pair.clone(), self.age.clone()
+        made.omega = torch.zeros(size, size, device=device)
+        for name, count in (("place", classes), ("members", classes), ("starts", size * size + 1)):
+            setattr(made, name, torch.zeros(count, dtype=torch.int32, device=device))
+        if self.prefix is not None:
+            made.prefix = torch.zeros(classes + 1, dtype=torch.int64, device=device)
+        made._order()
+        return made
 
     def _fit(self, weight: Tensor, bias: Tensor | None, start: Tensor | None) -> None:
         self._check_table(weight, bias)

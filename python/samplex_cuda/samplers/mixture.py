@@ -187,6 +187,12 @@ class Mixture(Sampler):
         for sampler in self._parts():
             sampler.rebuild(weight, bias) if sampler.has_bias else sampler.rebuild(weight)
 
+    def over(self, num_classes: int, live: Tensor | None = None) -> Mixture:
+        """See `Sampler.over`: each component over these classes, with the weight of before."""
+        self._check_size(num_classes, live)
+        shares = zip(self._parts(), self.weights.tolist(), strict=True)
+        return Mixture([(part.over(num_classes, live), share) for part, share in shares]).to(self.weights.device)
+
     def _stored_error(self, found: dict[str, Any]) -> str | None:
         weights, count = found["weights"], len(self._parts())
         if wrong := shape_error("weights", weights, (count,), torch.float64, f"[{count}]"):

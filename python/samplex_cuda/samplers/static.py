@@ -15,7 +15,7 @@ from samplex_cuda.ops import static_sample as ops
 from samplex_cuda.ops.loss_types import StaticLaw
 from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.rng import Key, key_tensor
-from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
+from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, check_live
 from samplex_cuda.samplers.stored import alias_error, shape_error
 from samplex_cuda.samplers.unique import UniqueDraw, draw_unique, log_inclusion
 
@@ -273,15 +273,9 @@ class StaticSampler(Sampler):
         device = self._device()
         if live is None:
             return type(self)(num_classes).to(device)
-        self._check_live(num_classes, live)
+        check_live(self._op, num_classes, live)
         whole = self if num_classes == self.num_classes else type(self)(num_classes)
-        return Unigram(_only(whole.log_prob_all()[0].double().exp().cpu(), live)).to(device)
-
-    def _check_live(self, num_classes: int, live: Tensor) -> None:
-        if not isinstance(live, Tensor) or live.dtype != torch.bool or live.shape != (num_classes,):
-            raise ValueError(f"{self._op}: live must be [{num_classes}] bool, got {describe(live)}")
-        if not bool(live.any()):
-            raise ValueError(f"{self._op}: live must have a class that is drawn, got none")
+        return Unigram(live_weights(whole.log_prob_all()[0].double().exp().cpu(), num_classes, live, False)).to(device)
 
     def collision(self) -> float:
         """The probability that two draws are of one class, sum of q squared."""
@@ -303,9 +297,26 @@ class StaticSampler(Sampler):
         return f"{self.num_classes}"
 
 
-def _only(weights: Tensor, live: Tensor, least: float = 0.0) -> Tensor:
-    """Weights [C] fp64 of the live classes, `least` where they have none, and 0 for others."""
-    return torch.where(live.cpu(), torch.where(weights > 0, weights, least), 0.0)
+def live_weights(weights: Tensor, num_classes: int, live: Tensor | None = None, revive: bool = True) -> Tensor:
+    """Weights of classes over another number of them: new ones weigh as much as the rarest, others than `live` 0.
+
+    Args:
+        weights: float64 [n] on the CPU, not all 0.
+        num_classes: the new C.
+        live: bool [C]; None: all.
+        revive: whether live classes of weight 0 get the weight of the rarest one, too.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.samplers.static import live_weights
+        >>> live_weights(torch.tensor([4.0, 0.0, 2.0]), 4, torch.tensor([True, True, False, True]))
+        tensor([4., 2., 0., 2.])
+    """
+    rarest = float(weights[weights > 0].min())
+    weights = torch.cat([weights, weights.new_full((max(0, num_classes - len(weights)),), rarest)])[:num_classes]
+    if revive:
+        weights = torch.where(weights > 0, weights, rarest)
+    return weights if live is None else torch.where(live.cpu(), weights, 0.0)
 
 
 class Uniform(StaticSampler):
@@ -459,7 +470,7 @@ class Unigram(StaticSampler):
     def resize(self, num_classes: int) -> None:
         """See `StaticSampler.resize`."""
         self._check_classes(num_classes)
-        other = self.over(num_classes, self.prefix.new_ones(num_classes, dtype=torch.bool), revive=False)
+        other = self.over(num_classes, revive=False)
         self.table, self.prefix = other.table, other.prefix
         self.num_classes, self._collision = num_classes, None
 
@@ -472,12 +483,8 @@ class Unigram(StaticSampler):
             revive: whether live classes of count 0 get the weight of the rarest one; new ones always do.
         """
         self._check_classes(num_classes)
-        live = torch.ones(num_classes, dtype=torch.bool) if live is None else live
-        self._check_live(num_classes, live)
-        weights = self.prefix.diff().double().cpu()
-        rarest = float(weights[weights > 0].min())
-        weights = torch.cat([weights, weights.new_full((max(0, num_classes - len(weights)),), rarest)])[:num_classes]
-        made = Unigram(_only(weights, live, rarest if revive else 0.0)).to(self.table.device)
+        check_live(self._op, num_classes, live)
+        made = Unigram(live_weights(self.prefix.diff().double().cpu(), num_classes, live, revive)).to(self.table.device)
         made.power = self.power
         return made
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from samplex_cuda._checks import check_dense, describe
 
-__all__ = ["check_changes", "check_table", "last_of_equal", "replace_rows"]
+__all__ = ["check_changes", "check_table", "last_of_equal", "replace_rows", "taken_rows"]
 
 
 def check_table(op: str, weight: Tensor, bias: Tensor | None) -> None:
@@ -110,3 +110,22 @@ def replace_rows(ids: Tensor, changes: list[tuple[Tensor, Tensor]]) -> tuple[Ten
         mask = taken.view(-1, *(1,) * (table.dim() - 1))
         table.index_copy_(0, at, torch.where(mask, rows[source].to(table.dtype), table[at]))
     return outside, unfit & ~outside
+
+
+def taken_rows(table: Tensor, place: Tensor, value: float = 0.0) -> Tensor:
+    """Rows of a table in another order, and new ones.
+
+    Args:
+        table: [C, ...].
+        place: int64 [n], a row of the table each; -1: a new one.
+        value: what new rows hold.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.samplers.table_rows import taken_rows
+        >>> taken_rows(torch.tensor([1.0, 2.0]), torch.tensor([1, -1, 0]))
+        tensor([2., 0., 1.])
+    """
+    made = table.detach()[place.clamp(min=0)]
+    made[place < 0] = value
+    return made

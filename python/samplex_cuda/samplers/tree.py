@@ -17,8 +17,9 @@ from samplex_cuda.ops import tree_shared
 from samplex_cuda.ops.static_sample import build_alias, sort_exclude
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
-from samplex_cuda.samplers.static import Unigram
+from samplex_cuda.samplers.static import Unigram, live_weights
 from samplex_cuda.samplers.stored import closed_bias, tree_error, units_error
+from samplex_cuda.samplers.tree_change import changed_tree
 
 __all__ = ["Tree"]
 
@@ -447,6 +448,24 @@ class Tree(Sampler):
         if not k <= beam <= 512:
             raise ValueError(f"tree: beam must be in [k, 512] = [{k}, 512], got {beam!r}")
         return call(ops.tree_topk, self.project(h), *self._tables(), k, beam)
+
+    def over(self, num_classes: int, live: Tensor | None = None) -> Tree:
+        """See `Sampler.over`. New classes take leaves without one, in a tree that is a level deeper if none is left.
+
+        A node that gets classes on a side that had none splits by the number of classes on each side, until `refit`;
+        other nodes keep what was fitted. A class that is not live passes its part to the classes beside it.
+        """
+        self._check_size(num_classes, live)
+        nodes = changed_tree(*self.parameters_of_nodes(), self.leaf_class, num_classes, live)
+        base = None
+        if self.has_base:
+            weights = live_weights(self.base_units.double().cpu(), num_classes, live)
+            base = Unigram(weights).to(self.nodes.device)
+        model = {} if self._identity else {"mean": self.mean, "projection": self.projection}
+        made = Tree(*nodes, **model, dtype=self.nodes.dtype, base=base, base_weight=float(self.base_share) or 0.5)
+        if self._fitted:
+            made._set_options(self._fitted)
+        return made
 
     def update(self, ids: Tensor, rows: Tensor) -> None:
         """Nothing to do: the tree does not depend on the class table."""

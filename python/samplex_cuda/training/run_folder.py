@@ -55,7 +55,8 @@ def unwritable(run_dir: Path, error: OSError) -> RunError:
 
 
 FOLDERS = ("checkpoints", "best", "plots", "nan", "tensorboard", "damaged")
-FILES = (".lock", "config.toml", "environment.json", "metrics.jsonl", "diagnosis.json")
+VOCABULARY = "vocabulary.txt"  # of text: a word per line, in the order of their ids
+FILES = (".lock", "config.toml", "environment.json", "metrics.jsonl", "diagnosis.json", VOCABULARY)
 
 
 def check_links(run_dir: Path) -> None:
@@ -63,8 +64,17 @@ def check_links(run_dir: Path) -> None:
     checkpoint.check_inside(run_dir, *FOLDERS, *FILES)
 
 
-def begin(run_dir: Path, config: Config, surroundings: Callable[[], dict[str, Any]]) -> None:
-    """Makes a run folder, with the configuration and what it runs on; RunError if there is a run in it."""
+def begin(
+    run_dir: Path, config: Config, surroundings: Callable[[], dict[str, Any]], first: Callable[[], None]
+) -> None:
+    """Makes a run folder, with the configuration and what it runs on; RunError if there is a run in it.
+
+    Args:
+        run_dir: the folder.
+        config: written last: a folder that has it is a run.
+        surroundings: what the run runs on.
+        first: writes what the run needs besides.
+    """
     check_links(run_dir)
     if (run_dir / "config.toml").exists() or checkpoint.list_checkpoints(run_dir):
         raise RunError(
@@ -75,6 +85,7 @@ def begin(run_dir: Path, config: Config, surroundings: Callable[[], dict[str, An
         for name in ("checkpoints", "plots"):
             (run_dir / name).mkdir(parents=True, exist_ok=True)
         checkpoint.write_file(run_dir / "environment.json", json.dumps(surroundings(), indent=1))
+        first()
         checkpoint.write_file(run_dir / "config.toml", configs.dumps(config))
     except OSError as error:
         raise unwritable(run_dir, error) from None

@@ -27,11 +27,13 @@ from samplex_cuda.training.checkpoint import CheckpointError
 from samplex_cuda.training.chooser import Chooser
 from samplex_cuda.training.config import Config
 from samplex_cuda.training.evaluation import evaluate, propensities_of
+from samplex_cuda.training.growing import extending, write_vocabulary
 from samplex_cuda.training.interrupts import Interrupts, own_generators
 from samplex_cuda.training.opening import check_fit, check_monitor, from_anywhere, open_data
 from samplex_cuda.training.ranks import join
 from samplex_cuda.training.result import Result, raise_non_finite
 from samplex_cuda.training.run_folder import (
+    VOCABULARY,
     RunError,
     append_record,
     begin,
@@ -112,8 +114,14 @@ class Trainer:
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self._prepare(config, train, valid, run_dir, trust_model, on_event)
-        self.ranks.lead(lambda: begin(self.run_dir, self.config, self._surroundings))
+        self.ranks.lead(self._begin_folder)
         self.make(fit=True)
+
+    def _begin_folder(self) -> None:
+        def words() -> None:
+            write_vocabulary(self.run_dir, self.train)
+
+        begin(self.run_dir, self.config, self._surroundings, words)
 
     @classmethod
     def resume(
@@ -158,7 +166,12 @@ class Trainer:
         config = configs.override(old, settings)
         self = cls.__new__(cls)
         check_links(run_dir)
+        of_words = grow and train is None and (run_dir / VOCABULARY).is_file()
+        if of_words:
+            config = extending(config, run_dir)
         self._prepare(config, train, valid, run_dir, trust_model, on_event)
+        if of_words:  # the vocabulary will have all of them
+            del self.config.data.options["extend"]
         self.grow = grow
         try:
             with self.ranks.lock(run_dir):
@@ -189,6 +202,8 @@ class Trainer:
             self._event("cleaned", path=str(removed))
         for path, reason in refused:
             self._event("damaged", path=str(set_aside(run_dir, path)), reason=reason)
+        if self.grow:
+            write_vocabulary(run_dir, self.train)
         replace_config(run_dir, old, self.config, p.step)
         trim_metrics(run_dir, p.last_log, p.last_eval)
 
