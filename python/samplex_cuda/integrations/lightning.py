@@ -84,7 +84,8 @@ class SampledModule(LightningModule):
         self.encoder, self.head, self.lr = encoder, head, lr
         self.make_dense, self.make_rows, self.make_scheduler = dense, rows, scheduler
         self.k = tuple(k)
-        self.fused, self.waits = fused, None
+        self.fused = fused
+        self.waits: str | None = None
         self._fusion: Any = None
 
     def forward(self, x: Any) -> Tensor:
@@ -108,7 +109,7 @@ class SampledModule(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """`RandomState`, unless the Trainer has one."""
-        has = any(isinstance(one, RandomState) for one in self.trainer.callbacks)  # type: ignore[attr-defined]
+        has = any(isinstance(one, RandomState) for one in self.trainer.callbacks)
         return [] if has else [RandomState()]
 
     def configure_optimizers(self) -> Any:
@@ -156,7 +157,7 @@ class SampledModule(LightningModule):
         count = self.trainer.accumulate_grad_batches if self.automatic_optimization else _UNTIL_STEP
         if self.head.fused is None or self.head.fused.accumulate != count:
             [optimizer] = self.trainer.optimizers
-            self.head.fuse_optimizer(optimizer, count)  # type: ignore[arg-type]
+            self.head.fuse_optimizer(optimizer, count)
             self._fusion = self.head.fused
 
     def on_train_end(self) -> None:
