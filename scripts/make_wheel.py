@@ -96,9 +96,7 @@ def main() -> int:
     parser.add_argument("--cuda", choices=["AUTO", "ON", "OFF"], default="AUTO")
     parser.add_argument("--archs", default="", help="CUDA architectures, as CMake writes them (default: all listed)")
     parser.add_argument("--torch", help="requirement of the torch to install into the clean environment")
-    parser.add_argument(
-        "--from-sdist", action="store_true", help="build the wheel from a source distribution"
-    )
+    parser.add_argument("--from-sdist", action="store_true", help="build the wheel from a source distribution")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
