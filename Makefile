@@ -33,6 +33,8 @@ TORCH := torch==2.13.0
 PY := $(VENV)/bin/python
 # Twice quiet: warnings about indexes stay out of sight, errors do not.
 PIP := $(PY) -m pip --disable-pip-version-check $(if $(VERBOSE),,--quiet --quiet)
+# Another environment has a build directory of its own: two in turn would compile everything anew each time.
+BUILD_DIR := build/dev$(if $(filter-out .venv,$(VENV)),-$(patsubst .venv-%,%,$(notdir $(VENV))))-{wheel_tag}
 PROGRESS := $(PY) scripts/progress.py $(if $(VERBOSE),--verbose)
 STAMPS := $(VENV)/.samplex
 NATIVE := CMakeLists.txt pyproject.toml $(shell find cmake csrc tests/simt -type f -not -name '*.md' -not -name '*.py')
@@ -151,6 +153,6 @@ $(STAMPS)/config: FORCE | $(STAMPS)/tools
 $(STAMPS)/build: $(STAMPS)/tools $(STAMPS)/config $(NATIVE)
 	@echo "== extension ($(CONFIG)), minutes the first time"
 	@$(PROGRESS) $(PY) -m pip --disable-pip-version-check -v install --no-build-isolation -e ".[demo,bench,test]" \
-	  --config-settings=build-dir="build/dev-{wheel_tag}" --config-settings=cmake.define.SAMPLEX_TEST_BACKENDS=ON \
+	  --config-settings=build-dir="$(BUILD_DIR)" --config-settings=cmake.define.SAMPLEX_TEST_BACKENDS=ON \
 	  --config-settings=cmake.define.SAMPLEX_CUDA=$(CUDA) "--config-settings=cmake.define.SAMPLEX_CUDA_ARCHS=$(CUDA_ARCHS)"
 	@touch $@

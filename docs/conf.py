@@ -77,6 +77,8 @@ def as_restructured_text(lines: list[str]) -> list[str]:
             # A span of backquotes that a line break cuts in two is joined first.
             joined = re.sub(r"`[^`]+`", lambda span: re.sub(r"\n\s*", " ", span[0]), paragraph)
             text = "\n".join(_literal(line) for line in joined.split("\n"))
+            # "num_classes: C." is no item of a list that begins with C.
+            text = re.sub(r"^(\s+\w+: [A-Za-z])\.$", r"\1\\.", text, flags=re.MULTILINE)
         found += [*text.split("\n"), ""]
     return found
 

@@ -1,6 +1,7 @@
 """Build a wheel in dist/ and check it: python scripts/make_wheel.py [--cuda AUTO|ON|OFF] [--archs LIST] [--torch SPEC]
 
-1. Builds the wheel against the torch of this environment. Its build tag says what it has: `1cuda`, or `0cpu` without
+1. Builds the wheel against the torch of this environment, with --from-sdist from an unpacked source distribution
+   (which goes to dist/, too). Its build tag says what it has: `1cuda`, or `0cpu` without
    CUDA kernels, because the name alone would not tell.
 2. Checks that libsamplex.so has device code (the ELF section .nv_fatbin) exactly if the tag says so.
 3. Installs it into a clean environment and runs a training step there, away from the source tree. That environment
@@ -13,6 +14,7 @@ import argparse
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -40,6 +42,18 @@ assert head.eval().topk(h.detach(), 3)[1].shape == (4, 3)
 print(f"torch {torch.__version__}")
 print(sx.__file__)
 """
+
+
+def make_sdist(folder: Path) -> Path:
+    """Writes the source distribution to dist/ and unpacks it in `folder`; returns the unpacked tree."""
+    DIST.mkdir(exist_ok=True)
+    hook = "import sys; from scikit_build_core.build import build_sdist; print(build_sdist(sys.argv[1]))"
+    build = [sys.executable, "-c", hook, str(DIST)]
+    done = subprocess.run(build, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    name = done.stdout.strip().splitlines()[-1]
+    with tarfile.open(DIST / name) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name.removesuffix(".tar.gz")
 
 
 def check_contents(wheel: Path, cuda: bool) -> None:
@@ -82,11 +96,20 @@ def main() -> int:
     parser.add_argument("--cuda", choices=["AUTO", "ON", "OFF"], default="AUTO")
     parser.add_argument("--archs", default="", help="CUDA architectures, as CMake writes them (default: all listed)")
     parser.add_argument("--torch", help="requirement of the torch to install into the clean environment")
+    parser.add_argument("--from-sdist", action="store_true", help="build the wheel from a source distribution")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.from_sdist:
+            print("== source distribution", flush=True)
+        return build(options, make_sdist(Path(scratch)) if options.from_sdist else ROOT)
+
+
+def build(options: argparse.Namespace, source: Path) -> int:
+    """Builds a wheel of the tree `source` and checks it."""
     cuda = options.cuda == "ON" or (options.cuda == "AUTO" and shutil.which("nvcc") is not None)
     before = set(DIST.glob("*.whl"))
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-v", "wheel", str(ROOT)]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-v", "wheel", str(source)]
     command += ["--no-build-isolation", "--no-deps", "--wheel-dir", str(DIST)]
     command += [f"--config-settings=wheel.build-tag={TAGS[cuda]}"]
     command += [f"--config-settings=cmake.define.SAMPLEX_CUDA={'ON' if cuda else 'OFF'}"]

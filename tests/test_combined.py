@@ -312,6 +312,26 @@ def test_functions_that_were_imported_before_warn_too(name, monkeypatch):
         clip(model.parameters(), *given)
 
 
+SPARSE_NORMS = {
+    "clip_grad_norm_": lambda p: clip_grad_norm_(p, 1.0),
+    "imported_later": lambda p: torch.nn.utils.clip_grad_norm_(p, float("inf")),
+    "get_total_norm": lambda p: torch.nn.utils.get_total_norm([q.grad for q in p]),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE_NORMS)
+def test_torch_names_the_way_out_of_a_sparse_norm(name):
+    """Without `Combined` the gradient of a class table is sparse, and torch has no norm of that."""
+    model = Model()
+    model.head(model.encoder(torch.randn(5, D)), torch.arange(5)).backward()
+    given = [p for p in model.parameters() if p.grad is not None]
+    assert model.head.weight.grad.is_sparse
+    with pytest.raises(TypeError, match=rf"got a sparse one \[{C}, {D}\].*sx.optim.Combined.*sx.optim.clip_grad_norm_"):
+        SPARSE_NORMS[name](given)
+    sx.optim.clip_grad_norm_(given, 1.0)
+    assert float(clip_grad_norm_(model.encoder.parameters(), 1.0)) > 0
+
+
 @pytest.mark.parametrize("undecorated", [False, True])
 def test_the_watch_is_put_inside(undecorated):
     """Torch's decorator keeps its function in a cell; without one the names are exchanged."""
@@ -328,7 +348,8 @@ def test_the_watch_is_put_inside(undecorated):
         return wrapped
 
     module.clip = before = plain if undecorated else outer(plain)
-    torch_clip._put_inside(module, "clip", "clip", lambda p: False)
+    watching = functools.partial(torch_clip._watching, name="clip", is_fused=lambda p: False)
+    torch_clip._put_inside(module, "clip", watching)
     assert (module.clip is before) == (not undecorated)
     assert module.clip([torch.zeros(1)], 1.0) == "clipped"
 

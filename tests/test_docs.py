@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import re
 import tokenize
@@ -182,6 +183,31 @@ def test_every_public_module_is_in_the_reference():
     for name in sx.__all__:
         if not name.startswith("_"):
             assert re.search(rf"^\.\. auto\w+:: samplex_cuda\.{name}$", pages, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(("page", "name"), [("heads", "SampledClassifier"), ("distributed", "ShardedClassifier")])
+def test_the_reference_of_heads_has_their_inherited_methods(page, name):
+    """A head is made of several classes that the reference does not name: topk, predict, set_sampler are theirs."""
+    import samplex_cuda as sx
+
+    kind = getattr(sx, name, None) or getattr(sx.distributed, name)
+    bases = [base for base in kind.__mro__[1:] if base.__module__.startswith("samplex_cuda")]
+    assert {"topk", "predict", "log_prob"} <= {method for base in bases for method in vars(base)}
+    text = (DOCS / "reference" / f"{page}.md").read_text()
+    options = re.search(r"^\.\. auto\w+:: samplex_cuda\.(?:SampledC\w+|distributed)\n((?:   :.*\n)+)", text, re.M)[1]
+    last = re.search(r":inherited-members: (.*)", options)[1].split(", ")
+    assert "Module" in last
+    assert not [base.__name__ for base in bases if base.__name__ in last]
+
+
+def test_a_letter_and_a_period_are_no_list():
+    """As in "num_classes: C."; reStructuredText would begin a list with C."""
+    spec = importlib.util.spec_from_file_location("site_settings", DOCS / "conf.py")
+    conf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    lines = ["What it is for.", "", "Args:", "    num_classes: C.", "    x: [B, d], of E. coli.", "    y: C. elegans"]
+    found = conf.as_restructured_text(lines)
+    assert found[3:6] == [r"    num_classes: C\.", "    x: [B, d], of E. coli.", "    y: C. elegans"]
 
 
 def test_every_sampler_has_a_page():

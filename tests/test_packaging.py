@@ -43,6 +43,22 @@ def test_wheel_works_in_another_environment(tmp_path):
     assert make_wheel.use(wheel, None).startswith("torch ")
 
 
+def test_source_distribution_has_what_a_build_reads(tmp_path, monkeypatch):
+    make_wheel = script("make_wheel")
+    monkeypatch.setattr(make_wheel, "DIST", tmp_path / "dist")
+    tree = make_wheel.make_sdist(tmp_path)
+    [archive] = (tmp_path / "dist").iterdir()
+    assert archive.name == f"{tree.name}.tar.gz"
+    assert f"\nVersion: {tree.name.rsplit('-', 1)[1]}\n" in (tree / "PKG-INFO").read_text()
+    have = {path.relative_to(tree) for path in tree.rglob("*") if path.is_file()}
+    for folder in ("csrc", "cmake", "python", "scripts"):
+        want = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
+        want = {path for path in want if "__pycache__" not in path.parts and path.suffix != ".so"}
+        assert want <= have, sorted(want - have)[:5]
+    assert {Path(name) for name in ("CMakeLists.txt", "pyproject.toml", "LICENSE", "README.md", "Makefile")} <= have
+    assert not [path for path in have if path.suffix in (".so", ".whl", ".pyc") or path.parts[0] in ("build", ".venv")]
+
+
 def test_extras_are_read_from_pyproject():
     extra = script("extra")
     text = '[project.optional-dependencies]\nlint = ["ruff>=0.6", "mypy"]\n\n[tool.x]\ndocs = ["no"]\n'

@@ -53,6 +53,33 @@ def test_metric_adds_ranks():
     assert together.compute()["ndcg@5"] == pytest.approx(whole.compute()["ndcg@5"])
 
 
+def test_metric_counts_exactly_inside_a_half_precision_model():
+    """Lightning's bf16-true converts the metrics of a module; bfloat16 cannot count beyond 256."""
+    pytest.importorskip("torchmetrics")
+    model = torch.nn.Linear(2, 2)
+    model.metric = sx.integrations.torchmetrics.RankedClasses((1,))
+    model.to(torch.bfloat16)
+    ids = torch.zeros(300, 1, dtype=torch.int64)
+    for _ in range(2):
+        for right in (300, 1, 1):
+            model.metric.update(ids[:right], ids[:right, 0])
+        model.metric.update(ids, ids[:, 0] + 1)
+        assert float(model.metric.compute()["accuracy"]) == 302 / 602
+        model.metric.reset()
+
+
+def test_metrics_work_in_a_collection_and_per_batch():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    kind = sx.integrations.torchmetrics.RankedClasses
+    collection = torchmetrics.MetricCollection({"a": kind((1, 2)), "b": kind((1,))}, prefix="val_")
+    ids = torch.tensor([[4, 1], [2, 0], [3, 5]])
+    first, second = (collection(ids[part], torch.tensor(y)) for part, y in ((slice(2), [1, 2]), (slice(2, 3), [3])))
+    assert [float(one["val_a_accuracy"]) for one in (first, second)] == [0.5, 1.0]
+    found = {name: float(value) for name, value in collection.compute().items()}
+    assert (found["val_a_accuracy"], found["val_a_recall@2"]) == pytest.approx((2 / 3, 1.0))
+    assert found["val_b_accuracy"] == found["val_a_accuracy"]
+
+
 def test_metric_refuses_a_mixture():
     pytest.importorskip("torchmetrics")
     metric = sx.integrations.torchmetrics.RankedClasses((1,))

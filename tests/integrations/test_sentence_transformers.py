@@ -46,6 +46,48 @@ def test_sampled_softmax(tmp_path):
     assert loss.get_config_dict()["num_classes"] == 1000
 
 
+def run_of(folder, steps=8):
+    """A new model, loss and trainer that saves every four steps."""
+    made = model()
+    data = datasets.Dataset.from_dict({"text": WORDS * 3, "label": list(range(40)) * 3})
+    loss = adapter.SampledSoftmaxLoss(made, 60, sx.samplers.Uniform(60), 20)
+    args = st.SentenceTransformerTrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, report_to=[], disable_tqdm=True,
+        save_strategy="steps", save_steps=4, use_cpu=True, seed=1,
+    )  # fmt: skip
+    optimizer = adapter.make_optimizer(loss, lr=0.05, row_lr=0.05)
+    return loss, st.SentenceTransformerTrainer(
+        made, args, train_dataset=data, eval_dataset=data, loss=loss, optimizers=(optimizer, None)
+    )
+
+
+def test_resumes_with_the_same_bits(tmp_path):
+    """The library's checkpoint has the model alone: class vectors come back with the optimizer."""
+    whole, run = run_of(tmp_path)
+    run.train()
+    again, run = run_of(tmp_path)
+    with torch.no_grad():
+        again.head.weight.fill_(7.0)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    for (name, p), q in zip(whole.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    assert int(again.head.num_classes) == 60
+
+
+def test_their_trainer_evaluates_exactly(tmp_path):
+    """It puts the model in evaluation mode, not the loss."""
+    loss, run = run_of(tmp_path)
+    got = [run.evaluate()["eval_loss"] for _ in range(2)]
+    h, y = loss.model.encode(WORDS, convert_to_tensor=True), torch.arange(40)
+    with torch.no_grad():
+        want = float(torch.nn.functional.cross_entropy(h @ loss.head.weight.T + loss.head.bias, y))
+    assert got == [pytest.approx(want, abs=1e-5)] * 2
+    loss.train()
+    loss.model.train()
+    assert float(loss([features(loss.model, WORDS)], y)) != pytest.approx(want, abs=1e-5)
+    assert loss.head.training
+
+
 def pairs():
     """Anchor w_i goes with positive w_(20 + i % 20), the first of them far more often."""
     g = torch.Generator().manual_seed(0)

@@ -23,6 +23,7 @@ from samplex_cuda.heads.step import LossSpec, StepOfHead
 from samplex_cuda.losses import Loss
 from samplex_cuda.ops.loss_types import REDUCTIONS, Form
 from samplex_cuda.optim.fusion import Fusion
+from samplex_cuda.optim.torch_clip import watch_sparse_norm
 from samplex_cuda.rng import Key
 from samplex_cuda.samplers.static import StaticSampler
 from samplex_cuda.tables import empty_table
@@ -216,6 +217,7 @@ class SampledClassifier(StepOfHead):
             self.register_buffer(state.name, start)
         self._spec: LossSpec | None = self._resolve()
         self.reset_parameters()
+        watch_sparse_norm()
 
     def reset_parameters(self) -> None:
         """Initial values of `nn.Linear`: the same bits after the same `torch.manual_seed`."""

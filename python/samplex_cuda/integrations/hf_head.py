@@ -8,6 +8,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -15,6 +16,8 @@ from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.losses import Loss
 
 __all__ = ["LMHead", "replace_lm_head"]
+
+_PROBE = (1.0, 1000.0)  # logits that show a factor, and any change that is not one
 
 
 class LMHead(SampledClassifier):
@@ -24,6 +27,7 @@ class LMHead(SampledClassifier):
     """
 
     _hidden: list[Tensor] | None = None
+    _probe = True  # the next call with labels looks at what the model does with its logits
 
     def forward(self, h: Tensor, y: Tensor | None = None, **options: Any) -> Tensor:
         """Logits [*, C] of h [*, d]; with targets y [*], the loss.
@@ -38,7 +42,31 @@ class LMHead(SampledClassifier):
         if self._hidden is None:
             return nn.functional.linear(h, self.weight, self.bias)
         self._hidden.append(h)  # the model wants a loss: logits of all tokens are not made
+        if self._probe and not torch.compiler.is_compiling():
+            return h.new_tensor(_PROBE).expand(*h.shape[:-1], len(_PROBE))
         return h.new_empty(*h.shape[:-1], 0)
+
+    def check_probe(self, logits: Tensor) -> None:
+        """Raises where a model does more with its logits than multiply them by `scale`.
+
+        Args:
+            logits: what the model made of the first call with labels.
+        """
+        if not self._probe or logits.shape[-1:] != (len(_PROBE),):
+            return
+        low, high = (logits.detach().reshape(-1, len(_PROBE))[0] / logits.new_tensor(_PROBE)).tolist()
+        if abs(low - high) > 0.02 * abs(low):
+            raise ValueError(
+                "replace_lm_head: model must use the logits of its output layer as they are, or times a constant, got "
+                "one that changes them otherwise (final_logit_softcapping?), which a sampled head does not do: switch "
+                "that off in its configuration"
+            )
+        if abs(low - self.scale) > 0.02 * abs(low):
+            raise ValueError(
+                f"replace_lm_head: scale must be what the model multiplies its logits by, {low:g}, got {self.scale:g}: "
+                f"pass scale={low:g}"
+            )
+        self._probe = False
 
     @contextlib.contextmanager
     def hidden_states(self) -> Iterator[list[Tensor]]:
@@ -79,7 +107,7 @@ def replace_lm_head(
         shared: whether the tokens of a batch share the draws.
         shift: whether the label of a position is that of the next one; by default so for causal models.
         sparse_embedding: give the input embedding sparse gradients too. A tied one always gets them.
-        options: further options of `SampledClassifier`.
+        options: further options of `SampledClassifier`; `scale` must be what the model multiplies its logits by.
 
     Returns:
         The head, which is now `model.get_output_embeddings()`.
@@ -102,6 +130,8 @@ def replace_lm_head(
     tied = getattr(embedding, "weight", None) is out.weight
     if tied and not isinstance(embedding, nn.Embedding):
         raise TypeError(f"replace_lm_head: a tied embedding must be an nn.Embedding, got {type(embedding).__name__}")
+    if bool((getattr(model, "final_logits_bias", torch.zeros(())) != 0).any()):
+        raise ValueError("replace_lm_head: model must have a final_logits_bias of zeros, got other values")
     head = LMHead(
         out.in_features, out.out_features, sampler, m, loss, out.bias is not None, shared=shared,
         device="meta", dtype=out.weight.dtype, **options,
@@ -109,13 +139,30 @@ def replace_lm_head(
     head.weight = out.weight  # type: ignore[assignment]
     head.bias = out.bias
     sampler.to(out.weight.device)
-    if tied or (sparse_embedding and isinstance(embedding, nn.Embedding)):
+    if sparse_embedding and isinstance(embedding, nn.Embedding):
         embedding.sparse = True
+    for module in model.modules():  # encoder and decoder may have a module each
+        if isinstance(module, nn.Embedding) and module.weight is out.weight:
+            module.sparse = True
     model.set_output_embeddings(head)
     head.train(model.training)
-    shifts = model.can_generate() and not model.config.is_encoder_decoder if shift is None else shift
-    model.forward = types.MethodType(_with_loss(type(model).forward, shifts), model)
+    if shift is None:  # XLNet's labels are those of the same position
+        shift = model.can_generate() and not model.config.is_encoder_decoder and model.config.model_type != "xlnet"
+    model.forward = types.MethodType(_with_loss(type(model).forward, shift), model)
     return head
+
+
+@contextlib.contextmanager
+def _narrow(model: Any) -> Iterator[None]:
+    """Within it, a `final_logits_bias` [1, C] of zeros has the width of the logits that are not made."""
+    bias = getattr(model, "final_logits_bias", None)
+    if bias is not None:
+        model.final_logits_bias = bias[:, :1]
+    try:
+        yield
+    finally:
+        if bias is not None:
+            model.final_logits_bias = bias
 
 
 def _with_loss(forward: Any, shift: bool) -> Any:
@@ -130,8 +177,9 @@ def _with_loss(forward: Any, shift: bool) -> Any:
         wanted, kwargs["return_dict"] = kwargs.get("return_dict", True), True
         if self.config.is_encoder_decoder and kwargs.get("decoder_input_ids") is None:
             kwargs["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(labels)
-        with head.hidden_states() as seen:
+        with head.hidden_states() as seen, _narrow(self):
             found = forward(self, *args, **kwargs)
+        head.check_probe(found["logits"])
         [h] = seen
         y = labels.to(h.device)
         if shift:
@@ -142,6 +190,9 @@ def _with_loss(forward: Any, shift: bool) -> Any:
         found["loss"] = head(h, y)
         if count is not None:  # tokens of all the batches that make one step
             found["loss"] = found["loss"] * (y.shape[0] / count)
+        if found.get("aux_loss") is not None:  # of the routers of a mixture of experts
+            rate = getattr(self, "router_aux_loss_coef", None) or self.config.router_aux_loss_coef
+            found["loss"] = found["loss"] + rate * found["aux_loss"].to(found["loss"].device)
         found["logits"] = None
         return found if wanted else found.to_tuple()
 

@@ -1,4 +1,4 @@
-"""Lightning: a module of encoder and sampled head with one optimizer; automatic optimization, clipping, checkpoints.
+"""Lightning: a module of encoder and sampled head with one optimizer; clipping, accumulation, exact resume.
 
 A module of your own needs no adapter: return `sx.optim.Combined` from `configure_optimizers`.
 """
@@ -9,14 +9,33 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning import LightningModule
+from lightning import Callback, LightningModule
 from torch import Tensor, nn
 
 from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.integrations.lightning_random import RandomState
 from samplex_cuda.metrics import recall_at_k
 from samplex_cuda.optim import Combined, RowAdam, split_parameters
 
-__all__ = ["SampledModule"]
+__all__ = ["RandomState", "SampledModule"]
+
+_UNTIL_STEP = 2**31 - 1  # backwards of one update: the optimizer's step() makes it
+
+
+class _OfModule(Combined):
+    """`Combined` whose step also makes the update of fused rows that wait for it, however many backwards there were."""
+
+    head: SampledClassifier
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.head.fused is not None:
+            self.head.fused.flush()
+        super().step()
+        return loss
 
 
 class SampledModule(LightningModule):
@@ -24,7 +43,12 @@ class SampledModule(LightningModule):
 
     Logs "train_loss", "val_nll" (exact, in chunks) and "val_recall@k". A batch is (x, y).
     `Trainer(gradient_clip_val=...)` clips dense and row gradients together, `accumulate_grad_batches` sums both, a
-    checkpoint holds the state of both.
+    checkpoint holds the state of both and of torch's generators: a resumed run has the bits of the uninterrupted one.
+
+    With `fused=True` the class rows are updated inside backward, or at the last backward of
+    `accumulate_grad_batches`, and no gradient of theirs is stored. Where the Trainer clips, where the table is tied to
+    another layer, and in "16-mixed", whose GradScaler may leave a step out, the rows wait for `step()`: `waits` says
+    why.
 
     Args:
         encoder: x to h [*, d].
@@ -34,13 +58,14 @@ class SampledModule(LightningModule):
         rows: makes the row optimizer from the list of class tables; `RowAdam` by default.
         scheduler: makes a scheduler from the `Combined` optimizer; stepped after every step.
         k: of the recall.
+        fused: update the class rows inside backward where that is possible.
 
     Example:
         >>> import torch, samplex_cuda as sx
         >>> head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
-        >>> module = sx.integrations.lightning.SampledModule(torch.nn.Linear(4, 8), head, lr=0.01)
-        >>> type(module.configure_optimizers()).__name__
-        'Combined'
+        >>> module = sx.integrations.lightning.SampledModule(torch.nn.Linear(4, 8), head, lr=0.01, fused=True)
+        >>> isinstance(module.configure_optimizers(), sx.optim.Combined)
+        True
     """
 
     def __init__(
@@ -53,11 +78,15 @@ class SampledModule(LightningModule):
         rows: Callable[[list[nn.Parameter]], Any] | None = None,
         scheduler: Callable[[Combined], Any] | None = None,
         k: Sequence[int] = (1, 5),
+        fused: bool = False,
     ) -> None:
         super().__init__()
         self.encoder, self.head, self.lr = encoder, head, lr
         self.make_dense, self.make_rows, self.make_scheduler = dense, rows, scheduler
         self.k = tuple(k)
+        self.fused = fused
+        self.waits: str | None = None
+        self._fusion: Any = None
 
     def forward(self, x: Any) -> Tensor:
         """h [*, d]."""
@@ -78,18 +107,72 @@ class SampledModule(LightningModule):
         ids = self.head.topk(h, max(self.k))[1]
         self.log_dict({f"val_recall@{k}": recall_at_k(ids, y, k) for k in self.k}, batch_size=len(y))
 
+    def configure_callbacks(self) -> list[Callback]:
+        """`RandomState`, unless the Trainer has one."""
+        has = any(isinstance(one, RandomState) for one in self.trainer.callbacks)
+        return [] if has else [RandomState()]
+
     def configure_optimizers(self) -> Any:
         """`Combined` of the two, and the scheduler if there is one."""
         if self.head.fused is not None:
-            raise ValueError("SampledModule: head must not have a fused optimizer, got one: call fuse_optimizer(None)")
+            if self.head.fused is not self._fusion:
+                raise ValueError(
+                    "SampledModule: head must not be fused by the caller, got a head with a fused optimizer: call "
+                    "head.fuse_optimizer(None), and pass fused=True here"
+                )
+            self.head.fuse_optimizer(None)  # of a fit that ended with an error
         dense, rows = split_parameters(self)
-        optimizer = Combined(
+        optimizer = _OfModule(
             dense=torch.optim.AdamW(dense, lr=self.lr) if self.make_dense is None else self.make_dense(dense),
             rows=RowAdam(rows, lr=self.lr) if self.make_rows is None else self.make_rows(rows),
         )
+        optimizer.head = self.head
         if self.make_scheduler is None:
             return optimizer
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
         }
+
+    # ---------------------------------------------------------------------------------------------- fused rows
+    def _reason_to_wait(self) -> str | None:
+        table, trainer = self.head.weight, self.trainer
+        others = (m for m in self.modules() if m is not self.head)
+        if any(p is table for m in others for p in m.parameters(recurse=False)):
+            return "the class table is tied to another layer, whose gradient comes later"
+        if trainer.gradient_clip_val:
+            return f"gradient_clip_val={trainer.gradient_clip_val:g} needs all gradients first"
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            return "the GradScaler of 16-mixed may leave a step out"
+        return None
+
+    def on_train_start(self) -> None:
+        """Decides whether the rows wait for `step()`."""
+        self.waits = self._reason_to_wait() if self.fused else None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Fuses the head for the current number of batches per step."""
+        if not self.fused or self.waits is not None:
+            return
+        count = self.trainer.accumulate_grad_batches if self.automatic_optimization else _UNTIL_STEP
+        if self.head.fused is None or self.head.fused.accumulate != count:
+            [optimizer] = self.trainer.optimizers
+            self.head.fuse_optimizer(optimizer, count)
+            self._fusion = self.head.fused
+
+    def on_train_end(self) -> None:
+        """Leaves the head as it was."""
+        if self.head.fused is not None:
+            self.head.fuse_optimizer(None)
+
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clips dense and row gradients together; raises for fused rows, whose gradients are gone."""
+        if self.head.fused is not None and gradient_clip_val:
+            raise ValueError(
+                "SampledModule.clip_gradients: gradient_clip_val must be 0 with fused rows, got "
+                f"{gradient_clip_val:g}: they were updated inside backward. Pass Trainer(gradient_clip_val=...), with "
+                "which they wait for step(), or fused=False"
+            )
+        super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

@@ -60,12 +60,13 @@ class SampledSoftmaxLoss(nn.Module):
         self.head.to(model.device)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:
-        """The sampled loss in training, the exact one in evaluation.
+        """The sampled loss in training, the exact one where this module or the model is in evaluation mode.
 
         Args:
             sentence_features: tokens of one column of texts.
             labels: int64 [B], the classes.
         """
+        self.head.train(self.training and self.model.training)  # the library's trainer changes the model alone
         embedded = _embed(self.model, sentence_features)
         if len(embedded) != 1:
             raise ValueError(f"SampledSoftmaxLoss: the data must have one column of texts, got {len(embedded)}")
@@ -134,8 +135,26 @@ class InBatchLoss(nn.Module):
         return {"scale": self.scale, "log_q": self.log_q is not None}
 
 
+class _WithHead(Combined):
+    """`Combined` with the state of a head, for which a checkpoint of the library has no place: it stores the model."""
+
+    head: SampledClassifier
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "head": self.head.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        rest = dict(state_dict)
+        head = rest.pop("head", None)
+        super().load_state_dict(rest)
+        if head is not None:
+            self.head.load_state_dict(head)
+
+
 def make_optimizer(loss: SampledSoftmaxLoss, lr: float = 2e-5, row_lr: float = 1e-2) -> Combined:
     """AdamW for the model and `RowAdam` for the class vectors, for `SentenceTransformerTrainer(optimizers=...)`.
+
+    Its state holds the class vectors and the sampler, too: `resume_from_checkpoint` brings them back.
 
     Args:
         loss: with the model inside.
@@ -143,4 +162,6 @@ def make_optimizer(loss: SampledSoftmaxLoss, lr: float = 2e-5, row_lr: float = 1
         row_lr: of the class vectors.
     """
     dense, rows = split_parameters(loss)
-    return Combined(dense=torch.optim.AdamW(dense, lr=lr), rows=RowAdam(rows, lr=row_lr))
+    optimizer = _WithHead(dense=torch.optim.AdamW(dense, lr=lr), rows=RowAdam(rows, lr=row_lr))
+    optimizer.head = loss.head
+    return optimizer

@@ -65,7 +65,8 @@ class RankedClasses(Metric):
         batch = self.make_evaluator()
         batch.update(ids, targets, nll)
         totals = batch.totals()
-        self.sums += torch.tensor([totals[name] for name in self.names], dtype=torch.float64).to(self.sums.device)
+        more = torch.tensor([totals[name] for name in self.names], dtype=torch.float64).to(self.sums.device)
+        self.sums = self.sums.double() + more  # a model in half precision takes its metrics along
 
     def compute(self) -> dict[str, Tensor]:
         """The metrics of all batches of all ranks."""
