@@ -120,7 +120,9 @@ def check_settings(head: SampledClassifier) -> None:
     check_sampler(sampler, loss, head.num_classes, bias, head.shared, head.stratified, head.follower.policy)
     check_unique(sampler, loss, head.unique)
     if loss.needs.example_index and head._state_name is None:
-        raise ValueError(f"{_NAME}: loss must be given to the constructor if it keeps a value per example, got {loss!r}")
+        raise ValueError(
+            f"{_NAME}: loss must be given to the constructor if it keeps a value per example, got {loss!r}"
+        )
     if head.live is not None:
         check_signed(_NAME, loss, head.scale)
         if not torch.compiler.is_compiling():
