@@ -91,6 +91,11 @@ def test_wrong_usage_ends_with_2(words):
     samplex(*words, code=2)
 
 
+def test_usage_of_resume_names_every_option_it_takes():
+    text = samplex("train", "--resume", "a", "--out", "b", code=2).stderr
+    assert all(option in text for option in ("--set", "--data", "--valid", "--restart", "--grow", "--trust-model"))
+
+
 def test_without_the_extra(monkeypatch, capsys):
     find = cli.importlib.util.find_spec
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "typer" else find(name))

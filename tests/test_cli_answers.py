@@ -127,3 +127,16 @@ def test_propensities_have_constants(tmp_path):
     assert (
         "--propensity-b above 0" in samplex("evaluate", run, "--metrics", "psp@3", "--propensity-b", 0, code=1).stderr
     )
+
+
+def test_precision_divides_by_k_also_with_fewer_classes(tmp_path):
+    """A ranking of all classes has its one hit among the first 30 and among the first 500."""
+    words = ["--data", "builtin:classes=30,dim=4,examples=200", *settings("training.epochs=1", "training.plot=false")]
+    samplex("train", *words, "--out", tmp_path / "run")
+    found = as_json("evaluate", tmp_path / "run", "--metrics", "precision@30,precision@500,recall@500,ndcg@500,mrr")
+    found = found["metrics"]
+    assert found["precision@30"] == pytest.approx(1 / 30)
+    assert found["precision@500"] == pytest.approx(1 / 500)
+    assert found["recall@500"] == 1.0
+    ranked = as_json("evaluate", tmp_path / "run", "--metrics", "ndcg@30")["metrics"]
+    assert found["ndcg@500"] == ranked["ndcg@30"]

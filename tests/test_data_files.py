@@ -430,3 +430,9 @@ def test_text_bad(tmp_path):
         data.text_file(path, vocabulary=["a", "b"])
     with pytest.raises(ValueError, match="vocabulary must have every word once, got 1 twice"):
         data.text_file(path, vocabulary=["a", "a", "<unk>"])
+
+
+def test_labels_of_a_wrong_type_are_said_to_be_integers(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.zeros((3, 2), np.float32), y=np.arange(3.0))
+    with pytest.raises(ValueError, match=r"a.npz: y must be \[N\] or \[N, K\] integers, got \[3\] float64"):
+        data.open(tmp_path / "a.npz")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
+import shlex
 import tokenize
 from pathlib import Path
 
 import pytest
 import torch
+import typer
+
+from samplex_cuda.cli.app import app as cli
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Pages whose blocks another test runs, or that only show a piece of code.
@@ -66,6 +70,22 @@ def test_links_lead_somewhere(page):
 def test_most_pages_have_blocks_that_run():
     assert len(PAGES) > 30
     assert all((DOCS / name).exists() for name in ELSEWHERE)
+
+
+def test_command_lines_of_the_pages_parse():
+    """Every line that begins with `samplex`, against the options the command really has."""
+    main = typer.main.get_command(cli)
+    count = 0
+    for page in [DOCS.parent / "README.md", *ALL]:
+        text = page.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^ *(?:torchrun .*--no-python )?samplex ([a-z].*)$", text, re.MULTILINE):
+            name, *words = [word for word in shlex.split(line, comments=True) if word != "..."]
+            command = main.commands[name]
+            given = command.make_parser(command.make_context(name, [], resilient_parsing=True)).parse_args(words)[0]
+            config = given.get("config")
+            assert config is None or config.endswith(".toml"), f"{page.name}: samplex {line}"
+            count += 1
+    assert count > 25
 
 
 def test_every_page_is_in_the_contents_of_the_site():

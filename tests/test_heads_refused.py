@@ -85,3 +85,65 @@ def test_a_damaged_lag_is_refused(lag):
     state["sampler_lag"] = lag
     with pytest.raises(ValueError, match=r"sampler_lag must be int64 \[2 \+ n\], got"):
         head.load_state_dict(state)
+
+
+# ------------------------------------------------------------------------------------ attributes that are set later
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_samples", 0, "num_samples must be an int of at least 1, got 0"),
+        ("num_samples", 2.5, "num_samples must be an int of at least 1, got 2.5"),
+        ("scale", float("nan"), "scale must be finite, got nan"),
+        ("reduction", "average", "reduction must be one of none, mean, sum"),
+        ("ignore_index", 1.5, "ignore_index must be an int .* got 1.5"),
+        ("stratified", True, "stratified requires shared=True"),
+        ("unique", "distinct", "unique must be False, True or 'tf'"),
+        ("normalize", True, "bias must be False with normalize=True"),
+        ("sampler", sx.samplers.Uniform(C - 1), f"sampler must have num_classes = {C}, got {C - 1}"),
+        ("loss", sx.losses.AugmentReduce(9), "loss must be given to the constructor"),
+    ],
+)
+def test_a_changed_attribute_is_checked_as_in_the_constructor(name, value, message):
+    head = make()
+    h, y = batch()
+    setattr(head, name, value)
+    with pytest.raises(ValueError, match=message):
+        head(h, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scale", -1.0),
+        ("loss", sx.losses.SampledSoftmax(absolute=True)),
+        ("loss", sx.losses.FullSoftmax(label_smoothing=0.1)),
+    ],
+)
+def test_retired_classes_are_never_an_answer_of_a_changed_head(name, value):
+    """At a score of -inf they would be the best class with a negative scale or absolute logits."""
+    head = make()
+    head.retire_classes(torch.tensor([3]))
+    setattr(head, name, value)
+    h, y = batch()
+    for call in (lambda: head(h, torch.where(y == 3, 4, y)), lambda: head.topk(h, 2), lambda: head.log_prob(h)):
+        with pytest.raises(ValueError, match="head must have signed logits, a scale above 0"):
+            call()
+
+
+def test_a_new_sampler_must_not_draw_retired_classes():
+    head = make()
+    head.retire_classes(torch.tensor([3]))
+    old = head.sampler
+    with pytest.raises(ValueError, match="set_sampler: sampler must not draw retired classes"):
+        head.set_sampler(sx.samplers.Uniform(C))
+    assert head.sampler is old
+    head.sampler = sx.samplers.Uniform(C)
+    h, y = batch()
+    with pytest.raises(ValueError, match="sampler must not draw retired classes"):
+        head(h, torch.where(y == 3, 4, y))
+
+
+def test_a_new_sampler_must_draw_distinct_classes_if_the_head_does():
+    head = make(unique=True)
+    with pytest.raises(ValueError, match="unique must be False unless"):
+        head.set_sampler(sx.samplers.Softmax(torch.zeros(C, D)))

@@ -12,7 +12,7 @@ from cli_cases import one_thread, samplex
 from training_cases import case, text
 
 from samplex_cuda import data, samplers
-from samplex_cuda.training import Config, Trainer, build, config, load_model
+from samplex_cuda.training import Config, NonFiniteLossError, Trainer, build, config, load_model
 from samplex_cuda.training.watch import check_model
 
 __all__ = ["one_thread"]
@@ -168,3 +168,33 @@ def test_python_users_are_warned_too(tmp_path):
     with pytest.warns(UserWarning, match=r"trainer: step 8: the exact NLL on validation data, .* is above log C"):
         result = Trainer(run, train, valid, tmp_path / "run").fit()
     assert "is above log C" in result.warnings[0]
+
+
+# ---------------------------------------------------------------------------------------- data that do not fit
+@pytest.mark.parametrize(
+    ("valid", "message"),
+    [
+        (data.Dense(torch.zeros(4, 9), torch.arange(4), num_classes=60), "valid must have 10 features .* got 9"),
+        (data.Dense(torch.zeros(4, 10), torch.tensor([0, 1, 63, 2])), r"labels in \[0, 60\) .* got 63; if"),
+        (text(), "valid must be dense data .* got text"),
+    ],
+)
+def test_validation_data_that_do_not_fit_are_refused_before_the_first_step(valid, message, tmp_path):
+    run, train, _ = case()
+    with pytest.raises(config.ConfigError, match=message):
+        Trainer(run, train, valid, tmp_path / "run")
+
+
+def test_validation_data_may_claim_classes_that_they_do_not_use(tmp_path):
+    run, train, _ = case("linear", "uniform", "training.epochs=1")
+    valid = data.Dense(torch.zeros(4, 10), torch.arange(4), num_classes=99)
+    assert Trainer(run, train, valid, tmp_path / "run").fit().status == "finished"
+
+
+def test_a_nan_in_the_data_is_told_from_one_of_the_model(tmp_path):
+    run, train, valid = case()
+    x = torch.from_numpy(train.x).clone()
+    x[7, 3] = math.nan
+    broken = data.Dense(x, train.targets(torch.arange(len(train))), num_classes=60)
+    with pytest.raises(NonFiniteLossError, match="x of the batch has nan or infinity: clean the training data"):
+        Trainer(run, broken, valid, tmp_path / "run").fit()

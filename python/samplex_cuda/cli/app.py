@@ -119,7 +119,9 @@ def train(
     fixed = (config, out, model, sampler, loss, data_format, skip_bad)
     if resume is not None and any(given is not None for given in fixed):
         raise typer.BadParameter(
-            "works with --set, --data and --valid only: the other settings are in the run folder", param_hint="--resume"
+            "works with --set, --data, --valid, --restart, --grow and --trust-model only: the other settings are in "
+            "the run folder",
+            param_hint="--resume",
         )
     if restart and resume is None:
         raise typer.BadParameter("works with --resume only", param_hint="--restart")

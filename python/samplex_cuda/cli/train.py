@@ -69,7 +69,7 @@ class Display:
 
     def __init__(self, out: Output) -> None:
         self.out = out
-        self.steps, self.epochs, self.loss, self.stale = 0, 0, None, "fixed law"
+        self.steps, self.epochs, self.loss, self.stale = 0, 0, None, "fixed distribution"
         self.follows = False  # whether the sampler follows the class table
         self.name = ""
         self._drawn = 0.0
@@ -103,7 +103,7 @@ class Display:
 
     def _staleness(self, steps: int, rows: int | None = None) -> str:
         if not self.follows:
-            return "fixed law"
+            return "fixed distribution"
         text = f"{steps} step{'' if steps == 1 else 's'} old"
         return text if not rows else f"{text}, {rows:,} rows"
 

@@ -240,7 +240,8 @@ def _unpack(conversion: Conversion, path: Path, name: str, out: str, kinds: str)
         with _member(where, path, archive, name) as file:
             shape, fortran, dtype = _header(where, path, name, file)
             if dtype.kind not in kinds or len(shape) not in (1, 2):
-                raise ValueError(f"{where}: {path}: {name} must be [N] or [N, K] numbers, got {list(shape)} {dtype}")
+                what = "integers" if kinds == "iu" else "numbers"
+                raise ValueError(f"{where}: {path}: {name} must be [N] or [N, K] {what}, got {list(shape)} {dtype}")
             if len(shape) == 2 and fortran and shape[0] > 1 and shape[1] > 1:
                 raise ValueError(f"{where}: {path}: {name} must be stored row by row (C order), got Fortran order")
             writer = conversion.writer(out, dtype, shape[1] if len(shape) == 2 else None)

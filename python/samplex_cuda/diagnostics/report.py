@@ -226,7 +226,7 @@ class Diagnosis:
                     f"{law.log_ratio_max:.1f}",
                     "-" if law.missing == 0 else f"{_percent(law.missing)} %",
                     stale,
-                    "law" if law.exact else "draws",
+                    "exact" if law.exact else "draws",
                 ]
             )
         return names, rows

@@ -31,7 +31,7 @@ def flat_negatives(
         given: what the caller passed.
         target: int64 [B] or [B, P], flat; its device is the one wanted.
         lead: leading dimensions of the batch, whose product is B.
-        ignore_index: a target of this value is none.
+        ignore_index: targets of this value are ignored.
         acc: dtype of log_q.
         width: the least number of columns of rows of different lengths.
 
@@ -77,7 +77,7 @@ def pad_ragged(
         pair: (offsets int64 [B + 1], ids int64 [n]).
         log_q: [n], or None: uncorrected.
         target: int64 [B] or [B, P].
-        ignore_index: a target of this value is none.
+        ignore_index: targets of this value are ignored.
         acc: dtype of log_q.
         name: of the argument, for error messages.
         width: columns of the result at least.

@@ -58,7 +58,7 @@ def contrastive(
     .. math::
         -\log \frac{\exp s_{ip}}{\exp s_{ip} + \sum_{j \in N_i} \exp(s_{ij} - \log q_{ij} - \log |N_i|)}
 
-    where there is a `log_q`, and the same without the correction (Wen 2020, Eq. 3.1) otherwise. With the
+    if `log_q` is given, and the same without the correction (Wen 2020, Eq. 3.1) otherwise. With the
     correction the sum estimates that over all other keys, whatever distribution the negatives have; without it keys
     that are drawn often are pushed away more often than they should be.
 
@@ -102,7 +102,7 @@ def contrastive(
             also needs `query_log_q`.
         group: in-batch: a process group whose ranks put their keys (with `key_ids` and `log_q`) together, each with the
             same number of queries. The loss is the mean over this rank's queries, and gradients of the keys are summed
-            over the ranks: right where the gradients of the encoders are then averaged, as DistributedDataParallel
+            over the ranks: right if the gradients of the encoders are then averaged, as DistributedDataParallel
             does. Every rank must call it.
         queue: in-batch with `key_ids`: a `sx.samplers.KeyQueue`, whose keys are further negatives; where there is a
             `log_q`, with theirs. It is not changed: push this batch afterwards.

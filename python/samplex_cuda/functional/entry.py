@@ -64,8 +64,8 @@ def negative_sampling(
         scale: multiplies the score (1 / temperature).
         reg: lambda of Eq. 6, at least 0: pulls the corrected scores, xi + log p_n, to zero.
         reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
-        class_weight: [C] float32 weights of the classes, as `weight` of `F.cross_entropy`: a target's term has the
-            weight of its class, the draws' terms the mean weight of the targets.
+        class_weight: [C], in float32 (float64 for float64): weights of the classes, as `weight` of `F.cross_entropy`: a
+            target's term has the weight of its class, the draws' terms the mean weight of the targets.
         ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
         positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]), left out where drawn. This
             moves the minimizer (a class is then drawn less often than p_n says): leave it out unless that is wanted.
@@ -141,8 +141,8 @@ def nce(
         bias: [C] or None, in the dtype of `weight` or float32.
         scale: multiplies the score (1 / temperature), before the correction.
         reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
-        class_weight: [C] float32 weights of the classes: a target's term has the weight of its class, the draws' terms
-            the mean weight of the targets.
+        class_weight: [C], in float32 (float64 for float64): weights of the classes: a target's term has the weight of
+            its class, the draws' terms the mean weight of the targets.
         ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
         positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]), left out where drawn. This
             moves the minimizer: leave it out unless that is wanted.
@@ -196,10 +196,9 @@ def one_vs_each(
     .. math::
         \frac{1}{m} \sum_{k=1}^m \frac{1}{q_k} \text{softplus}(s_k - s_y).
 
-    A draw that equals a target of its row, or one of its known `positives`, takes no part. The weights 1 / (m q) spread
-    as q is far from softplus(s_k - s_y): a class of small q and large score comes seldom and then counts 1 / q times,
-    so that the variance is that of the best of the classes over their q. The loss is about C log 2 where nothing is
-    learned yet, not log C: choose the learning rate for it.
+    A draw that equals a target of its row, or one of its known `positives`, takes no part. The variance is small if q
+    is about proportional to softplus(s_k - s_y): a class with a large score and a small q is rarely drawn and then
+    counts 1 / (m q) times. The loss of an untrained model is about C log 2, not log C: choose the learning rate for it.
 
     One pass over the gathered rows, sparse gradients, dtypes and autocast as in `negative_sampling`.
 
@@ -213,7 +212,8 @@ def one_vs_each(
         bias: [C] or None, in the dtype of `weight` or float32.
         scale: multiplies the score (1 / temperature).
         reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
-        class_weight: [C] float32 weights of the targets' classes, as `weight` of `F.cross_entropy`.
+        class_weight: [C], in float32 (float64 for float64): weights of the targets' classes, as `weight` of
+            `F.cross_entropy`.
         ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
         positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]): masked where drawn.
         sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).
@@ -266,7 +266,7 @@ def augment_reduce(
     has :math:`-\log p(y|x) = \log R \le \log\eta - 1 + R / \eta` for any :math:`\eta > 0`, with equality at
     :math:`\eta = R`. The bound is linear in the sum, so with :math:`R` estimated as
     :math:`1 + \frac{1}{m} \sum_k \frac{1}{q_k} e^{s_k - s_y}` loss and gradient are unbiased for it. :math:`\eta` is a
-    constant here: who calls keeps one for every training example and moves it towards R, as `SampledClassifier` does.
+    constant here: the caller keeps one per training example and moves it towards R, as `SampledClassifier` does.
 
     A draw that equals a target of its row, or one of its known `positives`, takes no part. The gradient is that of the
     softmax times R / eta: too small an eta makes it explode, too large a one makes it vanish.
@@ -285,7 +285,8 @@ def augment_reduce(
         bias: [C] or None, in the dtype of `weight` or float32.
         scale: multiplies the score (1 / temperature).
         reduction: "mean" (over the rows that count, weighted as in `F.cross_entropy`; 0 if none), "sum" or "none".
-        class_weight: [C] float32 weights of the targets' classes, as `weight` of `F.cross_entropy`.
+        class_weight: [C], in float32 (float64 for float64): weights of the targets' classes, as `weight` of
+            `F.cross_entropy`.
         ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
         positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]): masked where drawn.
         sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).

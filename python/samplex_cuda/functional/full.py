@@ -29,10 +29,9 @@ def full_softmax(
 ) -> Tensor:
     r"""Cross-entropy over all classes, exact, in chunks of classes: no [B, C] tensor if C is large.
 
-    The value and the gradients of `F.cross_entropy(scale * F.linear(h, weight, bias), target)`. It costs O(C) per
-    row, with dense gradients: the exact baseline of the sampled losses, and what they estimate. Logits up to the
-    budget of
-    `chunking.kept_bytes` (16 MB on the CPU) are kept for the backward pass, which computes all others again.
+    It has the value and the gradients of `F.cross_entropy(scale * F.linear(h, weight, bias), target)`, at O(C) per row
+    and with dense gradients: the exact loss that the sampled losses estimate. The first logits, up to
+    `chunking.kept_bytes` (16 MB on the CPU), are kept for the backward pass, which computes the others again.
 
     Args:
         h: [*, d] hidden vectors. Under autocast they are cast to the dtype of `weight`, which keeps its own.
@@ -46,7 +45,7 @@ def full_softmax(
         label_smoothing: share of the target spread evenly over all classes, as in `F.cross_entropy`.
         target_weight: floating point, shape of `target`: what each target weighs, as class probabilities in
             `F.cross_entropy`; "mean" then divides by the number of rows. By default 1 / P each.
-        class_weight: [C] float32 weights of the classes, as `weight` of `F.cross_entropy`.
+        class_weight: [C], in float32 (float64 for float64): weights of the classes, as `weight` of `F.cross_entropy`.
         ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
         chunk_size: classes per chunk; chosen from the shapes when not given.
 

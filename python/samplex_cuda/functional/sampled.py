@@ -70,7 +70,7 @@ def sampled_softmax(
             `normalize=True`.
         target_weight: floating point, shape of `target`: what each target weighs, as class probabilities in
             `F.cross_entropy`; "mean" then divides by the number of rows. By default 1 / P each.
-        class_weight: [C] float32 weights of the classes, as `weight` of `F.cross_entropy`.
+        class_weight: [C], in float32 (float64 for float64): weights of the classes, as `weight` of `F.cross_entropy`.
         ignore_index: a target of this value is skipped; a row without targets has loss 0 and is not in the mean.
         positives: known positives of each row as CSR (offsets int64 [B + 1], ids int64 [n]): masked where drawn.
         sparse: False gives dense gradients of `weight` and `bias`, which costs O(C d).

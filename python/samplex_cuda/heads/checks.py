@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from samplex_cuda import losses
-from samplex_cuda._checks import FLOATS, describe
+from samplex_cuda._checks import FLOATS, check_choice, check_int, check_number, describe
 from samplex_cuda.losses import Loss
+from samplex_cuda.ops.loss_types import REDUCTIONS
+from samplex_cuda.samplers.static import StaticSampler
 
 if TYPE_CHECKING:
+    from samplex_cuda.heads.classifier import SampledClassifier
     from samplex_cuda.heads.exact import ExactAnswers
     from samplex_cuda.heads.module import HeadModule
     from samplex_cuda.heads.step import StepOfHead
 
 __all__ = [
+    "check_options",
+    "check_retired",
     "check_sampler",
+    "check_settings",
+    "check_signed",
     "check_sphere",
     "check_unique",
     "explain_mismatch",
@@ -98,6 +106,50 @@ def check_unique(sampler: Any, loss: Loss, unique: Any) -> None:
         raise ValueError(
             f"{_NAME}: unique must be False unless the sampler is Uniform, LogUniform or Unigram and the loss is one "
             f"over weighted draws, got {type(sampler).__name__} and {loss!r}"
+        )
+
+
+def check_settings(head: SampledClassifier) -> None:
+    """Whether the attributes of a head, each of which can be set at any time, still fit each other."""
+    loss, sampler = head.loss, head.sampler
+    if loss.needs.draws and (head.num_samples != 0 or not getattr(sampler, "takes_targets", False)):
+        check_int(_NAME, "num_samples", head.num_samples)
+    check_options(head.ignore_index, head.reduction, head.scale)
+    bias = head.bias is not None
+    check_sphere(loss, head.normalize, head.log_scale is not None, head.scale, bias)
+    check_sampler(sampler, loss, head.num_classes, bias, head.shared, head.stratified, head.follower.policy)
+    check_unique(sampler, loss, head.unique)
+    if loss.needs.example_index and head._state_name is None:
+        raise ValueError(
+            f"{_NAME}: loss must be given to the constructor if it keeps a value per example, got {loss!r}"
+        )
+    if head.live is not None:
+        check_signed(_NAME, loss, head.scale)
+        if not torch.compiler.is_compiling():
+            check_retired(_NAME, sampler, head.live)
+
+
+def check_options(ignore_index: Any, reduction: Any, scale: Any) -> None:
+    """Whether these options of a head have values that there are."""
+    check_int(_NAME, "ignore_index", ignore_index, -(1 << 63), (1 << 63) - 1)
+    check_choice(_NAME, "reduction", reduction, REDUCTIONS)
+    check_number(_NAME, "scale", scale, -math.inf)
+
+
+def check_retired(where: str, sampler: Any, live: Tensor) -> None:
+    """ValueError for a sampler that draws retired classes; only a static one can be asked."""
+    if isinstance(sampler, StaticSampler):
+        drawn = sampler.log_prob_all().reshape(-1)[~live.to(sampler._device())] > -torch.inf
+        if bool(drawn.any()):
+            raise ValueError(f"{where}: sampler must not draw retired classes, got {sampler!r}, which does")
+
+
+def check_signed(where: str, loss: Any, scale: float) -> None:
+    """ValueError for a head whose retired classes, at a score of -inf, would not have probability 0."""
+    if loss.absolute or not scale > 0 or (not loss.needs.draws and loss.label_smoothing):
+        raise ValueError(
+            f"{where}: head must have signed logits, a scale above 0 and no label smoothing over all classes if it has "
+            f"retired classes, got {loss!r}, scale={scale}"
         )
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda._checks import check_int, describe
-from samplex_cuda.heads.checks import check_sampler
+from samplex_cuda.heads.checks import check_retired, check_sampler, check_signed
 from samplex_cuda.heads.follow import TableFollower
 from samplex_cuda.heads.module import HeadModule
 from samplex_cuda.samplers.base import Sampler
-from samplex_cuda.samplers.static import StaticSampler
 from samplex_cuda.tables import empty_table
 
 if TYPE_CHECKING:
@@ -142,12 +141,7 @@ class ClassesOfHead(HeadModule):
         live[ids] = False
         if not bool(live.any()):
             raise ValueError(f"{where}: ids must leave a live class, got all {self.num_live} of them")
-        loss: Any = self.loss
-        if loss.absolute or self.scale <= 0 or (not loss.needs.draws and loss.label_smoothing):
-            raise ValueError(
-                f"{where}: head must have signed logits, a scale above 0 and no label smoothing over all classes, got "
-                f"{loss!r}, scale={self.scale}"
-            )
+        check_signed(where, self.loss, self.scale)
         self._change(where, self.num_classes, live, ids, optimizer, sampler, zero=True)
 
     # ------------------------------------------------------------------------------------------------ how
@@ -194,10 +188,8 @@ class ClassesOfHead(HeadModule):
             check_sampler(
                 law, self.loss, num_classes, self.bias is not None, self.shared, self.stratified, policy or "auto"
             )
-            if live is not None and isinstance(law, StaticSampler):
-                drawn = law.log_prob_all().reshape(-1)[~live.to(law._device())] > -torch.inf
-                if bool(drawn.any()):
-                    raise ValueError(f"{where}: sampler must not draw retired classes, got {law!r}, which does")
+            if live is not None:
+                check_retired(where, law, live)
         class_weight = self.class_weight
         if class_weight is not None and num_classes != self.num_classes:
             class_weight = _rows_moved(class_weight, num_classes, 1.0)

@@ -12,10 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda import losses
-from samplex_cuda._checks import check_choice, check_int, check_number, describe
+from samplex_cuda._checks import check_int, describe
 from samplex_cuda.draw import COPIES, Draw, Negatives
 from samplex_cuda.functional._inputs import target_weights
-from samplex_cuda.heads.checks import check_sampler, check_sphere, check_unique, refuse_moved
+from samplex_cuda.heads.checks import (
+    check_options,
+    check_sampler,
+    check_settings,
+    check_sphere,
+    check_unique,
+    refuse_moved,
+)
 from samplex_cuda.heads.follow import TableFollower
 from samplex_cuda.heads.hard import join_losses
 from samplex_cuda.heads.host import crosses, host_loss
@@ -159,9 +166,7 @@ class SampledClassifier(StepOfHead):
                 )
             if num_samples is not None or not getattr(sampler, "takes_targets", False):
                 check_int(_NAME, "num_samples", num_samples)
-        check_int(_NAME, "ignore_index", ignore_index, -(1 << 63), (1 << 63) - 1)
-        check_choice(_NAME, "reduction", reduction, REDUCTIONS)
-        check_number(_NAME, "scale", scale, -math.inf)
+        check_options(ignore_index, reduction, scale)
         if class_weight is not None and (
             not isinstance(class_weight, Tensor)
             or class_weight.shape != (num_classes,)
@@ -248,7 +253,7 @@ class SampledClassifier(StepOfHead):
     def _resolve(self) -> LossSpec:
         """The step of this configuration: the one place where it is decided."""
         loss, needs = self.loss, self.loss.needs
-        check_sphere(loss, self.normalize)
+        check_settings(self)
         form = Form(
             float(self.scale),
             int(self.ignore_index),
@@ -322,7 +327,7 @@ class SampledClassifier(StepOfHead):
                 `F.cross_entropy`; "mean" then divides by the number of rows. By default 1 / P each. For
                 `SampledSoftmax` and `FullSoftmax`.
             positives: CSR pair (offsets int64 [B + 1], ids int64): further known positives of each row, never counted
-                as negatives in training. The exact NLL of eval mode ignores them.
+                as negatives in training. Ignored by the exact NLL of eval mode.
             key: where the draw comes from, a `Key` or its reserved tensor; by default torch's generator.
 
         Returns:

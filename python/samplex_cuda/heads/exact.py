@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda._checks import check_int, describe, shape_text
+from samplex_cuda.heads.checks import check_signed
 from samplex_cuda.heads.host import HostTable, beside_table
 from samplex_cuda.losses import Loss
 from samplex_cuda.ops.sphere import unit_rows
@@ -96,6 +97,7 @@ class ExactAnswers(nn.Module):
         """The bias [C], with -inf for retired classes."""
         if self.live is None:
             return self.bias
+        check_signed("SampledClassifier", self.loss, self.scale)
         bias = self.weight.new_zeros(()) if self.bias is None else self.bias
         return torch.where(self.live, bias, -torch.inf).to(bias.dtype)
 
@@ -224,7 +226,7 @@ class ExactAnswers(nn.Module):
         tree: nn.Module | None = None,
         chunk_size: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The k most probable classes of each row: exactly, without an [*, C], or among candidates.
+        """The k most probable classes of each row: exactly, without a [*, C] tensor, or among candidates.
 
         With `candidates="tree"` a beam search of a fitted tree names `beam` classes per row in O(beam log C), and their
         exact logits decide: the answer is exact wherever the search found the right classes. See docs/prediction.md.
@@ -233,7 +235,7 @@ class ExactAnswers(nn.Module):
             h: [*, d].
             k: how many, 1 to C; with candidates, up to as many as there are.
             features: [*, f], what the sampler (or the tree) looks at where that is not `h`.
-            candidates: None, all classes; "tree"; or int64 [*, n], classes of one's own choice for each row, no class
+            candidates: None, all classes; "tree"; or int64 [*, n], your own choice of classes for each row, no class
                 twice, -1 for none.
             beam: nodes that the search keeps at each level, k to 512, and so candidates per row; 64 or 4 k by default.
             tree: the `Tree` that is searched; by default the head's sampler, if that is one.

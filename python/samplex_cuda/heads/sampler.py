@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda._checks import check_int
-from samplex_cuda.heads.checks import check_sampler
+from samplex_cuda.heads.checks import check_retired, check_sampler, check_unique
 from samplex_cuda.heads.exact import ExactAnswers
 from samplex_cuda.heads.follow import Staleness, TableFollower
 from samplex_cuda.heads.leak import leak
@@ -27,6 +27,7 @@ class SamplerOfHead(ExactAnswers):
     num_samples: int
     shared: bool
     stratified: bool
+    unique: bool | str
     follower: TableFollower
 
     def set_sampler(
@@ -51,6 +52,9 @@ class SamplerOfHead(ExactAnswers):
         policy = check_sampler(
             sampler, self.loss, self.num_classes, self.bias is not None, self.shared, self.stratified, update
         )
+        check_unique(sampler, self.loss, self.unique)
+        if self.live is not None:
+            check_retired(f"{_NAME}.set_sampler", sampler, self.live)
         self.sampler = sampler
         self.follower = TableFollower(policy, self.num_classes, update == "auto")
         if num_samples is not None:

@@ -27,8 +27,8 @@ class Needs(NamedTuple):
     Attributes:
         draws: whether it samples classes at all; the full softmax does not.
         excludes_target: whether the target never counts as its own negative. Per-row draws then exclude it, shared
-            draws
-            are masked, and known positives may be masked too. False: draws are unconditional noise, hits included.
+            draws are masked, and known positives may be masked too. False: draws are unconditional noise, hits
+            included.
         weighted_draws: whether the loss is a sum over draws that weigh 1 / (m q) each, so that draws can be stratified.
         mergeable: whether copies of a class can be merged into one draw of a larger weight.
         target_log_q: whether it reads the log-probability of the targets.

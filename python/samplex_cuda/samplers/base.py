@@ -100,7 +100,7 @@ def refuse_classes(
 
 
 class Sampler(torch.nn.Module):
-    """A distribution over classes, possibly another one for each query.
+    """A distribution over classes, which may differ per query.
 
     Subclasses give `_op` (their name in error messages), `num_classes`, `sample` and `log_prob`.
 
@@ -139,8 +139,8 @@ class Sampler(torch.nn.Module):
             shared: one set of draws [m] for the whole batch instead of [B, m]. Where each row has its own distribution
                 they come from the mean of these distributions, and log_q is of that mean.
             key: where the randomness comes from; see `samplex_cuda.Key`. None: torch's default generator.
-            exclude: classes per row must not draw, int64: [B] | [B, P] padded with -1 | CSR (offsets [B + 1], ids).
-                The draws follow the distribution conditioned on the other classes, and log_q is of that distribution. A
+            exclude: classes a row must not draw, int64: [B] | [B, P] padded with -1 | CSR (offsets [B + 1], ids). The
+                draws follow the distribution conditioned on the other classes, and log_q is of that distribution. A
                 row with no class left gets its first excluded id with log_q = 0. Not with `shared`: losses mask shared
                 draws.
             context: what some samplers condition on besides h.
@@ -260,7 +260,7 @@ class Sampler(torch.nn.Module):
             h: [*, d] queries, flattened to B rows.
             num_samples: m.
             ids: int64 [B] | [B, n], as in `log_prob`.
-            shared: as in `sample`; then the log-probabilities, too, are of the distribution that the batch shares.
+            shared: as in `sample`; the log-probabilities are then also of the distribution that the batch shares.
             key: as in `sample`.
             context: as in `sample`.
 
@@ -284,7 +284,7 @@ class Sampler(torch.nn.Module):
         return None
 
     def log_prob_all(self, h: Tensor | None = None) -> Tensor:
-        """Log-probability of every class, [B, C] float32: for tests and small C. h = None counts as one row."""
+        """Log-probability of every class, [B, C] float32: for tests and small C. h = None: one row."""
         raise NotImplementedError
 
     def update(self, ids: Tensor, rows: Tensor) -> None:
@@ -297,7 +297,7 @@ class Sampler(torch.nn.Module):
 
     @torch.no_grad()
     def follow(self, ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        """These rows of the class table may have changed: what a training step records, as it is.
+        """Update from the class table the rows that may have changed, as a training step records them.
 
         Args:
             ids: int64 [n], in any order; repeats and ids that are not classes are skipped.

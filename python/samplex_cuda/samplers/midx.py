@@ -414,7 +414,7 @@ class MIDX(Sampler):
 
     @torch.no_grad()
     def approximate(self, cell: Tensor) -> Tensor:
-        """What stands for the class rows in these cells: the sum of their two codes.
+        """The vectors that represent the class rows of these cells: the sum of their two codes.
 
         Args:
             cell: [n] of any integer dtype, as in `cell`.

@@ -70,7 +70,8 @@ def evaluate(
 
     ranks = Alone() if ranks is None else ranks
     names = list(metrics)
-    ks = sorted({min(k, head.num_classes) for k in check_metrics("evaluate: metrics", names)} or {1})
+    ks = sorted(set(check_metrics("evaluate: metrics", names)) or {1})
+    most = min(ks[-1], head.num_classes)
     ranked = any(name not in ("nll", "perplexity", "mrr") for name in names)
     evaluator = Evaluator(ks, propensities)
     if exclude_history and dataset.kind != "interactions":
@@ -105,11 +106,13 @@ def evaluate(
                 ids = torch.zeros(len(h), ks[-1], dtype=torch.int64, device=device)
                 finite = h.isfinite().all(1)
                 if ranked and exclude_history:
-                    ids = ranks.best_without(head, h, features, ks[-1], *source.seen(chosen))
+                    ids = ranks.best_without(head, h, features, most, *source.seen(chosen))
                 elif ranked:
-                    ids = head.topk(h, ks[-1], features=features)[1]
+                    ids = head.topk(h, most, features=features)[1]
                 if ranked and not bool(finite.all()):
                     ids = torch.where(finite[:, None], ids, -1)  # classes of a nan row would be arbitrary
+                if ranked and ks[-1] > most:  # precision@k divides by k, also with fewer classes
+                    ids = torch.nn.functional.pad(ids, (0, ks[-1] - most), value=-1)
                 places = None
                 if "mrr" in names:
                     known = source.seen(chosen) if exclude_history else None
@@ -125,17 +128,11 @@ def evaluate(
     if ranks.sharded:
         evaluator.merge([part for number, part in enumerate(ranks.gather(evaluator.totals())) if number != ranks.rank])
     found = evaluator.compute()
-    missing = [name for name in names if _bounded(name, head.num_classes) not in found]
+    missing = [name for name in names if name not in found]
     if missing:
         needs = "needs propensities" if missing[0].startswith("psp") else "needs an example with a target"
         raise ValueError(f"evaluate: metrics: {missing[0]} {needs}")
-    return {name: found[_bounded(name, head.num_classes)] for name in names}
-
-
-def _bounded(name: str, num_classes: int) -> str:
-    """A metric at a k above C is that at C."""
-    kind, at, k = name.partition("@")
-    return f"{kind}@{min(int(k), num_classes)}" if at else name
+    return {name: found[name] for name in names}
 
 
 def check_metrics(where: str, names: Iterable[str]) -> list[int]:

@@ -68,8 +68,8 @@ def from_anywhere(config: Config) -> None:
             setattr(config.data, name, str(Path(path).absolute()))
 
 
-def check_fit(config: Config, train: Dataset) -> None:
-    """ConfigError where the configuration asks for what the data do not have; makes the sampler's path absolute."""
+def check_fit(config: Config, train: Dataset, valid: Dataset | None) -> None:
+    """ConfigError where configuration, training and validation data do not fit; makes the sampler's path absolute."""
     if config.sampler.path and Path(config.sampler.path).exists():
         config.sampler.path = str(Path(config.sampler.path).absolute())
     if config.head.mask_known and train.known(torch.empty(0, dtype=torch.int64)) is None:
@@ -82,3 +82,28 @@ def check_fit(config: Config, train: Dataset) -> None:
             "config: [data] negatives must be empty for data without a column of negatives (call set_negatives on "
             f"a data set that was not opened by the trainer), got {config.data.negatives!r}"
         )
+    if valid is not None:
+        _check_valid(train, valid)
+
+
+def _check_valid(train: Dataset, valid: Dataset) -> None:
+    """ConfigError if a model of `train` cannot be measured on `valid`: known before the first step, not after an epoch.
+
+    Labels are read only if `valid` claims more classes than `train` has.
+    """
+    if valid.kind != train.kind:
+        raise ConfigError(f"config: [data] valid must be {train.kind} data like the training data, got {valid.kind}")
+    wide = valid.num_features > train.num_features
+    if (wide and train.kind == "sparse") or (train.kind == "dense" and valid.num_features != train.num_features):
+        raise ConfigError(
+            f"config: [data] valid must have {train.num_features} features like the training data, got "
+            f"{valid.num_features}"
+        )
+    if valid.num_classes > train.num_classes:
+        beyond = valid.class_counts()[train.num_classes :].nonzero()
+        if len(beyond):
+            raise ConfigError(
+                f"config: [data] valid must have labels in [0, {train.num_classes}) like the training data, got "
+                f"{train.num_classes + int(beyond[0])}; if the training data lack its last classes, give the number of "
+                "classes to its reader (data.options.num_classes)"
+            )

@@ -218,6 +218,9 @@ class Stepper:
     def _keep_batch(self, p: Progress, batch: dict[str, Tensor], h: Tensor, number: int, value: float) -> str:
         """Stores a batch whose loss is not finite; what is wrong with it."""
         what = f"the loss is {value}" if bool(h.isfinite().all()) else "h, the output of the encoder, is not finite"
+        for name, t in batch.items():
+            if t.is_floating_point() and not bool(t.isfinite().all()):
+                what = f"{name} of the batch has nan or infinity: clean the training data"
         about: dict[str, Any] = {"step": p.step, "epoch": p.epoch, "batch": p.batch + number, "problem": what}
         try:
             about["key"] = [int(self.key[0]), p.step]

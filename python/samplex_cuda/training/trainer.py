@@ -230,7 +230,7 @@ class Trainer:
             raise ValueError("trainer: train must have at least 1 example, got none")
         self.ranks.agree({"run folder": str(self.run_dir), "training data": train.fingerprint()})
         self.train, self.valid = train, valid
-        check_fit(config, train)
+        check_fit(config, train, valid)
         t = config.training
         if t.threads:
             torch.set_num_threads(t.threads)
