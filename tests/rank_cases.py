@@ -34,6 +34,18 @@ HEADS: dict[str, dict[str, Any]] = {
         "loss": sx.losses.SampledSoftmax(margin=sx.losses.CosFace(0.2), corrected=False),
     },
     "sphere bf16": {"normalize": True, "scale": 8.0, "dtype": torch.bfloat16},
+    "learned scale": {"learn_scale": True, "scale": 3.0},
+    "learned sphere": {"normalize": True, "learn_scale": True, "scale": 8.0, "shared": True},
+    "learned arcface": {
+        "normalize": True, "learn_scale": True, "scale": 8.0, "loss": sx.losses.SampledSoftmax(margin=sx.losses.ArcFace(0.4)),
+    },
+    "unique": {"unique": True},
+    "unique shared": {"unique": True, "shared": True},
+    "unique as in tf": {"unique": "tf", "shared": True},
+    "in batch": {"shared": True},
+    "mixed negatives": {"shared": True},
+    "midx": {"sampler_update": "step"},
+    "midx stratified": {"sampler_update": 2, "shared": True, "stratified": True},
 }  # fmt: skip
 
 
@@ -43,6 +55,12 @@ def make_sampler(name: str) -> torch.nn.Module:
         g = torch.Generator().manual_seed(0)
         x, y = torch.randn(600, DIM, generator=g), torch.randint(CLASSES, (600,), generator=g)
         return sx.samplers.Tree.fit(x, y, num_classes=CLASSES, dim=4, seed=1)
+    if name == "in batch":
+        return sx.samplers.InBatch(CLASSES)
+    if name == "mixed negatives":
+        return sx.samplers.InBatch(CLASSES, extra=sx.samplers.LogUniform(CLASSES))
+    if name.startswith("midx"):  # its rows come with the first step
+        return sx.samplers.MIDX(torch.zeros(CLASSES, DIM), num_codes=8, bias=torch.zeros(CLASSES), key=sx.Key(3))
     return sx.samplers.LogUniform(CLASSES)
 
 
@@ -76,6 +94,11 @@ def rows_optimizer(options: dict[str, Any], parameters: Any) -> sx.optim.RowOpti
     return sx.optim.RowAdagrad(parameters, lr=0.2)
 
 
+def tables_of(head: Any) -> list[Tensor]:
+    """What a row optimizer takes of a head."""
+    return [p for p in (head.weight, head.bias) if p is not None]
+
+
 def part_of(step: int, world: int, rank: int) -> Tensor:
     """The rows of a rank: even parts, then all on the last rank, then one each and the rest on the last."""
     rows = torch.arange(BATCH)
@@ -105,6 +128,8 @@ def extras(options: dict[str, Any], rows: Tensor) -> dict[str, Any]:
         made["target_weight"] = made["target_weight"][rows]
     if options.get("negatives"):
         made["negatives"] = own_negatives(options["negatives"], rows)
+    if options.get("hard"):  # of which some are targets, and some are drawn, too
+        made["hard"] = own_negatives("plain", rows).ids[:, : options["hard"]]
     return made
 
 
@@ -148,10 +173,11 @@ def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         route=options.get("route", "summed_logits"),
     )  # fmt: skip
     start = whole(head, group)
-    optimizer = rows_optimizer(options, head.parameters())
+    optimizer = rows_optimizer(options, tables_of(head))
+    of_scale = None if head.log_scale is None else torch.optim.SGD([head.log_scale], lr=0.3)
     if options.get("fused", True):
         head.fuse_optimizer(optimizer)
-    key, losses, grads = sx.Key(9), [], []
+    key, losses, grads, scales = sx.Key(9), [], [], []
     for step, (h, y) in enumerate(batches(4, options.get("targets", 0), head.weight.dtype)):
         rows = part_of(step, world, rank)
         mine = h[rows].requires_grad_()
@@ -160,6 +186,10 @@ def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         if not options.get("fused", True):
             optimizer.step()
             optimizer.zero_grad()
+        if of_scale is not None:
+            of_scale.step()
+            of_scale.zero_grad()
+            scales.append(float(head.log_scale.detach()))
         losses.append(loss.detach())
         grads.append((rows, mine.grad))
     head.eval()
@@ -171,7 +201,7 @@ def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     state = head.full_state_dict().get("log_eta")
     return {
         "log_eta": state, "start": start, "losses": losses, "tables": whole(head, group), "grads": grads, "nll": nll,
-        "rows": rows, "topk": (logits, ids), "log_prob": log_p, "sent": head.exchange.sent,
+        "rows": rows, "topk": (logits, ids), "log_prob": log_p, "sent": head.exchange.sent, "scales": scales,
     }  # fmt: skip
 
 
@@ -200,8 +230,10 @@ def refuse(group: Any, what: str) -> str:
         given["negatives"] = sx.Negatives(torch.full((BATCH, 2), CLASSES if wrong else 3))
     elif what == "no negatives" and not wrong:
         given["negatives"] = sx.Negatives(torch.full((BATCH, 2), 3))
-    elif what == "hard" and wrong:
-        given["hard"] = torch.zeros(BATCH, 2, dtype=torch.int64)
+    elif what in ("hard", "numbers of hard"):
+        given["hard"] = torch.full((BATCH, 2), 3)
+        if wrong:
+            given["hard"] = given["hard"] + CLASSES if what == "hard" else given["hard"][:, :1]
     before = head.weight.detach().clone()
     message = _message(lambda: head(h, y, **given))
     assert torch.equal(head.weight, before)
@@ -439,3 +471,16 @@ def disagree(group: Any) -> str:
     rank = dist.get_rank(group)
     sx.distributed.agree({"classes": 10, "lr": 0.1}, group)
     return _message(lambda: sx.distributed.agree({"classes": 10, "lr": 0.2 if rank == 2 else 0.1}, group))
+
+
+# ------------------------------------------------------------------------------------------------ mined negatives
+def mined(group: Any, source: str, name: str) -> Any:
+    """Hard negatives of this rank's rows, found by all ranks, with the tables; None: what `index` says."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    head: Any = make_head(name, "meta").shard(group, encoder="sum", key=sx.Key(5), order="spread")
+    h, y = batches(1)[0]
+    rows = torch.arange(BATCH).tensor_split(world)[rank]
+    miner = sx.HardNegatives(head, 4, source, pool=50)
+    found = miner.mine(h[rows], y[rows], key=sx.Key(7) if rank == 0 else None)
+    loss = head(h[rows], y[rows], hard=found)
+    return rows, found, whole(head, group), bool(loss.isfinite()), _message(head.index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_cases import BATCH, CLASSES, DIM, HEADS, batches, extras, make_head, rows_optimizer
+from rank_cases import BATCH, CLASSES, DIM, HEADS, batches, extras, make_head, rows_optimizer, tables_of
 
 import samplex_cuda as sx
 from samplex_cuda.distributed import Layout
@@ -69,6 +69,14 @@ CASES = {
     "own shared negatives": ("shared", {"negatives": "shared"}),
     "own ragged negatives": ("one-vs-each", {"negatives": "ragged"}),
     "class weights": ("smoothed", {"head": {"class_weight": torch.linspace(0.1, 2.0, CLASSES)}}),
+    "hard": ("plain", {"hard": 3}),
+    "hard shared": ("shared", {"hard": 3, "positives": True}),
+    "hard sphere": ("arcface", {"hard": 2, "weights": True}),
+    "hard uncorrected": ("cosface uncorrected", {"hard": 2}),
+    "hard and own negatives": ("plain", {"hard": 2, "negatives": "ragged"}),
+    "hard in a batch": ("mixed negatives", {"hard": 2, "fused": False}),
+    "learned scale and weights": ("learned arcface", {"hard": 2, "weights": True, "positives": True}),
+    "learned scale unfused": ("learned scale", {"fused": False, "order": "spread", "targets": 3}),
 }
 
 
@@ -90,6 +98,7 @@ def test_same_bits_on_any_number_of_ranks_and_as_one_process(ranks, case):
     for world in WORLDS[1:]:
         for rank in of[world]:
             assert [a.item() for a in rank["losses"]] == [a.item() for a in one["losses"]]
+            assert rank["scales"] == one["scales"]
             for mine, other in zip(rank["tables"] + rank["start"], one["tables"] + one["start"], strict=True):
                 assert (mine is None) == (other is None)
                 assert mine is None or torch.equal(mine, other)
@@ -112,7 +121,8 @@ def compare_with_one_process(name, options, one):
         head.weight.copy_(one["start"][0])
         if head.bias is not None:
             head.bias.copy_(one["start"][1])
-    optimizer = rows_optimizer(options, head.parameters())
+    optimizer = rows_optimizer(options, tables_of(head))
+    of_scale = None if head.log_scale is None else torch.optim.SGD([head.log_scale], lr=0.3)
     head.fuse_optimizer(optimizer)
     key, everything = sx.Key(9), torch.arange(BATCH)
     close = {"bf16": 2e-2}.get(name, 1e-5)
@@ -122,6 +132,10 @@ def compare_with_one_process(name, options, one):
         loss.backward()
         torch.testing.assert_close(loss.detach(), one["losses"][step], rtol=close, atol=close)
         torch.testing.assert_close(h.grad.double(), by_row([one], step), rtol=close, atol=close)
+        if of_scale is not None:
+            of_scale.step()
+            of_scale.zero_grad()
+            assert float(head.log_scale.detach()) == pytest.approx(one["scales"][step], abs=1e-5)
     if name != "bf16" and "tables" in one:
         for mine, other in zip(one["tables"], (head.weight, head.bias), strict=True):
             if other is not None:
@@ -189,7 +203,8 @@ REFUSED = {
     "capacity": ("batch_capacity = 12 rows, got 36", "rank 1 of the group refused its batch"),
     "negatives": ("IndexError: SampledClassifier: negatives.ids must be in [0, 203), got 203", "rank 1 of the group"),
     "no negatives": ("RuntimeError: ", "must call the head in the same way"),
-    "hard": ("ValueError: SampledClassifier.shard: hard must be None on a sharded head", "rank 1 of the group refused"),
+    "hard": ("IndexError: SampledClassifier: hard must be in [0, 203), got 206", "rank 1 of the group refused"),
+    "numbers of hard": ("RuntimeError: ", "must call the head in the same way"),
     "mode": ("RuntimeError: ", "must call the head in the same way"),
     "gradients": ("RuntimeError: ", "must call the head in the same way"),
     "targets": ("RuntimeError: ", "must call the head in the same way"),
@@ -222,17 +237,34 @@ def test_ranks_may_bring_different_numbers_of_negatives(ranks):
                 torch.testing.assert_close(loss[rows], want.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("source", ["pool", "exact"])
+@pytest.mark.parametrize("name", ["plain", "sphere"])
+def test_hard_negatives_are_mined_in_all_shards(ranks, source, name):
+    """The same as in one process: with the pool of the first rank, whatever generators the others have."""
+    head, (h, y) = make_head(name), batches(1)[0]
+    for world in (1, 3):
+        found = ranks.run(world, "mined", source, name)
+        with torch.no_grad():
+            head.weight.copy_(found[0][2][0])
+            if head.bias is not None:
+                head.bias.copy_(found[0][2][1])
+        want = sx.HardNegatives(head, 4, source, pool=50).mine(h, y, key=sx.Key(7))
+        for rows, mined, _, fine, message in found:
+            assert torch.equal(mined, want[rows])
+            assert fine
+            assert message.startswith("NotImplementedError: SampledClassifier.shard: a rank holds a part of the rows")
+
+
 def test_heads_that_several_ranks_cannot_train():
-    learned = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), 3, learn_scale=True, scale=2.0)
     retired = sx.SampledClassifier(4, 50, sx.samplers.Unigram(torch.ones(50)), 3)
     left = torch.ones(50)
     left[7] = 0
     retired.retire_classes(torch.tensor([7]), sampler=sx.samplers.Unigram(left))
-    for head, words in ((learned, "learn_scale must be False"), (retired, "no class may be retired, got 1 of 50")):
-        with pytest.raises(ValueError, match=rf"SampledClassifier\.shard: {words}"):
-            head.shard(encoder="sum")
-        with pytest.raises(ValueError, match=rf"sx\.distributed\.replicate: {words}"):
-            sx.distributed.replicate(head, encoder="sum")
+    words = "no class may be retired, got 1 of 50"
+    with pytest.raises(ValueError, match=rf"SampledClassifier\.shard: {words}"):
+        retired.shard(encoder="sum")
+    with pytest.raises(ValueError, match=rf"sx\.distributed\.replicate: {words}"):
+        sx.distributed.replicate(retired, encoder="sum")
 
 
 def test_a_sampler_on_another_device(ranks):
