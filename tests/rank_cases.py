@@ -206,11 +206,13 @@ def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------ refusals
-def refuse(group: Any, what: str) -> str:
-    """One rank calls the head wrongly; the message of each rank's error."""
+def refuse(group: Any, what: str, warm: bool = False) -> str:
+    """One rank calls the head wrongly, first or after a step; the message of each rank's error."""
     rank = dist.get_rank(group)
     head: Any = make_head("plain", "meta").shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH)
     h, y = batches(1)[0]
+    if warm:
+        head(h, y), head(h[:rank], y[:rank])
     wrong = rank == 1
     if what == "target":
         y = y + (1000 if wrong else 0)
@@ -242,6 +244,48 @@ def refuse(group: Any, what: str) -> str:
     head.train()
     assert bool(head(h, y).isfinite())
     return message
+
+
+def collectives(group: Any) -> tuple[list[int], list[bool]]:
+    """Collectives of steps in turn with answers, and whether each loss is that of a head that gathers anew."""
+    rank = dist.get_rank(group)
+    heads: list[Any] = [
+        make_head("plain", "meta").shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH) for _ in range(2)
+    ]
+    calls: list[int] = []
+    names = ("all_gather_single", "all_reduce", "all_to_all_single")
+    kinds = [getattr(dist, name) for name in names]
+
+    def counted(kind: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            calls[-1] += 1
+            return kind(*args, **options)
+
+        return call
+
+    h, y = batches(1)[0]
+    same, weight = [], torch.ones(BATCH)
+    # Two plain steps, answers, weighted steps, a step of few rows: those that are as the last one need no header.
+    for step, given in enumerate([{}, {}, None, {}, {}, {"w": 1}, {"w": 1}, {}, {"rows": rank}, {}]):
+        found = []
+        for number, head in enumerate(heads):
+            if number:
+                head.exchange._last = None
+            rows = slice(0, BATCH if given is None else given.get("rows", BATCH))
+            calls.append(0)
+            for name, kind in zip(names, kinds, strict=True):
+                setattr(dist, name, counted(kind))
+            try:
+                if given is None:
+                    found.append(head.topk(h, 3)[0])
+                else:
+                    more = {"sample_weight": weight[rows]} if "w" in given else {}
+                    found.append(head(h[rows].requires_grad_(), y[rows], key=sx.Key(step), **more).detach())
+            finally:
+                for name, kind in zip(names, kinds, strict=True):
+                    setattr(dist, name, kind)
+        same.append(torch.equal(*found))
+    return calls[::2], same
 
 
 def uneven_negatives(group: Any) -> tuple[Tensor, Tensor]:

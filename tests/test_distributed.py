@@ -211,13 +211,21 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_batch_that_one_rank_refuses_stops_every_rank(ranks, what):
+def test_a_batch_that_one_rank_refuses_stops_every_rank(ranks, what, warm):
     own, others = REFUSED[what]
-    messages = ranks.run(3, "refuse", what)
+    messages = ranks.run(3, "refuse", what, warm)
     assert own in messages[1]
     for message in (messages[0], messages[2]):
         assert others in message
+
+
+def test_rows_travel_with_their_header_where_the_last_step_had_such_rows(ranks):
+    """Three collectives instead of four: header and rows, logits, gradients of h; the numbers are the same."""
+    for calls, same in ranks.run(3, "collectives"):
+        assert calls == [4, 3, 4, 4, 3, 4, 3, 4, 3, 3]
+        assert all(same)
 
 
 def test_ranks_may_bring_different_numbers_of_negatives(ranks):

@@ -231,7 +231,7 @@ class ShardedAnswers(SampledClassifier):
         if known is not None:
             fields["known"] = known
         widths = [0 if t is None else t.shape[1] for t in (ids, known)]
-        form = [2, 0, *widths, int(features is not None), 0, 0, 0, 0, 0]
+        form = [2, 0, *widths, int(features is not None), 0, 0, 0, 0, 0, 0]  # as many numbers as a step has
         everyone = self.exchange.meet(rows.shape[0], form, torch.zeros(2, dtype=torch.int64, device=rows.device))
         found = self.exchange.gather(everyone, list(fields.values()), [0] * len(fields))
         return everyone, dict(zip(fields, found, strict=True))

@@ -270,28 +270,32 @@ class ShardedClassifier(ShardedAnswers):
         except BaseException:
             self.exchange.meet(0, form, torch.zeros(2, dtype=torch.int64, device=self.weight.device), refused=True)
             raise
-        width = 0 if own is None else own.ids.shape[1]
-        everyone = self.exchange.meet(rows.shape[0], form, pair, width=width)
-        if self.training and self.follower.auto:
-            most = self.exchange.world * (self.exchange.capacity or 1)
-            self.follower.settle(self.sampler, most, self.num_samples, self.shared)
         target = target.unsqueeze(1) if target.dim() == 1 else target
         fields: dict[str, Tensor] = {"h": rows.detach(), "y": target}
-        if features is not None:
-            fields["features"] = self._seen(rows, features)
         if number is not None:
             fields["index"] = number
-        if context is not None:
-            fields["context"] = context
         if sample_weight is not None:
             fields["sample_weight"] = sample_weight.reshape(-1).to(self._wide())
         if shares is not None:
             fields["target_weight"] = shares.reshape(target.shape)
+        if mined is not None:
+            fields["hard"] = mined.ids
+        # What follows from the form can travel with it.
+        known = own is None and features is None and context is None and not (self.training and self.route in OWN_ROWS)
+        everyone = self.exchange.meet(
+            rows.shape[0], form, pair, width=0 if own is None else own.ids.shape[1],
+            fields=list(fields.values()) if known else None, pads=self._pads(fields),
+        )  # fmt: skip
+        if self.training and self.follower.auto:
+            most = self.exchange.world * (self.exchange.capacity or 1)
+            self.follower.settle(self.sampler, most, self.num_samples, self.shared)
+        if features is not None:
+            fields["features"] = self._seen(rows, features)
+        if context is not None:
+            fields["context"] = context
         if own is not None:
             own = widened(self, own, negatives, everyone.width, target, lead)
             fields |= {"negatives": own.ids, "log_q": own.log_q}
-        if mined is not None:
-            fields["hard"] = mined.ids
         if self.training and self.route in OWN_ROWS:
             with torch.no_grad():
                 step = own_rows_step(self, self.spec(), everyone, fields)
@@ -299,8 +303,8 @@ class ShardedClassifier(ShardedAnswers):
                 return step.loss
             sink = self._fusion or self._rows_of(self.weight, self.bias)
             return run_step(rows, self.weight, self.bias, step, sink, self.loss.name)
-        pads = [{"y": self.ignore_index, "index": -1}.get(name, 0) for name in fields]
-        found = dict(zip(fields, self.exchange.gather(everyone, list(fields.values()), pads), strict=True))
+        parts = everyone.batch or self.exchange.gather(everyone, list(fields.values()), self._pads(fields))
+        found = dict(zip(fields, parts, strict=True))
         if not self.training:
             return self._exact(found)
         if not self.loss.needs.draws:
@@ -386,6 +390,10 @@ class ShardedClassifier(ShardedAnswers):
         step = StepResult(loss, found, d_hidden, exchange, everyone.place, self.normalize, of_scale)
         sink = self._fusion or self._rows_of(weight, bias)
         return run_step(fixed_query(self, rows), weight, bias, step, sink, spec.loss.name, self.log_scale)
+
+    def _pads(self, fields: dict[str, Tensor]) -> list[float]:
+        """What stands in rows that a rank does not use."""
+        return [{"y": self.ignore_index, "index": -1}.get(name, 0) for name in fields]
 
     def _all_draws(self, spec: LossSpec, everyone: Everyone, batch: dict[str, Tensor]) -> tuple[Draw, Tensor | None]:
         """The negatives of all rows, and log q of the targets if the loss reads it."""
