@@ -246,6 +246,38 @@ def refuse(group: Any, what: str, warm: bool = False) -> str:
     return message
 
 
+def few_classes(group: Any, head: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Steps with 5 classes, of which the last of four ranks has none: losses, gradients and the table by class."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    drawn = () if head.get("loss") == "full_softmax" else (sx.samplers.LogUniform(5), 3)
+    if options.get("in_batch"):
+        drawn = (sx.samplers.InBatch(5), None)
+    made: Any = sx.SampledClassifier(DIM, 5, *drawn, device="meta", **head)
+    made = made.shard(
+        group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH, order=options.get("order", "class"),
+        route=options.get("route", "summed_logits"),
+    )  # fmt: skip
+    assert world < 4 or (rank < 3) == bool(made.layout.rows)
+    optimizer = sx.optim.RowAdagrad(tables_of(made), lr=0.2)
+    if options.get("fused", True):
+        made.fuse_optimizer(optimizer)
+    key, losses, grads = sx.Key(9), [], []
+    for step, (h, y) in enumerate(batches(3)):
+        rows = part_of(step, world, rank)
+        mine, y = h[rows].requires_grad_(), torch.where(y < 0, y, y % 5)[rows]
+        more = {"hard": (y.clamp_min(0).unsqueeze(1) + torch.tensor([1, 2])) % 5} if options.get("hard") else {}
+        loss = made(mine, y, key=key, **more)
+        loss.backward()
+        if not options.get("fused", True):
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        grads.append((rows, mine.grad))
+    made.eval()
+    top = made.topk(h[:3], 5)[1]
+    return losses, grads, made.full_state_dict()["weight"], top, float(made(h[rows], y))
+
+
 def collectives(group: Any) -> tuple[list[int], list[bool]]:
     """Collectives of steps in turn with answers, and whether each loss is that of a head that gathers anew."""
     rank = dist.get_rank(group)
@@ -399,9 +431,10 @@ def _training(group: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
         order=options.get("order", "class"),
     )  # fmt: skip
     rule = {"adam": sx.optim.RowAdam}.get(options.get("rule"), sx.optim.RowAdagrad)
-    rows = rule(head.parameters(), lr=0.2)
+    rows = rule(tables_of(head), lr=0.2)
     head.fuse_optimizer(rows)
-    return encoder, head, torch.optim.Adam(encoder.parameters(), lr=0.01), rows
+    scale = [] if head.log_scale is None else [head.log_scale]
+    return encoder, head, torch.optim.Adam([*encoder.parameters(), *scale], lr=0.01), rows
 
 
 def _steps(group: Any, encoder: Any, head: Any, optimizer: Any, key: sx.Key, first: int, last: int) -> list[float]:

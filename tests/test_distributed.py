@@ -153,6 +153,40 @@ def compare_with_one_process(name, options, one):
         torch.testing.assert_close(head.log_prob(h).gather(1, ids), one["log_prob"], rtol=close, atol=close)
 
 
+FEW = {
+    "plain": ({}, {}),
+    "shared": ({"shared": True}, {"order": "spread"}),
+    "unfused": ({"bias": False}, {"fused": False}),
+    "hard": ({"shared": True}, {"hard": True}),
+    "sphere": ({"normalize": True, "learn_scale": True, "scale": 5.0}, {}),
+    "unique": ({"unique": True}, {}),
+    "in batch": ({"shared": True}, {"in_batch": True}),
+    "full": ({"loss": "full_softmax"}, {"fused": False}),
+    "online": ({}, {"route": "online_softmax"}),
+    "shared rows": ({"shared": True}, {"route": "shared_rows"}),
+    "rows to queries": ({}, {"route": "rows_to_queries"}),
+}
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_a_rank_without_a_class_takes_part(ranks, case):
+    ((losses, grads, weight, top, nll),) = ranks.run(1, "few_classes", *FEW[case])
+    exact = FEW[case][1].get("route", "summed_logits") == "summed_logits" and case != "full"
+    found = ranks.run(4, "few_classes", *FEW[case])
+    for rank in found:
+        assert rank[0] == found[0][0]
+        assert torch.equal(rank[2], found[0][2])
+        if case == "rows to queries":  # each rank makes draws of its own
+            assert all(loss > 0 for loss in rank[0])
+            continue
+        assert rank[0] == (losses if exact else pytest.approx(losses, rel=1e-5))
+        assert torch.equal(rank[2], weight) if exact else torch.allclose(rank[2], weight, rtol=1e-5, atol=1e-5)
+        assert torch.equal(rank[3], top)
+        assert rank[4] == pytest.approx(nll, rel=1e-5)
+        for (rows, grad), (_, want) in zip(rank[1], grads, strict=True):
+            torch.testing.assert_close(grad, want[rows], rtol=1e-5, atol=1e-6)
+
+
 def test_initial_rows_are_those_of_a_linear_layer(ranks):
     weight, bias = ranks.run(3, "train", "plain", {})[0]["start"]
     bound = DIM**-0.5
