@@ -37,7 +37,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "learned scale": {"learn_scale": True, "scale": 3.0},
     "learned sphere": {"normalize": True, "learn_scale": True, "scale": 8.0, "shared": True},
     "learned arcface": {
-        "normalize": True, "learn_scale": True, "scale": 8.0, "loss": sx.losses.SampledSoftmax(margin=sx.losses.ArcFace(0.4)),
+        "normalize": True, "learn_scale": True, "scale": 8.0,
+        "loss": sx.losses.SampledSoftmax(margin=sx.losses.ArcFace(0.4)),
     },
     "unique": {"unique": True},
     "unique shared": {"unique": True, "shared": True},

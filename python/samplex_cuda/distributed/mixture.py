@@ -40,7 +40,7 @@ class ShardedMixture(Mixture):
 
         def term(part: Any) -> Callable[[slice], Tensor]:
             if hasattr(part, "local_prior"):
-                return part.local_prior(h)  # type: ignore[no-any-return]
+                return part.local_prior(h)
             return lambda rows: part.log_prob_all(h[rows])[..., classes]
 
         terms = [term(part) for part in self._parts()]
@@ -102,9 +102,11 @@ class ShardedInBatch(InBatch):
 
     def attach(self, whole: tuple[Tensor, Tensor | None], weight: Tensor, bias: Tensor | None) -> None:
         """See `ShardedExact.attach`."""
-        if hasattr(self.extra, "attach"):
-            self.extra.attach(whole, weight, bias)
+        extra: Any = self.extra
+        if hasattr(extra, "attach"):
+            extra.attach(whole, weight, bias)
 
     def adopt(self, state_dict: dict[str, Any], prefix: str) -> None:
         """See `ShardedSampler.adopt`."""
-        self.extra.adopt(state_dict, f"{prefix}extra.")
+        extra: Any = self.extra
+        extra.adopt(state_dict, f"{prefix}extra.")

@@ -190,11 +190,12 @@ class Replica:
         with torch.no_grad():
             if head.follower.active:
                 head._follow(weight, head.bias, rows.shape[0])
-            drawn = (mine, None)
-            if mine is None:
-                # Merged draws are fewer on some ranks: hard negatives beside them must be as many on all.
-                law = spec if mined is None else spec._replace(merges=False)
-                drawn = self._draw(head, law, everyone, rows, target, features, context)
+            # Merged draws are fewer on some ranks: with hard negatives beside them they must be as many on all.
+            law = spec if mined is None else spec._replace(merges=False)
+            drawn: tuple[Draw, Tensor | None]
+            drawn = (
+                (mine, None) if mine is not None else self._draw(head, law, everyone, rows, target, features, context)
+            )
             if mined is not None:
                 ids, log_q = joined(drawn[0].ids, drawn[0].log_q, mined.ids)
                 drawn = (Draw(ids, log_q, False), drawn[1])

@@ -99,9 +99,7 @@ def joined(ids: Tensor, log_q: Tensor, hard: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([hard, ids.expand(rows, -1)], 1), torch.cat([plain, wide], 1)
 
 
-def with_margin(
-    loss: Loss, cosine: Tensor, length: float | Tensor = 1.0
-) -> tuple[Loss, Tensor, Tensor | None]:
+def with_margin(loss: Loss, cosine: Tensor, length: float | Tensor = 1.0) -> tuple[Loss, Tensor, Tensor | None]:
     """The cosines of targets with the margin of the loss on them; the loss without it, and the slope of the margin.
 
     The function is that of `Margin`, as in csrc/loss/sampled_softmax/sampled_softmax_math.h.

@@ -69,8 +69,8 @@ class HardNegatives:
             )
         if hasattr(head, "exchange") and source in ("tree", "index"):
             raise ValueError(
-                f'{_OP}: source must be "pool", "exact" or a function for a sharded head, of which no rank has all rows, '
-                f"got {source!r}"
+                f'{_OP}: source must be "pool", "exact" or a function with a sharded head, since no rank has all '
+                f"rows, got {source!r}"
             )
         self.head, self.source, self.options = head, source, options
         self.k = check_int(_OP, "k", k, 1, head.num_classes)
