@@ -280,7 +280,7 @@ def few_classes(group: Any, head: dict[str, Any], options: dict[str, Any]) -> An
 
 
 def collectives(group: Any) -> tuple[list[int], list[bool]]:
-    """Collectives of steps in turn with answers, and whether each loss is that of a head that gathers anew."""
+    """Collectives of steps in turn with answers, and whether each loss is that of a head that always gathers twice."""
     rank = dist.get_rank(group)
     heads: list[Any] = [
         make_head("plain", "meta").shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH) for _ in range(2)
