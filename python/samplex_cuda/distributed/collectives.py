@@ -236,6 +236,9 @@ class Exchange:
         """The sum of `t` over the ranks, in place."""
         if self.world == 1:
             return t
+        if self.world == 2 and t.is_cpu:  # as many bytes, in one round instead of two; a + b has one order only
+            first, second = self.stack(t)
+            return torch.add(first, second, out=t)
         dist.all_reduce(t, group=self.group)
         self.sent += 2 * (self.world - 1) * t.numel() * t.element_size() // self.world
         return t
