@@ -34,6 +34,19 @@ HEADS: dict[str, dict[str, Any]] = {
         "loss": sx.losses.SampledSoftmax(margin=sx.losses.CosFace(0.2), corrected=False),
     },
     "sphere bf16": {"normalize": True, "scale": 8.0, "dtype": torch.bfloat16},
+    "learned scale": {"learn_scale": True, "scale": 3.0},
+    "learned sphere": {"normalize": True, "learn_scale": True, "scale": 8.0, "shared": True},
+    "learned arcface": {
+        "normalize": True, "learn_scale": True, "scale": 8.0,
+        "loss": sx.losses.SampledSoftmax(margin=sx.losses.ArcFace(0.4)),
+    },
+    "unique": {"unique": True},
+    "unique shared": {"unique": True, "shared": True},
+    "unique as in tf": {"unique": "tf", "shared": True},
+    "in batch": {"shared": True},
+    "mixed negatives": {"shared": True},
+    "midx": {"sampler_update": "step"},
+    "midx stratified": {"sampler_update": 2, "shared": True, "stratified": True},
 }  # fmt: skip
 
 
@@ -43,6 +56,12 @@ def make_sampler(name: str) -> torch.nn.Module:
         g = torch.Generator().manual_seed(0)
         x, y = torch.randn(600, DIM, generator=g), torch.randint(CLASSES, (600,), generator=g)
         return sx.samplers.Tree.fit(x, y, num_classes=CLASSES, dim=4, seed=1)
+    if name == "in batch":
+        return sx.samplers.InBatch(CLASSES)
+    if name == "mixed negatives":
+        return sx.samplers.InBatch(CLASSES, extra=sx.samplers.LogUniform(CLASSES))
+    if name.startswith("midx"):  # its rows come with the first step
+        return sx.samplers.MIDX(torch.zeros(CLASSES, DIM), num_codes=8, bias=torch.zeros(CLASSES), key=sx.Key(3))
     return sx.samplers.LogUniform(CLASSES)
 
 
@@ -76,6 +95,11 @@ def rows_optimizer(options: dict[str, Any], parameters: Any) -> sx.optim.RowOpti
     return sx.optim.RowAdagrad(parameters, lr=0.2)
 
 
+def tables_of(head: Any) -> list[Tensor]:
+    """What a row optimizer takes of a head."""
+    return [p for p in (head.weight, head.bias) if p is not None]
+
+
 def part_of(step: int, world: int, rank: int) -> Tensor:
     """The rows of a rank: even parts, then all on the last rank, then one each and the rest on the last."""
     rows = torch.arange(BATCH)
@@ -105,6 +129,8 @@ def extras(options: dict[str, Any], rows: Tensor) -> dict[str, Any]:
         made["target_weight"] = made["target_weight"][rows]
     if options.get("negatives"):
         made["negatives"] = own_negatives(options["negatives"], rows)
+    if options.get("hard"):  # of which some are targets, and some are drawn, too
+        made["hard"] = own_negatives("plain", rows).ids[:, : options["hard"]]
     return made
 
 
@@ -148,10 +174,11 @@ def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         route=options.get("route", "summed_logits"),
     )  # fmt: skip
     start = whole(head, group)
-    optimizer = rows_optimizer(options, head.parameters())
+    optimizer = rows_optimizer(options, tables_of(head))
+    of_scale = None if head.log_scale is None else torch.optim.SGD([head.log_scale], lr=0.3)
     if options.get("fused", True):
         head.fuse_optimizer(optimizer)
-    key, losses, grads = sx.Key(9), [], []
+    key, losses, grads, scales = sx.Key(9), [], [], []
     for step, (h, y) in enumerate(batches(4, options.get("targets", 0), head.weight.dtype)):
         rows = part_of(step, world, rank)
         mine = h[rows].requires_grad_()
@@ -160,6 +187,10 @@ def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         if not options.get("fused", True):
             optimizer.step()
             optimizer.zero_grad()
+        if of_scale is not None:
+            of_scale.step()
+            of_scale.zero_grad()
+            scales.append(float(head.log_scale.detach()))
         losses.append(loss.detach())
         grads.append((rows, mine.grad))
     head.eval()
@@ -171,16 +202,18 @@ def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     state = head.full_state_dict().get("log_eta")
     return {
         "log_eta": state, "start": start, "losses": losses, "tables": whole(head, group), "grads": grads, "nll": nll,
-        "rows": rows, "topk": (logits, ids), "log_prob": log_p, "sent": head.exchange.sent,
+        "rows": rows, "topk": (logits, ids), "log_prob": log_p, "sent": head.exchange.sent, "scales": scales,
     }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ refusals
-def refuse(group: Any, what: str) -> str:
-    """One rank calls the head wrongly; the message of each rank's error."""
+def refuse(group: Any, what: str, warm: bool = False) -> str:
+    """One rank calls the head wrongly, first or after a step; the message of each rank's error."""
     rank = dist.get_rank(group)
     head: Any = make_head("plain", "meta").shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH)
     h, y = batches(1)[0]
+    if warm:
+        head(h, y), head(h[:rank], y[:rank])
     wrong = rank == 1
     if what == "target":
         y = y + (1000 if wrong else 0)
@@ -200,8 +233,10 @@ def refuse(group: Any, what: str) -> str:
         given["negatives"] = sx.Negatives(torch.full((BATCH, 2), CLASSES if wrong else 3))
     elif what == "no negatives" and not wrong:
         given["negatives"] = sx.Negatives(torch.full((BATCH, 2), 3))
-    elif what == "hard" and wrong:
-        given["hard"] = torch.zeros(BATCH, 2, dtype=torch.int64)
+    elif what in ("hard", "numbers of hard"):
+        given["hard"] = torch.full((BATCH, 2), 3)
+        if wrong:
+            given["hard"] = given["hard"] + CLASSES if what == "hard" else given["hard"][:, :1]
     before = head.weight.detach().clone()
     message = _message(lambda: head(h, y, **given))
     assert torch.equal(head.weight, before)
@@ -210,6 +245,80 @@ def refuse(group: Any, what: str) -> str:
     head.train()
     assert bool(head(h, y).isfinite())
     return message
+
+
+def few_classes(group: Any, head: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Steps with 5 classes, of which the last of four ranks has none: losses, gradients and the table by class."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    drawn = () if head.get("loss") == "full_softmax" else (sx.samplers.LogUniform(5), 3)
+    if options.get("in_batch"):
+        drawn = (sx.samplers.InBatch(5), None)
+    made: Any = sx.SampledClassifier(DIM, 5, *drawn, device="meta", **head)
+    made = made.shard(
+        group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH, order=options.get("order", "class"),
+        route=options.get("route", "summed_logits"),
+    )  # fmt: skip
+    assert world < 4 or (rank < 3) == bool(made.layout.rows)
+    optimizer = sx.optim.RowAdagrad(tables_of(made), lr=0.2)
+    if options.get("fused", True):
+        made.fuse_optimizer(optimizer)
+    key, losses, grads = sx.Key(9), [], []
+    for step, (h, y) in enumerate(batches(3)):
+        rows = part_of(step, world, rank)
+        mine, y = h[rows].requires_grad_(), torch.where(y < 0, y, y % 5)[rows]
+        more = {"hard": (y.clamp_min(0).unsqueeze(1) + torch.tensor([1, 2])) % 5} if options.get("hard") else {}
+        loss = made(mine, y, key=key, **more)
+        loss.backward()
+        if not options.get("fused", True):
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        grads.append((rows, mine.grad))
+    made.eval()
+    top = made.topk(h[:3], 5)[1]
+    return losses, grads, made.full_state_dict()["weight"], top, float(made(h[rows], y))
+
+
+def collectives(group: Any) -> tuple[list[int], list[bool]]:
+    """Collectives of steps in turn with answers, and whether each loss is that of a head that always gathers twice."""
+    rank = dist.get_rank(group)
+    heads: list[Any] = [
+        make_head("plain", "meta").shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH) for _ in range(2)
+    ]
+    calls: list[int] = []
+    names = ("all_gather_single", "all_reduce", "all_to_all_single")
+    kinds = [getattr(dist, name) for name in names]
+
+    def counted(kind: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            calls[-1] += 1
+            return kind(*args, **options)
+
+        return call
+
+    h, y = batches(1)[0]
+    same, weight = [], torch.ones(BATCH)
+    # Two plain steps, answers, weighted steps, a step of few rows: those that are as the last one need no header.
+    for step, given in enumerate([{}, {}, None, {}, {}, {"w": 1}, {"w": 1}, {}, {"rows": rank}, {}]):
+        found = []
+        for number, head in enumerate(heads):
+            if number:
+                head.exchange._last = None
+            rows = slice(0, BATCH if given is None else given.get("rows", BATCH))
+            calls.append(0)
+            for name, kind in zip(names, kinds, strict=True):
+                setattr(dist, name, counted(kind))
+            try:
+                if given is None:
+                    found.append(head.topk(h, 3)[0])
+                else:
+                    more = {"sample_weight": weight[rows]} if "w" in given else {}
+                    found.append(head(h[rows].requires_grad_(), y[rows], key=sx.Key(step), **more).detach())
+            finally:
+                for name, kind in zip(names, kinds, strict=True):
+                    setattr(dist, name, kind)
+        same.append(torch.equal(*found))
+    return calls[::2], same
 
 
 def uneven_negatives(group: Any) -> tuple[Tensor, Tensor]:
@@ -323,9 +432,10 @@ def _training(group: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
         order=options.get("order", "class"),
     )  # fmt: skip
     rule = {"adam": sx.optim.RowAdam}.get(options.get("rule"), sx.optim.RowAdagrad)
-    rows = rule(head.parameters(), lr=0.2)
+    rows = rule(tables_of(head), lr=0.2)
     head.fuse_optimizer(rows)
-    return encoder, head, torch.optim.Adam(encoder.parameters(), lr=0.01), rows
+    scale = [] if head.log_scale is None else [head.log_scale]
+    return encoder, head, torch.optim.Adam([*encoder.parameters(), *scale], lr=0.01), rows
 
 
 def _steps(group: Any, encoder: Any, head: Any, optimizer: Any, key: sx.Key, first: int, last: int) -> list[float]:
@@ -439,3 +549,16 @@ def disagree(group: Any) -> str:
     rank = dist.get_rank(group)
     sx.distributed.agree({"classes": 10, "lr": 0.1}, group)
     return _message(lambda: sx.distributed.agree({"classes": 10, "lr": 0.2 if rank == 2 else 0.1}, group))
+
+
+# ------------------------------------------------------------------------------------------------ mined negatives
+def mined(group: Any, source: str, name: str) -> Any:
+    """Hard negatives of this rank's rows, found by all ranks, with the tables; None: what `index` says."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    head: Any = make_head(name, "meta").shard(group, encoder="sum", key=sx.Key(5), order="spread")
+    h, y = batches(1)[0]
+    rows = torch.arange(BATCH).tensor_split(world)[rank]
+    miner = sx.HardNegatives(head, 4, source, pool=50)
+    found = miner.mine(h[rows], y[rows], key=sx.Key(7) if rank == 0 else None)
+    loss = head(h[rows], y[rows], hard=found)
+    return rows, found, whole(head, group), bool(loss.isfinite()), _message(head.index)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_cases import BATCH, CLASSES, DIM, DRAWS, _message, batches, extras, part_of, whole
+from rank_cases import BATCH, CLASSES, DIM, DRAWS, _message, batches, extras, part_of, tables_of, whole
 from torch import Tensor
 
 import samplex_cuda as sx
@@ -43,6 +43,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"weights": True, "target_weight": True, "targets": 3},
     ),
     "none negatives": ({"reduction": "none", "loss": "one_vs_each"}, {"negatives": "plain", "fused": True}),
+    "full learned scale": ({"loss": "full_softmax", "learn_scale": True, "scale": 3.0}, {"targets": 3}),
+    "full learned sphere": (
+        {"loss": "full_softmax", "learn_scale": True, "scale": 6.0, "normalize": True, "reduction": "none"},
+        {"order": "spread", "weights": True},
+    ),
+    "none learned": ({"reduction": "none", "learn_scale": True, "scale": 2.0, "normalize": True}, {"weights": True}),
+    "none hard": ({"reduction": "none", "shared": True}, {"hard": 3, "fused": True}),
     "none online": ({"reduction": "none", "shared": True}, {"route": "online_softmax", "weights": True}),
 }
 
@@ -65,7 +72,8 @@ def objective(loss: Tensor) -> Tensor:
 def steps(head: Any, name: str, world: int, rank: int) -> list[dict[str, Any]]:
     """Three steps: losses, gradients of h and of the tables."""
     options, key, found = CASES[name][1], sx.Key(9), []
-    optimizer = sx.optim.RowSGD(head.parameters(), lr=0.1)
+    optimizer = sx.optim.RowSGD(tables_of(head), lr=0.1)
+    of_scale = None if head.log_scale is None else torch.optim.SGD([head.log_scale], lr=0.3)
     if options.get("fused"):
         head.fuse_optimizer(optimizer)
     for step, (h, y) in enumerate(batches(3, options.get("targets", 0), head.weight.dtype)):
@@ -76,11 +84,15 @@ def steps(head: Any, name: str, world: int, rank: int) -> list[dict[str, Any]]:
         if not options.get("fused"):
             optimizer.step()
             optimizer.zero_grad()
-        found.append({"loss": loss.detach(), "rows": rows, "grad": mine.grad})
+        if of_scale is not None:
+            of_scale.step()
+            of_scale.zero_grad()
+        scale = None if of_scale is None else head.log_scale.detach().clone()
+        found.append({"loss": loss.detach(), "rows": rows, "grad": mine.grad, "scale": scale})
     head.eval()
     rows = part_of(0, world, rank)
     h, y = batches(1, options.get("targets", 0), head.weight.dtype)[0]
-    found.append({"loss": head(h[rows], y[rows]), "rows": rows[:0], "grad": None})
+    found.append({"loss": head(h[rows], y[rows]), "rows": rows[:0], "grad": None, "scale": None})
     return found
 
 

@@ -33,13 +33,23 @@ def table(classes: int) -> tuple[Tensor, Tensor]:
 DEFERRED: dict[str, Any] = {
     "quadratic": lambda classes: sx.samplers.Quadratic.deferred(classes, DIM, alpha=5.0),
     "rff": lambda classes: sx.samplers.RandomFourier.deferred(classes, DIM, num_features=64, nu=1.0, key=sx.Key(3)),
+    "midx": lambda classes: sx.samplers.MIDX(torch.empty(classes, DIM, device="meta"), num_codes=8, key=sx.Key(3)),
+}
+
+CODED: dict[str, Any] = {
+    "midx": lambda w, b: sx.samplers.MIDX(w, num_codes=8, key=sx.Key(3)),
+    "midx product": lambda w, b: sx.samplers.MIDX(
+        w, num_codes=4, kind="product", bias=b, counts=torch.arange(len(w)) + 0.5, scale=0.7, key=sx.Key(3)
+    ),
 }
 
 
 def make_sampler(kind: str, classes: int) -> Any:
     """The unsharded sampler, the same on every rank."""
-    if kind in KERNELS:
-        return KERNELS[kind](*table(classes))
+    if kind in KERNELS or kind in CODED:
+        return (KERNELS | CODED)[kind](*table(classes))
+    if kind == "in batch":
+        return sx.samplers.InBatch(classes, extra=make_sampler("quadratic", classes))
     g = torch.Generator().manual_seed(8)
     if kind == "unigram":
         counts = torch.randint(0, 1000, (classes,), generator=g).double() ** 2
@@ -111,14 +121,14 @@ def follow(group: Any, kind: str, classes: int, options: dict[str, Any]) -> dict
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     head: Any = make_head(kind, classes, options.get("meta", False), **options.get("head", {}))
     head = head.shard(
-        group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH, order=options.get("order", "class"),
-        sampler=options.get("sampler", "auto"),
+        group, encoder="sum", key=sx.Key(5), batch_capacity=-(-BATCH // world) if options.get("even") else BATCH,
+        order=options.get("order", "class"), sampler=options.get("sampler", "auto"),
     )  # fmt: skip
     optimizer = sx.optim.RowAdagrad(head.parameters(), lr=0.2)
     head.fuse_optimizer(optimizer, accumulate=options.get("accumulate", 1))
     key, losses, lag = sx.Key(9), [], []
     for step, (h, y) in enumerate(batches(options.get("steps", 5))):
-        rows = part_of(step, world, rank)
+        rows = part_of(0 if options.get("even") else step, world, rank)
         y = torch.where(y < 0, y, y % classes)
         loss = head(h[rows], y[rows], key=key)
         loss.backward()
@@ -134,13 +144,32 @@ def follow(group: Any, kind: str, classes: int, options: dict[str, Any]) -> dict
     y = torch.where(y < 0, y, y % classes)
     mine = part_of(0, world, rank)
     nll = head(h[mine], y[mine])
-    return {"losses": losses, "lag": lag, "before": before, "after": head.sampler.log_prob_all(queries()), "nll": nll}
+    after = head.sampler.log_prob_all(queries())
+    found = {"losses": losses, "lag": lag, "before": before, "after": after, "nll": nll, "every": head.follower.policy}
+    if kind in CODED:
+        found["codes"], found["cell"] = head.sampler.codes.clone(), head.sampler.cell.clone()
+    return found
 
 
-def refuse(group: Any, what: str) -> tuple[str, bool]:
+def coded_draws(group: Any, kind: str, order: str) -> dict[str, Any]:
+    """Draws of a MIDX that was fitted on rank 0; the others have other codes of their own until it is spread."""
+    exchange = Exchange(group)
+    layout = Layout(203, exchange.world, exchange.rank, order)
+    whole = make_sampler(kind, 203)
+    if exchange.rank:
+        whole.rebuild(torch.randn(203, DIM), None if whole.bias is None else torch.randn(203))
+    sampler = shard_sampler(whole, "auto", layout, exchange, torch.device("cpu"))
+    h, out = queries(), excluded("several", 203, 10)
+    draw = sampler.sample(h, 20, key=torch.tensor([3, 4]), exclude=out)
+    shared = sampler.sample(h, 20, shared=True, key=torch.tensor([5, 6]), stratified=True)
+    assert torch.equal(sampler.local_prior(h)(slice(2, 9)), sampler.log_prob_all(h)[2:9, layout.classes()])
+    return {"ids": draw.ids, "log_q": draw.log_q, "shared": shared.ids, "shared_q": shared.log_q}
+
+
+def refuse(group: Any, what: str, kind: str = "quadratic") -> tuple[str, bool]:
     """One rank breaks its table; the message of each rank, and whether the head works when it is repaired."""
     rank = dist.get_rank(group)
-    head: Any = make_head("quadratic", 203, False).shard(group, encoder="sum", batch_capacity=BATCH)
+    head: Any = make_head(kind, 203, False, sampler_update="step").shard(group, encoder="sum", batch_capacity=BATCH)
     h, y = batches(1)[0]
     head(h, y)
     old = head.weight[3].detach().clone()
@@ -151,6 +180,10 @@ def refuse(group: Any, what: str) -> tuple[str, bool]:
             else:
                 head.weight[3] = 0.0
         head.mark_changed()
+    elif what == "nan row":  # each rank tells of one row that it has
+        with torch.no_grad():
+            head.weight[3] = torch.nan if rank == 1 else 0.0
+        head.mark_changed(head.layout.classes()[3:4])
     elif what == "alone" and rank == 1:
         head.mark_changed()
     message = _message(lambda: head(h, y))

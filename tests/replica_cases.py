@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_cases import BATCH, CLASSES, DIM, batches, extras, make_head, part_of, rows_optimizer
+from rank_cases import BATCH, CLASSES, DIM, batches, extras, make_head, part_of, rows_optimizer, tables_of
 from torch import Tensor, nn
 
 import samplex_cuda as sx
@@ -33,6 +33,12 @@ def inputs(options: dict[str, Any], dtype: torch.dtype) -> list[tuple[Tensor, Te
     return [(torch.randn(BATCH, WIDTH, generator=g).to(dtype), y) for _, y in of]
 
 
+def besides_rows(model: Model) -> list[Tensor]:
+    """What an ordinary optimizer takes of a model."""
+    scale = [] if model.head.log_scale is None else [model.head.log_scale]
+    return [*model.encoder.parameters(), *scale]
+
+
 def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """A few steps in DistributedDataParallel; where the parameters began and ended."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -40,10 +46,10 @@ def train(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     ddp = nn.parallel.DistributedDataParallel(model, process_group=group)
     start = {key: value.detach().clone() for key, value in model.state_dict().items()}
     head: Any = model.head
-    of_rows = rows_optimizer(options, head.parameters())
+    of_rows = rows_optimizer(options, tables_of(head))
     if options.get("fused", True):
         head.fuse_optimizer(of_rows)
-    optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(besides_rows(model), lr=0.1)
     key, losses = sx.Key(9), []
     for step, (x, y) in enumerate(inputs(options, head.weight.dtype)):
         rows = part_of(step, world, rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_cases import BATCH, CLASSES, DIM, HEADS, batches, extras, make_head, rows_optimizer
+from rank_cases import BATCH, CLASSES, DIM, HEADS, batches, extras, make_head, rows_optimizer, tables_of
 
 import samplex_cuda as sx
 from samplex_cuda.distributed import Layout
@@ -69,6 +69,14 @@ CASES = {
     "own shared negatives": ("shared", {"negatives": "shared"}),
     "own ragged negatives": ("one-vs-each", {"negatives": "ragged"}),
     "class weights": ("smoothed", {"head": {"class_weight": torch.linspace(0.1, 2.0, CLASSES)}}),
+    "hard": ("plain", {"hard": 3}),
+    "hard shared": ("shared", {"hard": 3, "positives": True}),
+    "hard sphere": ("arcface", {"hard": 2, "weights": True}),
+    "hard uncorrected": ("cosface uncorrected", {"hard": 2}),
+    "hard and own negatives": ("plain", {"hard": 2, "negatives": "ragged"}),
+    "hard in a batch": ("mixed negatives", {"hard": 2, "fused": False}),
+    "learned scale and weights": ("learned arcface", {"hard": 2, "weights": True, "positives": True}),
+    "learned scale unfused": ("learned scale", {"fused": False, "order": "spread", "targets": 3}),
 }
 
 
@@ -90,6 +98,7 @@ def test_same_bits_on_any_number_of_ranks_and_as_one_process(ranks, case):
     for world in WORLDS[1:]:
         for rank in of[world]:
             assert [a.item() for a in rank["losses"]] == [a.item() for a in one["losses"]]
+            assert rank["scales"] == one["scales"]
             for mine, other in zip(rank["tables"] + rank["start"], one["tables"] + one["start"], strict=True):
                 assert (mine is None) == (other is None)
                 assert mine is None or torch.equal(mine, other)
@@ -112,7 +121,8 @@ def compare_with_one_process(name, options, one):
         head.weight.copy_(one["start"][0])
         if head.bias is not None:
             head.bias.copy_(one["start"][1])
-    optimizer = rows_optimizer(options, head.parameters())
+    optimizer = rows_optimizer(options, tables_of(head))
+    of_scale = None if head.log_scale is None else torch.optim.SGD([head.log_scale], lr=0.3)
     head.fuse_optimizer(optimizer)
     key, everything = sx.Key(9), torch.arange(BATCH)
     close = {"bf16": 2e-2}.get(name, 1e-5)
@@ -122,6 +132,10 @@ def compare_with_one_process(name, options, one):
         loss.backward()
         torch.testing.assert_close(loss.detach(), one["losses"][step], rtol=close, atol=close)
         torch.testing.assert_close(h.grad.double(), by_row([one], step), rtol=close, atol=close)
+        if of_scale is not None:
+            of_scale.step()
+            of_scale.zero_grad()
+            assert float(head.log_scale.detach()) == pytest.approx(one["scales"][step], abs=1e-5)
     if name != "bf16" and "tables" in one:
         for mine, other in zip(one["tables"], (head.weight, head.bias), strict=True):
             if other is not None:
@@ -137,6 +151,40 @@ def compare_with_one_process(name, options, one):
     if name != "bf16":
         assert torch.equal(ids, one["topk"][1])
         torch.testing.assert_close(head.log_prob(h).gather(1, ids), one["log_prob"], rtol=close, atol=close)
+
+
+FEW = {
+    "plain": ({}, {}),
+    "shared": ({"shared": True}, {"order": "spread"}),
+    "unfused": ({"bias": False}, {"fused": False}),
+    "hard": ({"shared": True}, {"hard": True}),
+    "sphere": ({"normalize": True, "learn_scale": True, "scale": 5.0}, {}),
+    "unique": ({"unique": True}, {}),
+    "in batch": ({"shared": True}, {"in_batch": True}),
+    "full": ({"loss": "full_softmax"}, {"fused": False}),
+    "online": ({}, {"route": "online_softmax"}),
+    "shared rows": ({"shared": True}, {"route": "shared_rows"}),
+    "rows to queries": ({}, {"route": "rows_to_queries"}),
+}
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_a_rank_without_a_class_takes_part(ranks, case):
+    ((losses, grads, weight, top, nll),) = ranks.run(1, "few_classes", *FEW[case])
+    exact = FEW[case][1].get("route", "summed_logits") == "summed_logits" and case != "full"
+    found = ranks.run(4, "few_classes", *FEW[case])
+    for rank in found:
+        assert rank[0] == found[0][0]
+        assert torch.equal(rank[2], found[0][2])
+        if case == "rows to queries":  # each rank makes draws of its own
+            assert all(loss > 0 for loss in rank[0])
+            continue
+        assert rank[0] == (losses if exact else pytest.approx(losses, rel=1e-5))
+        assert torch.equal(rank[2], weight) if exact else torch.allclose(rank[2], weight, rtol=1e-5, atol=1e-5)
+        assert torch.equal(rank[3], top)
+        assert rank[4] == pytest.approx(nll, rel=1e-5)
+        for (rows, grad), (_, want) in zip(rank[1], grads, strict=True):
+            torch.testing.assert_close(grad, want[rows], rtol=1e-5, atol=1e-6)
 
 
 def test_initial_rows_are_those_of_a_linear_layer(ranks):
@@ -189,20 +237,29 @@ REFUSED = {
     "capacity": ("batch_capacity = 12 rows, got 36", "rank 1 of the group refused its batch"),
     "negatives": ("IndexError: SampledClassifier: negatives.ids must be in [0, 203), got 203", "rank 1 of the group"),
     "no negatives": ("RuntimeError: ", "must call the head in the same way"),
-    "hard": ("ValueError: SampledClassifier.shard: hard must be None on a sharded head", "rank 1 of the group refused"),
+    "hard": ("IndexError: SampledClassifier: hard must be in [0, 203), got 206", "rank 1 of the group refused"),
+    "numbers of hard": ("RuntimeError: ", "must call the head in the same way"),
     "mode": ("RuntimeError: ", "must call the head in the same way"),
     "gradients": ("RuntimeError: ", "must call the head in the same way"),
     "targets": ("RuntimeError: ", "must call the head in the same way"),
 }
 
 
+@pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_batch_that_one_rank_refuses_stops_every_rank(ranks, what):
+def test_a_batch_that_one_rank_refuses_stops_every_rank(ranks, what, warm):
     own, others = REFUSED[what]
-    messages = ranks.run(3, "refuse", what)
+    messages = ranks.run(3, "refuse", what, warm)
     assert own in messages[1]
     for message in (messages[0], messages[2]):
         assert others in message
+
+
+def test_rows_travel_with_their_header_where_the_last_step_had_such_rows(ranks):
+    """Three collectives instead of four: header and rows, logits, gradients of h; the numbers are the same."""
+    for calls, same in ranks.run(3, "collectives"):
+        assert calls == [4, 3, 4, 4, 3, 4, 3, 4, 3, 3]
+        assert all(same)
 
 
 def test_ranks_may_bring_different_numbers_of_negatives(ranks):
@@ -222,17 +279,34 @@ def test_ranks_may_bring_different_numbers_of_negatives(ranks):
                 torch.testing.assert_close(loss[rows], want.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("source", ["pool", "exact"])
+@pytest.mark.parametrize("name", ["plain", "sphere"])
+def test_hard_negatives_are_mined_in_all_shards(ranks, source, name):
+    """The same as in one process: with the pool of the first rank, whatever generators the others have."""
+    head, (h, y) = make_head(name), batches(1)[0]
+    for world in (1, 3):
+        found = ranks.run(world, "mined", source, name)
+        with torch.no_grad():
+            head.weight.copy_(found[0][2][0])
+            if head.bias is not None:
+                head.bias.copy_(found[0][2][1])
+        want = sx.HardNegatives(head, 4, source, pool=50).mine(h, y, key=sx.Key(7))
+        for rows, mined, _, fine, message in found:
+            assert torch.equal(mined, want[rows])
+            assert fine
+            assert message.startswith("NotImplementedError: SampledClassifier.shard: a rank holds a part of the rows")
+
+
 def test_heads_that_several_ranks_cannot_train():
-    learned = sx.SampledClassifier(4, 50, sx.samplers.Uniform(50), 3, learn_scale=True, scale=2.0)
     retired = sx.SampledClassifier(4, 50, sx.samplers.Unigram(torch.ones(50)), 3)
     left = torch.ones(50)
     left[7] = 0
     retired.retire_classes(torch.tensor([7]), sampler=sx.samplers.Unigram(left))
-    for head, words in ((learned, "learn_scale must be False"), (retired, "no class may be retired, got 1 of 50")):
-        with pytest.raises(ValueError, match=rf"SampledClassifier\.shard: {words}"):
-            head.shard(encoder="sum")
-        with pytest.raises(ValueError, match=rf"sx\.distributed\.replicate: {words}"):
-            sx.distributed.replicate(head, encoder="sum")
+    words = "no class may be retired, got 1 of 50"
+    with pytest.raises(ValueError, match=rf"SampledClassifier\.shard: {words}"):
+        retired.shard(encoder="sum")
+    with pytest.raises(ValueError, match=rf"sx\.distributed\.replicate: {words}"):
+        sx.distributed.replicate(retired, encoder="sum")
 
 
 def test_a_sampler_on_another_device(ranks):

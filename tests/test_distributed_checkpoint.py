@@ -8,7 +8,8 @@ import shutil
 import pytest
 
 CASES = {"adagrad": {}, "adam": {"rule": "adam"}, "spread": {"order": "spread"}, "no bias": {"head": {"bias": False}},
-         "examples": {"name": "augment and reduce"}}  # fmt: skip
+         "examples": {"name": "augment and reduce"}, "learned scale": {"name": "learned arcface"},
+         "in batch": {"name": "mixed negatives"}, "codes": {"name": "midx", "order": "spread"}}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

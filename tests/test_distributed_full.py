@@ -32,6 +32,9 @@ def test_losses_and_gradients_are_those_of_one_process(found, name):
                 step = rank[name]["steps"][number]
                 assert step["loss"].shape == want["loss"].shape
                 torch.testing.assert_close(step["loss"], want["loss"], **CLOSE)
+                if want["scale"] is not None:
+                    assert abs(float(want["scale"] - wanted[0]["scale"])) > 1e-4 or number == 0  # it learns
+                    torch.testing.assert_close(step["scale"], want["scale"], **CLOSE)
                 if step["grad"] is not None:
                     grad[step["rows"]] = step["grad"]
             if want["grad"] is not None:

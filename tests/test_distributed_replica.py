@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import replica_cases
 import torch
-from rank_cases import BATCH, CLASSES, extras, part_of, rows_optimizer
+from rank_cases import BATCH, CLASSES, extras, part_of, rows_optimizer, tables_of
 
 import samplex_cuda as sx
 from samplex_cuda.rng import fold_in
@@ -39,6 +39,17 @@ CASES = {
     "own shared negatives": ("plain", {"negatives": "shared"}),
     "own ragged negatives": ("plain", {"negatives": "ragged", "fused": False}),
     "class weights": ("smoothed", {"head": {"class_weight": torch.linspace(0.1, 2.0, CLASSES)}}),
+    "learned scale": ("learned scale", {"targets": 3}),
+    "learned arcface": ("learned arcface", {"weights": True, "hard": 2}),
+    "unique": ("unique", {}),
+    "unique shared": ("unique shared", {"fused": False}),
+    "hard": ("plain", {"hard": 3}),
+    "hard shared": ("shared", {"hard": 2, "positives": True}),
+    "hard and own negatives": ("plain", {"hard": 2, "negatives": "ragged"}),
+    "in batch": ("in batch", {}),
+    "in batch without bias": ("in batch", {"head": {"bias": False}, "fused": False}),
+    "mixed negatives": ("mixed negatives", {"fused": False}),
+    "mixed and hard negatives": ("mixed negatives", {"hard": 2}),
 }
 
 
@@ -59,8 +70,8 @@ def compare_with_one_process(name, options, found, world):
     model = replica_cases.Model(name, {**options, "head": {**options.get("head", {}), "reduction": "sum"}})
     model.load_state_dict(found["start"])
     head = model.head
-    of_rows = rows_optimizer(options, head.parameters())
-    optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.1)
+    of_rows = rows_optimizer(options, tables_of(head))
+    optimizer = torch.optim.SGD(replica_cases.besides_rows(model), lr=0.1)
     close = {"bf16": 3e-2}.get(name, 1e-5)
     mean = name != "scaled sum"
     for step, (x, y) in enumerate(replica_cases.inputs(options, head.weight.dtype)):
@@ -72,7 +83,9 @@ def compare_with_one_process(name, options, found, world):
         if "sample_weight" in (given := extras(options, torch.arange(BATCH))):
             weight = weight * given["sample_weight"]
         total = 0
-        for rank in range(world):
+        if getattr(head.sampler, "takes_targets", False):  # one batch, of all ranks
+            total = model(x, y, key=pair, **extras(options, torch.arange(BATCH)))
+        for rank in () if torch.is_tensor(total) else range(world):
             rows = part_of(step, world, rank)
             total = total + model(x[rows], y[rows], key=fold_in(pair, rank), **extras(options, rows))
         loss = total / weight.sum() if mean else total

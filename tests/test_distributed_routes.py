@@ -27,6 +27,8 @@ ONLINE = {
     "several targets": ("plain", {"targets": 3}),
     "weights": ("plain", {"weights": True}),
     "class weights": ("plain", {"head": {"class_weight": torch.linspace(0.1, 2.0, CLASSES)}}),
+    "unique shared": ("unique shared", {}),
+    "mixed negatives": ("mixed negatives", {}),
     "class weights and targets": ("plain", {"head": {"class_weight": torch.linspace(0.1, 2.0, CLASSES)}, "targets": 3}),
 }
 
@@ -71,6 +73,7 @@ SHARED = {
     "smoothed": ("smoothed", {"head": {"shared": True}}),
     "nce": ("nce", {"head": {"shared": True}}),
     "one-vs-each": ("one-vs-each", {"head": {"shared": True}}),
+    "unique": ("unique shared", {}),
     "bf16": ("bf16", {"head": {"shared": True}}),
     "several targets": ("shared", {"targets": 3}),
     "weights": ("shared", {"weights": True}),
@@ -99,6 +102,7 @@ OWN = {
     "bf16": ("bf16", {}),
     "fp64": ("fp64", {}),
     "tree": ("tree", {}),
+    "unique": ("unique", {}),
     "several targets": ("plain", {"targets": 3}),
     "weights": ("plain", {"weights": True}),
     "class weights": ("plain", {"head": {"class_weight": torch.linspace(0.1, 2.0, CLASSES)}}),
@@ -215,6 +219,12 @@ def test_a_route_that_does_not_fit_is_refused():
         resolve_route("online_softmax", head_of(normalize=True), 4, 32)
     with pytest.raises(ValueError, match="head must have normalize=False and a corrected loss"):
         resolve_route("rows_to_queries", head_of(loss=sx.losses.SampledSoftmax(corrected=False)), 4, 32)
+    with pytest.raises(ValueError, match="learn_scale must be False, got True"):
+        resolve_route("rows_to_queries", head_of(learn_scale=True), 4, 32)
+    in_batch = sx.SampledClassifier(8, 100, sx.samplers.InBatch(100), shared=True)
+    with pytest.raises(ValueError, match="sampler must draw without the targets of the batch, got InBatch"):
+        resolve_route("shared_rows", in_batch, 4, 32)
+    assert resolve_route("online_softmax", in_batch, 4, 32) == "online_softmax"
     with pytest.raises(ValueError, match="shared must be True, got False"):
         resolve_route("shared_rows", head_of(), 4, 32)
     with pytest.raises(ValueError, match='order must be "spread" on a GPU'):
@@ -233,6 +243,12 @@ def test_known_positives_need_the_reference(ranks):
         assert 'negatives must be None with route="rows_to_queries"' in message
     for message in ranks.run(2, "route_cases:message", {"route": "online_softmax"}, {"target_weight": torch.ones(12)}):
         assert 'target_weight must be None with route="online_softmax"' in message
+
+
+def test_hard_negatives_need_the_reference(ranks):
+    hard = torch.arange(12).unsqueeze(1)
+    for message in ranks.run(2, "route_cases:message", {"route": "online_softmax"}, {"hard": hard}):
+        assert 'hard must be None with route="online_softmax"' in message
 
 
 def test_a_loss_that_is_changed_must_fit_the_route(ranks):

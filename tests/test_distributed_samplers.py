@@ -163,6 +163,14 @@ CASES = {
     "nce": ("quadratic", {"head": {"loss": "nce"}}),
     "negative sampling": ("quadratic", {"head": {"loss": "negative_sampling"}}),
     "normalized": ("orf normalized", {}),
+    "codes": ("midx", {"head": {"sampler_update": "step"}}),
+    "codes meta": ("midx", {"meta": True, "head": {"sampler_update": 2}}),
+    "codes spread": ("midx product", {"order": "spread", "head": {"sampler_update": "step"}}),
+    "codes with bias": ("midx product", {"even": True}),
+    "codes accumulated": ("midx", {"accumulate": 2, "head": {"sampler_update": "step"}}),
+    "codes stratified": ("midx", {"head": {"shared": True, "stratified": True}}),
+    "codes negative sampling": ("midx", {"head": {"loss": "negative_sampling"}}),
+    "in batch": ("in batch", {"head": {"shared": True}}),
 }
 
 
@@ -184,6 +192,45 @@ def test_a_sampler_follows_a_sharded_table(ranks, case):
             torch.testing.assert_close(rank["nll"], one["nll"], rtol=1e-4, atol=1e-4)
     if options.get("order", "class") == "class" and not options.get("meta"):
         as_one_process(kind, options, one)
+
+
+@pytest.mark.parametrize("order", ["class", "spread"])
+def test_codes_are_made_again_from_all_shards(ranks, order):
+    """20 classes are touched 4 times each in a few steps; cells and codes are then those of one process."""
+    options = {"order": order, "head": {"sampler_update": "step"}, "steps": 9, "accumulate": 2}
+    head = make_head("midx", 20, False, sampler_update="step")
+    start = head.sampler.codes.clone()
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.2), accumulate=2)
+    key = sx.Key(9)
+    for h, y in batches(9):
+        head(h, torch.where(y < 0, y, y % 20), key=key).backward()
+    head.update_sampler()
+    assert not torch.allclose(head.sampler.codes, start, atol=1e-2)
+    for world in WORLDS:
+        for rank in run(ranks, world, "follow", "midx", 20, options):
+            torch.testing.assert_close(rank["codes"], head.sampler.codes, rtol=1e-4, atol=1e-5)
+            assert torch.equal(rank["cell"], head.sampler.cell)
+
+
+def test_how_often_codes_follow_depends_on_the_batch_of_all_ranks(ranks):
+    of = {world: run(ranks, world, "follow", "midx", 203, {"even": True}) for world in (1, 2, 4)}
+    for found in of.values():
+        assert {rank["every"] for rank in found} == {of[1][0]["every"]}
+    assert isinstance(of[1][0]["every"], int)
+
+
+@pytest.mark.parametrize("kind", ["midx", "midx product"])
+@pytest.mark.parametrize("order", ["class", "spread"])
+def test_codes_draw_as_in_one_process(ranks, kind, order):
+    sampler, h = make_sampler(kind, 203), queries()
+    draw = sampler.sample(h, 20, key=torch.tensor([3, 4]), exclude=excluded("several", 203, 10))
+    shared = sampler.sample(h, 20, shared=True, key=torch.tensor([5, 6]), stratified=True)
+    for world in WORLDS:
+        for found in run(ranks, world, "coded_draws", kind, order):
+            assert torch.equal(found["ids"], draw.ids)
+            assert torch.equal(found["log_q"], draw.log_q)
+            assert torch.equal(found["shared"], shared.ids)
+            assert torch.equal(found["shared_q"], shared.log_q)
 
 
 def as_one_process(kind, options, one):
@@ -223,9 +270,10 @@ def test_a_head_with_a_sharded_fixed_sampler(ranks, case):
             torch.testing.assert_close(rank["nll"], one["nll"], rtol=1e-5, atol=1e-6)
 
 
-def test_ranks_without_a_class_follow_too(ranks):
-    (one,) = run(ranks, 1, "follow", "quadratic", 5, {})
-    for rank in run(ranks, 4, "follow", "quadratic", 5, {}):
+@pytest.mark.parametrize("kind", ["quadratic", "midx"])
+def test_ranks_without_a_class_follow_too(ranks, kind):
+    (one,) = run(ranks, 1, "follow", kind, 5, {})
+    for rank in run(ranks, 4, "follow", kind, 5, {}):
         assert rank["losses"] == pytest.approx(one["losses"], rel=1e-4)
 
 
@@ -236,13 +284,14 @@ def test_another_sampler_is_spread_too(ranks):
 
 
 # ------------------------------------------------------------------------------------------------ errors
-@pytest.mark.parametrize("what", ["nan", "alone"])
-def test_a_table_that_one_rank_breaks_stops_every_rank(ranks, what):
-    found = run(ranks, 3, "refuse", what)
+@pytest.mark.parametrize("kind", ["quadratic", "midx"])
+@pytest.mark.parametrize("what", ["nan", "nan row", "alone"])
+def test_a_table_that_one_rank_breaks_stops_every_rank(ranks, what, kind):
+    found = run(ranks, 3, "refuse", what, kind)
     for rank, (message, works) in enumerate(found):
         assert works
-        if what == "nan":
-            assert "quadratic: class rows must be finite" in message
+        if what != "alone":
+            assert f"{kind}: class rows must be finite" in message
             assert ("1 of them on this rank" if rank == 1 else "none of them on this rank") in message
         else:
             assert "must call the head in the same way" in message
@@ -251,6 +300,10 @@ def test_a_table_that_one_rank_breaks_stops_every_rank(ranks, what):
 def test_samplers_that_cannot_be_spread():
     with pytest.raises(ValueError, match='sampler="shard" requires'):
         shard_alone(sx.samplers.LogUniform(20), sampler="shard")
+    with pytest.raises(ValueError, match="Unigram without unique draws"):
+        shard_alone(sx.samplers.Unigram(torch.ones(20)), sampler="shard", unique=True)
+    with pytest.raises(ValueError, match="group must be None in an InBatch sampler of a head on several ranks"):
+        shard_alone(sx.samplers.InBatch(20, group="a group"), shared=True)
     with pytest.raises(ValueError, match="weight must be that of the head with copy=False, got another tensor"):
         shard_alone(sx.samplers.Softmax(torch.randn(20, 8), copy=False))
     with pytest.raises(ValueError, match="sampler must be one of auto, replicate, shard"):
@@ -265,7 +318,8 @@ def shard_alone(of_head, **options):
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return sx.SampledClassifier(8, 20, of_head, 5).shard(encoder="sum", **options)
+        of_plain = {name: options.pop(name) for name in ("shared", "unique") if name in options}
+        return sx.SampledClassifier(8, 20, of_head, 5, **of_plain).shard(encoder="sum", **options)
     finally:
         dist.destroy_process_group()
 
@@ -277,6 +331,8 @@ SAVED = {
     "every third": ("quadratic", {"head": {"sampler_update": 4}}),
     "unigram": ("unigram", {}),
     "tree": ("tree", {"order": "spread"}),
+    "codes": ("midx product", {"order": "spread", "head": {"sampler_update": 4}}),
+    "in batch": ("in batch", {"head": {"shared": True}}),
 }
 
 
@@ -291,7 +347,7 @@ def test_saved_on_four_ranks_and_resumed_on_fewer(ranks, tmp_path, case):
             assert resumed == pytest.approx(losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["quadratic", "positive", "unigram", "tree"])
+@pytest.mark.parametrize("kind", ["quadratic", "positive", "unigram", "tree", "midx", "midx product"])
 def test_state_of_plain_and_sharded_heads(ranks, kind):
     assert all(run(ranks, 3, "through_plain", kind, "class"))
     if kind != "positive":  # whose estimates depend on the order of the rows

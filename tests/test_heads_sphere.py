@@ -202,6 +202,12 @@ def test_a_learned_scale_without_a_sphere():
     torch.testing.assert_close(copied.eval()(h, y), head.eval()(h, y))
 
 
+def test_a_learned_scale_starts_where_it_was_told_to_after_a_move_from_the_meta_device():
+    head = make_head(device="meta", learn_scale=True).to_empty(device="cpu")
+    head.reset_parameters()
+    assert float(head.log_scale.detach().exp()) == pytest.approx(8.0)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_zero_rows_are_defined(shared):
     head = make_head(MARGINS["arc"], shared=shared, dtype=torch.float32)
@@ -320,11 +326,6 @@ def test_what_does_not_go_together():
 
 def test_elsewhere_a_head_on_the_sphere_is_refused():
     head = make_head()
-    learned = sx.SampledClassifier(DIM, 50, sx.samplers.Uniform(50), 4, learn_scale=True, scale=2.0)
-    with pytest.raises(ValueError, match="replicate: learn_scale must be False"):
-        sx.distributed.replicate(learned, encoder="average")
-    with pytest.raises(ValueError, match=r"SampledClassifier\.shard: learn_scale must be False"):
-        learned.shard(encoder="average")
     with pytest.raises(ValueError, match="diagnose: head must have normalize=False"):
         sx.diagnostics.diagnose(head, torch.randn(20, DIM, dtype=torch.float64))
 

@@ -70,6 +70,12 @@ CASES = {
                                               "training.shard_encoder=fsdp"]),
     "negatives of the data": ("mlp", "uniform", ["model.dropout=0", "data.negatives=named"]),
     "sphere": ("mlp", "uniform", ["model.dropout=0", "head.normalize=true", "head.scale=8", "head.margin_m2=0.2"]),
+    "in batch": ("mlp", "uniform", ["model.dropout=0", "sampler.name=in_batch", "head.shared=true"]),
+    "unique and hard": ("mlp", "unigram", ["model.dropout=0", "head.unique=true", "head.shared=true", "head.hard=3",
+                                           "head.hard_pool=20"]),
+    "hard, exact": ("mlp", "uniform", ["model.dropout=0", "head.hard=3", "head.hard_source=exact",
+                                       "training.accumulate=2"]),
+    "codes": ("mlp", "midx", ["model.dropout=0", "sampler.num_codes=8", "sampler.update=2"]),
     "full softmax": ("mlp", "uniform", ["model.dropout=0", "head.loss=full_softmax", 'training.metrics=["nll","mrr"]']),
 }  # fmt: skip
 
@@ -183,12 +189,11 @@ def test_a_loss_that_is_not_finite_stops_every_rank(ranks, tmp_path):
     ("setting", "words"),
     [
         ("model.tied=true", "[model] tied must be false"),
-        ("sampler.name=midx", "[sampler] name must be another than midx"),
-        ("head.hard=2", "[head] hard must be 0"),
+        ("head.hard=2,head.hard_source=tree,sampler.name=tree", "[head] hard_source must be pool or exact"),
     ],
 )
 def test_settings_that_cannot_be_sharded(setting, words):
-    settings = ["training.shard=classes", "training.clip_norm=1", "head.num_samples=6", setting]
+    settings = ["training.shard=classes", "training.clip_norm=1", "head.num_samples=6", *setting.split(",")]
     with pytest.raises(ValueError, match=r"with training\.shard") as caught:
         case("gru", "uniform", *settings)
     assert words in str(caught.value)

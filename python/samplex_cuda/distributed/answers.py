@@ -195,6 +195,23 @@ class ShardedAnswers(SampledClassifier):
         """The most probable class of each of this rank's rows, int64 [*]. Every rank must call it."""
         return self.topk(h, 1, features=features, chunk_size=chunk_size)[1].squeeze(-1)
 
+    def _rows_of_pool(self, pool: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The pool of the first rank, with rows and biases that the ranks which hold them send to all."""
+        ids = self.exchange.stack(pool)[0].clone()
+        local, width = self.layout.local(ids), self.in_features
+        found = torch.zeros(ids.shape[0], width + 1, dtype=self._wide(), device=ids.device)
+        if self.layout.rows:
+            here, at = (local >= 0).unsqueeze(1), local.clamp_min(0)
+            found[:, :width] = torch.where(here, self.weight[at], 0.0)
+            if self.bias is not None:
+                found[:, width:] = torch.where(here, self.bias[at].unsqueeze(1), 0.0)
+        self.exchange.sum_(found)
+        return ids, found[:, :width].contiguous(), None if self.bias is None else found[:, width]
+
+    def index(self, *_: Any, **__: Any) -> Any:
+        """Not for a sharded head: no rank has all rows; see `topk`."""
+        raise NotImplementedError(f"{_NAME}: a rank holds a part of the rows; topk(h, k) searches all of them")
+
     def scores(self, *_: Any, **__: Any) -> Tensor:
         """Not for a sharded head: no rank has the scores of all classes; see `topk` and `log_prob`."""
         raise NotImplementedError(f"{_NAME}: a rank holds a part of the classes; use topk or log_prob(h, ids)")
@@ -214,7 +231,7 @@ class ShardedAnswers(SampledClassifier):
         if known is not None:
             fields["known"] = known
         widths = [0 if t is None else t.shape[1] for t in (ids, known)]
-        form = [2, 0, *widths, int(features is not None), 0, 0, 0, 0, 0]
+        form = [2, 0, *widths, int(features is not None), 0, 0, 0, 0, 0, 0]  # as many numbers as a step has
         everyone = self.exchange.meet(rows.shape[0], form, torch.zeros(2, dtype=torch.int64, device=rows.device))
         found = self.exchange.gather(everyone, list(fields.values()), [0] * len(fields))
         return everyone, dict(zip(fields, found, strict=True))

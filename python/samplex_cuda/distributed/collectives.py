@@ -75,6 +75,7 @@ class Everyone(NamedTuple):
     first: Tensor  # int64 [], the first of this rank's rows
     key: Tensor  # int64 [2], that of rank 0
     width: int = 0  # the widest of the ranks; on a GPU that of this rank
+    batch: list[Tensor] | None = None  # the fields of all ranks, where they came with the header
 
 
 class Exchange:
@@ -89,6 +90,7 @@ class Exchange:
         self.group, self.capacity = group, capacity
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sent = 0  # bytes that this rank has sent
+        self._last: list[tuple[torch.dtype, torch.Size]] | None = None  # fields of the last step that all agreed on
         self.unique = 1.0  # of the last step: the share of entries that name a class for the first time
 
     def check_rows(self, name: str, rows: int) -> None:
@@ -99,8 +101,21 @@ class Exchange:
                 "batch_capacity"
             )
 
-    def meet(self, rows: int, form: Sequence[int], key: Tensor, *, refused: bool = False, width: int = 0) -> Everyone:
+    def meet(
+        self,
+        rows: int,
+        form: Sequence[int],
+        key: Tensor,
+        *,
+        refused: bool = False,
+        width: int = 0,
+        fields: Sequence[Tensor] | None = None,
+        pads: Sequence[float] = (),
+    ) -> Everyone:
         """Every rank says how many rows it brings and in which form.
+
+        On a CPU the rows themselves travel in the same collective if the last step had such fields, too: all ranks know
+        its size then. A rank that brings something else sends its header alone, in a buffer of that size.
 
         Args:
             rows: B of this rank.
@@ -108,24 +123,48 @@ class Exchange:
             key: int64 [2] on the device of the group; that of rank 0 counts.
             refused: whether this rank cannot take part in the step; all ranks then stop.
             width: columns of what each row brings besides; ranks may have different ones on a CPU.
+            fields: [B, ...] each, as for `gather`, whose sizes but B follow from the form; None: they come later.
+            pads: as for `gather`.
         """
         capacity = self._settle(rows, key.device)
         if self._alone(key):
             if not refused:
                 self.check_rows(_NAME, rows)
             return Everyone(rows, None, key.new_zeros(()), key, width)
-        mine = torch.tensor([int(refused), rows, width, *form], device="cpu").to(key.device, non_blocking=True)
-        headers = self.stack(torch.cat([key, mine]))
+        kinds = None if fields is None else [(t.dtype, t.shape[1:]) for t in fields]
+        packs = kinds is not None and kinds == self._last and not refused
+        mine = torch.tensor([int(refused), rows, width, int(packs), *form], device="cpu")
+        header = torch.cat([key, mine.to(key.device, non_blocking=True)])
+        if _device.host_waits(header):
+            headers = self.stack(header)
+            counts = headers[:, 3]
+            unused = torch.arange(capacity, device=headers.device) >= counts[:, None]
+            first, common = counts[: self.rank].sum(), headers[0, :2].clone()
+            return Everyone(rows, unused.reshape(-1).to(torch.int8).argsort(stable=True), first, common, width)
+        found, room = header.unsqueeze(0), _aligned(header.nbytes)
+        if self._last is None:
+            headers = self.stack(header)
+        else:
+            starts, total = _places(self._last, capacity)
+            buffer = torch.empty(room + total, dtype=torch.uint8)
+            buffer[: header.nbytes] = header.view(torch.uint8)
+            if packs and fields is not None:
+                _fill(buffer[room:], fields, pads, starts, capacity)
+            found = self.stack(buffer)
+            headers = found[:, : header.nbytes].contiguous().view(torch.int64)
         counts = headers[:, 3]
         first, common = counts[: self.rank].sum(), headers[0, :2].clone()
-        if _device.host_waits(headers):
-            unused = torch.arange(capacity, device=headers.device) >= counts[:, None]
-            return Everyone(rows, unused.reshape(-1).to(torch.int8).argsort(stable=True), first, common, width)
-        self._agree(headers[:, 2], headers[:, 5:], counts)
+        self._agree(headers[:, 2], headers[:, 6:], counts)
+        if refused:
+            return Everyone(rows, None, first, common, width)
         place = None
         if bool((counts != capacity).any()):
             place = torch.cat([torch.arange(int(n)) + rank * capacity for rank, n in enumerate(counts)])
-        return Everyone(rows, place, first, common, int(headers[:, 4].max()))
+        made = Everyone(rows, place, first, common, int(headers[:, 4].max()))
+        if fields is not None and bool(headers[:, 5].all()):
+            made = made._replace(batch=self._split(found[:, room:], fields, made))
+        self._last = kinds
+        return made
 
     def _agree(self, refused: Tensor, forms: Tensor, counts: Tensor) -> None:
         """RuntimeError on every rank if one of them cannot take part or brings something else than the others."""
@@ -177,28 +216,29 @@ class Exchange:
         assert self.capacity is not None
         if self._alone(fields[0]):
             return list(fields)
-        rows, capacity, device = everyone.rows, self.capacity, fields[0].device
-        sizes = [_row_bytes(t) * capacity for t in fields]
-        starts, total = [], 0
-        for size in sizes:
-            starts.append(total)
-            total += -(-size // _ALIGN) * _ALIGN
-        mine = torch.empty(total, dtype=torch.uint8, device=device)
-        for t, pad, start, size in zip(fields, pads, starts, sizes, strict=True):
-            room = mine[start : start + size].view(t.dtype).view(capacity, *t.shape[1:])
-            room[:rows] = t
-            room[rows:] = pad
-        found = self.stack(mine)
+        starts, total = _places([(t.dtype, t.shape[1:]) for t in fields], self.capacity)
+        mine = torch.empty(total, dtype=torch.uint8, device=fields[0].device)
+        _fill(mine, fields, pads, starts, self.capacity)
+        return self._split(self.stack(mine), fields, everyone)
+
+    def _split(self, found: Tensor, fields: Sequence[Tensor], everyone: Everyone) -> list[Tensor]:
+        """The fields [R, ...] of all ranks from their bytes [world, n]."""
+        assert self.capacity is not None
+        starts, _ = _places([(t.dtype, t.shape[1:]) for t in fields], self.capacity)
         parts = [
-            found[:, start : start + size].contiguous().view(t.dtype).view(self.world * capacity, *t.shape[1:])
-            for t, start, size in zip(fields, starts, sizes, strict=True)
-        ]
+            found[:, start : start + _row_bytes(t) * self.capacity].contiguous().view(t.dtype)
+            .view(self.world * self.capacity, *t.shape[1:])
+            for t, start in zip(fields, starts, strict=True)
+        ]  # fmt: skip
         return parts if everyone.place is None else [t.index_select(0, everyone.place) for t in parts]
 
     def sum_(self, t: Tensor) -> Tensor:
         """The sum of `t` over the ranks, in place."""
         if self.world == 1:
             return t
+        if self.world == 2 and t.is_cpu:  # as many bytes, in one round instead of two; a + b has one order only
+            first, second = self.stack(t)
+            return torch.add(first, second, out=t)
         dist.all_reduce(t, group=self.group)
         self.sent += 2 * (self.world - 1) * t.numel() * t.element_size() // self.world
         return t
@@ -273,6 +313,28 @@ class Exchange:
             padded = rows.new_empty(self.world * self.capacity, *rows.shape[1:])
             rows = padded.index_copy_(0, place, rows)
         return rows[self.rank * self.capacity : self.rank * self.capacity + count]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _places(kinds: Sequence[tuple[torch.dtype, torch.Size]], capacity: int) -> tuple[list[int], int]:
+    """Where fields of these dtypes and row shapes begin in a buffer for `capacity` rows, and its bytes."""
+    starts, total = [], 0
+    for dtype, shape in kinds:
+        starts.append(total)
+        total += _aligned(shape.numel() * dtype.itemsize * capacity)
+    return starts, total
+
+
+def _fill(
+    buffer: Tensor, fields: Sequence[Tensor], pads: Sequence[float], starts: Sequence[int], capacity: int
+) -> None:
+    for t, pad, start in zip(fields, pads, starts, strict=True):
+        room = buffer[start : start + _row_bytes(t) * capacity].view(t.dtype).view(capacity, *t.shape[1:])
+        room[: t.shape[0]] = t
+        room[t.shape[0] :] = pad
 
 
 def _row_bytes(t: Tensor) -> int:

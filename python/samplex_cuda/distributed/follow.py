@@ -11,13 +11,16 @@ from samplex_cuda._checks import check_choice
 from samplex_cuda.distributed.collectives import Exchange
 from samplex_cuda.distributed.kernel import ShardedKernel
 from samplex_cuda.distributed.layout import Layout
-from samplex_cuda.distributed.mixture import ShardedMixture
+from samplex_cuda.distributed.midx import ShardedMIDX
+from samplex_cuda.distributed.mixture import ShardedInBatch, ShardedMixture
 from samplex_cuda.distributed.samplers import ShardedUnigram
 from samplex_cuda.distributed.softmax import ShardedExact
 from samplex_cuda.distributed.subtrees import ShardedTree
 from samplex_cuda.heads.follow import TableFollower
 from samplex_cuda.samplers.exact import ExactSampler
+from samplex_cuda.samplers.in_batch import InBatch
 from samplex_cuda.samplers.kernel_base import KernelSampler
+from samplex_cuda.samplers.midx import MIDX
 from samplex_cuda.samplers.mixture import Mixture
 from samplex_cuda.samplers.static import Unigram
 from samplex_cuda.samplers.tree import Tree
@@ -30,7 +33,13 @@ REPLICATED = 10_000_000  # classes up to which `sampler="auto"` replicates what 
 
 
 def shard_sampler(
-    sampler: Any, how: str, layout: Layout, exchange: Exchange, device: torch.device, whole: bool = False
+    sampler: Any,
+    how: str,
+    layout: Layout,
+    exchange: Exchange,
+    device: torch.device,
+    whole: bool = False,
+    unique: bool = False,
 ) -> Any:
     """The sampler of a sharded head: spread over the ranks, or as it is on each of them.
 
@@ -41,6 +50,7 @@ def shard_sampler(
         exchange: the collectives of the head.
         device: of the class rows.
         whole: whether the head asks a tree for more than draws: log q of every class, or stratified draws.
+        unique: whether the head draws distinct classes, of a sampler that is replicated.
     """
     check_choice(_NAME, "sampler", how, SAMPLERS)
     if isinstance(sampler, KernelSampler):
@@ -52,13 +62,17 @@ def shard_sampler(
         if any(getattr(part, "collective", False) for part in spread_out):
             return ShardedMixture(spread_out, sampler.weights, layout).to(device)
         return sampler
+    if isinstance(sampler, InBatch):
+        return _shard_in_batch(sampler, layout, exchange, device)
+    if isinstance(sampler, MIDX):
+        return ShardedMIDX(sampler, layout, exchange, device)
     if getattr(sampler, "follows_rows", False):
         raise NotImplementedError(
-            f"{_NAME}: a sampler that depends on the class table must be Quadratic, RandomFourier, Softmax, Quartic or "
-            f"a Mixture of them, got {type(sampler).__name__}, which needs the whole table on one rank"
+            f"{_NAME}: a sampler that depends on the class table must be Quadratic, RandomFourier, Softmax, Quartic, "
+            f"MIDX or a Mixture of them, got {type(sampler).__name__}, which needs the whole table on one rank"
         )
     spread = how == "shard" or (how == "auto" and layout.num_classes > REPLICATED)
-    if spread and type(sampler) is Unigram:
+    if spread and type(sampler) is Unigram and not unique:
         return ShardedUnigram.of(sampler, layout, exchange)
     if spread and type(sampler) is Tree and not whole and sampler.has_base:
         return shard_sampler(sampler.as_mixture(), how, layout, exchange, device, whole)
@@ -66,10 +80,26 @@ def shard_sampler(
         return ShardedTree(sampler, layout, exchange)
     if how == "shard":
         raise ValueError(
-            f'{_NAME}: sampler="shard" requires a Unigram, Quadratic, RandomFourier, or a Tree without stratified '
-            f"draws and without a loss whose predictions need log q of every class, got {type(sampler).__name__}"
+            f'{_NAME}: sampler="shard" requires a Unigram without unique draws, Quadratic, RandomFourier, or a Tree '
+            "without stratified draws and without a loss whose predictions need log q of every class, got "
+            f"{type(sampler).__name__}"
         )
     return sampler
+
+
+def _shard_in_batch(sampler: InBatch, layout: Layout, exchange: Exchange, device: torch.device) -> InBatch:
+    """The same sampler: the head gives it the targets of all ranks. A second sampler may be spread over them."""
+    if sampler.group is not None:
+        raise ValueError(
+            f"{_NAME}: group must be None in an InBatch sampler of a head on several ranks, which takes the targets of "
+            "all ranks by itself, got a process group"
+        )
+    extra = None
+    if sampler.extra is not None:
+        extra = shard_sampler(sampler.extra, "auto", layout, exchange, device)
+    if extra is sampler.extra:
+        return sampler
+    return ShardedInBatch(sampler, extra)
 
 
 def due_state(follower: TableFollower, sampler: Any, weight: Tensor, bias: Tensor | None) -> int:

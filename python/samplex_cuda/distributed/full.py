@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda.distributed.collectives import Everyone
+from samplex_cuda.distributed.rows import fixed_query
 from samplex_cuda.ops.full_softmax import _gradients, _Options, _row_losses, _shares, _Weights
 from samplex_cuda.ops.loss_types import acc_dtype
 from samplex_cuda.ops.sphere import unit_rows
@@ -29,13 +30,16 @@ class _FullStep(NamedTuple):
     d_hidden: Tensor  # [B, d], of this rank's rows, for a gradient of 1
     own: Callable[[Tensor], Tensor]  # this rank's rows among those of everyone
     tables: Callable[[Tensor, tuple[bool, bool]], Tables]  # gradients of this rank's tables from that of the loss
+    of_scale: Tensor | None = None  # [R], derivatives by the logarithm of a learned scale
 
 
 class _ExchangedFull(torch.autograd.Function):
     """The loss of all ranks, differentiable in this rank's rows and table. Backward exchanges nothing."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, step: _FullStep) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, log_scale: Tensor | None, step: _FullStep
+    ) -> Tensor:
         ctx.step, ctx.dtype = step, hidden.dtype
         return step.loss.clone()
 
@@ -45,9 +49,10 @@ class _ExchangedFull(torch.autograd.Function):
             raise RuntimeError("full_softmax: double backward (create_graph=True) is not supported")
         step: _FullStep = ctx.step
         rows = step.own(grad).unsqueeze(1) if grad.dim() else grad
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        need_hidden, need_weight, need_bias, need_scale = ctx.needs_input_grad[:4]
         d_hidden = (step.d_hidden * rows).to(ctx.dtype) if need_hidden else None
-        return d_hidden, *step.tables(grad, (need_weight, need_bias)), None
+        d_scale = (step.of_scale * grad).sum() if need_scale and step.of_scale is not None else None
+        return d_hidden, *step.tables(grad, (need_weight, need_bias)), d_scale, None
 
 
 @torch.no_grad()
@@ -105,6 +110,9 @@ def _exchanged(
     # With one gradient for the whole loss a single pass gives all three; otherwise the tables wait for their rows'.
     one = head.reduction != "none"
     d_hidden, d_weight, d_bias = gradients(factor, (True, one and asked[0], one and asked[1]))
+    of_scale = None
+    if head.log_scale is not None:  # a rank knows what its classes add, of all rows
+        of_scale = exchange.sum_((d_hidden.to(acc) * h.to(acc)).sum(1))
     d_hidden = exchange.send_home(d_hidden.to(acc), everyone.place, everyone.rows)
     if head.encoder == "average":
         d_hidden *= exchange.world
@@ -115,7 +123,7 @@ def _exchanged(
         scaled = [t * upstream.to(t.dtype) if t is not None else None for t in (d_weight, d_bias)]
         return tuple(t if want else None for t, want in zip(scaled, wanted, strict=True))  # type: ignore[return-value]
 
-    return _FullStep(loss, d_hidden, lambda t: exchange.own(t, everyone.place, everyone.rows), tables)
+    return _FullStep(loss, d_hidden, lambda t: exchange.own(t, everyone.place, everyone.rows), tables, of_scale)
 
 
 def full_step(
@@ -133,4 +141,4 @@ def full_step(
     weight, bias = unit_rows(head.weight) if head.normalize else head.weight, head.bias
     asked = (weight.requires_grad, bias is not None and bias.requires_grad)
     step = _exchanged(head, weight, everyone, batch, asked, grad)
-    return _ExchangedFull.apply(head._query(rows), weight, bias, step) if grad else step.loss
+    return _ExchangedFull.apply(fixed_query(head, rows), weight, bias, head.log_scale, step) if grad else step.loss

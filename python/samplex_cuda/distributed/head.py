@@ -21,7 +21,16 @@ from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.distributed.online import online_softmax
 from samplex_cuda.distributed.own_rows import OWN_ROWS, own_rows_step
 from samplex_cuda.distributed.routes import refuse_unfit, resolve_route
-from samplex_cuda.distributed.rows import inverse_at, own_draw, refuse_head, target_shares, widened, with_margin
+from samplex_cuda.distributed.rows import (
+    fixed_query,
+    inverse_at,
+    joined,
+    own_draw,
+    refuse_head,
+    target_shares,
+    widened,
+    with_margin,
+)
 from samplex_cuda.distributed.samplers import ShardedSampler, as_dtensor
 from samplex_cuda.distributed.step import (
     StepResult,
@@ -31,6 +40,7 @@ from samplex_cuda.distributed.step import (
     row_scaled,
     run_step,
     scaled,
+    slope_of_scale,
 )
 from samplex_cuda.draw import Draw, Negatives
 from samplex_cuda.functional._inputs import known_positives
@@ -93,9 +103,8 @@ class ShardedClassifier(ShardedAnswers):
         check_backend(_NAME, group, place)
         exchange = Exchange(group, batch_capacity)
         layout = Layout(head.num_classes, exchange.world, exchange.rank, order)
-        if head.unique or getattr(head.sampler, "takes_targets", False):
-            raise ValueError(f"{_NAME}: a head with unique draws or an InBatch sampler must stay whole, got {head!r}")
-        made = shard_sampler(head.sampler, sampler, layout, exchange, place, head.loss.needs.prior or head.stratified)
+        whole_law = head.loss.needs.prior or head.stratified
+        made = shard_sampler(head.sampler, sampler, layout, exchange, place, whole_law, bool(head.unique))
         for name, t in () if made is None or made is not head.sampler else made.named_buffers():
             if t.device.type != place.type:
                 raise ValueError(
@@ -107,13 +116,15 @@ class ShardedClassifier(ShardedAnswers):
             head.in_features,
             head.num_classes,
             made,
-            head.num_samples,
+            head.num_samples or None,
             head.loss,
             head.bias is not None,
             shared=head.shared,
             stratified=head.stratified,
-            scale=head.scale,
+            unique=head.unique,
+            scale=head.scale if head.log_scale is None else head.first_scale,
             normalize=head.normalize,
+            learn_scale=head.log_scale is not None,
             ignore_index=head.ignore_index,
             sparse=head.sparse,
             reduction=head.reduction,
@@ -132,6 +143,10 @@ class ShardedClassifier(ShardedAnswers):
         if head.bias is not None:
             self.bias = nn.Parameter(torch.empty(self.layout.rows, device=place, dtype=head.bias.dtype))
             set_first_row(self.bias, self.layout.start)
+        if head.log_scale is not None:
+            start = torch.full((), math.log(head.first_scale), device=place, dtype=self._wide())
+            start = start if head.log_scale.is_meta else head.log_scale.detach().to(place)
+            self.log_scale = nn.Parameter(exchange.stack(start)[0])
         self.class_weight = None if head.class_weight is None else head.class_weight.to(place)
         if self._state_name is not None:
             state = head.loss.example_state(head.num_classes)
@@ -207,7 +222,7 @@ class ShardedClassifier(ShardedAnswers):
             y: int64 [*] or [*, P].
             negatives: as in `SampledClassifier.forward`, of this rank's rows, all of which bring some or none; those
                 for all rows of a rank, [m], are for the rows of this rank.
-            hard: must be None.
+            hard: as there, of this rank's rows; every rank brings as many for a row, or none.
             features: as in `SampledClassifier.forward`.
             index: as there.
             context: int64 [*], or None.
@@ -231,19 +246,20 @@ class ShardedClassifier(ShardedAnswers):
         given = [t is not None for t in (features, index, context, sample_weight, target_weight, negatives)]
         targets = y.shape[-1] if isinstance(y, Tensor) and isinstance(h, Tensor) and y.dim() == h.dim() else 0
         due = due_state(self.follower, self.sampler, self.weight, self.bias) if self.training else 0
-        form = [int(self.training), int(grad), targets, *map(int, given), due]
+        hard = hard if self.training else None
+        each = hard.shape[-1] + 1 if isinstance(hard, Tensor) and hard.dim() else 0  # hard negatives of a row
+        form = [int(self.training), int(grad), targets, *map(int, given), due, each]
         try:
-            if hard is not None:
-                raise ValueError(f"{_NAME}: hard must be None on a sharded head, got {type(hard).__name__}")
             rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
             rows = like_weight(rows, self.weight) if rows.dtype is not self.weight.dtype else rows
             if not _device.host_waits(target):
                 self._refuse_targets(target)
             number = self._check_index(index, lead) if index is not None else None
             self.exchange.check_rows(_NAME, rows.shape[0])
-            self._refuse_off_route(positives=positives, negatives=negatives, target_weight=target_weight)
+            self._refuse_off_route(positives=positives, negatives=negatives, hard=hard, target_weight=target_weight)
             shares = target_shares(self, target_weight, y, target)
             own = None if negatives is None else own_draw(self, negatives, target, lead)
+            mined = None if hard is None else own_draw(self, hard, target, lead, hard=True)
             if isinstance(context, Tensor):
                 context = context.reshape(rows.shape[0], *context.shape[len(lead) :])
             elif context is not None:
@@ -254,20 +270,29 @@ class ShardedClassifier(ShardedAnswers):
         except BaseException:
             self.exchange.meet(0, form, torch.zeros(2, dtype=torch.int64, device=self.weight.device), refused=True)
             raise
-        width = 0 if own is None else own.ids.shape[1]
-        everyone = self.exchange.meet(rows.shape[0], form, pair, width=width)
         target = target.unsqueeze(1) if target.dim() == 1 else target
         fields: dict[str, Tensor] = {"h": rows.detach(), "y": target}
-        if features is not None:
-            fields["features"] = self._seen(rows, features)
         if number is not None:
             fields["index"] = number
-        if context is not None:
-            fields["context"] = context
         if sample_weight is not None:
             fields["sample_weight"] = sample_weight.reshape(-1).to(self._wide())
         if shares is not None:
             fields["target_weight"] = shares.reshape(target.shape)
+        if mined is not None:
+            fields["hard"] = mined.ids
+        # What follows from the form can travel with it.
+        known = own is None and features is None and context is None and not (self.training and self.route in OWN_ROWS)
+        everyone = self.exchange.meet(
+            rows.shape[0], form, pair, width=0 if own is None else own.ids.shape[1],
+            fields=list(fields.values()) if known else None, pads=self._pads(fields),
+        )  # fmt: skip
+        if self.training and self.follower.auto:
+            most = self.exchange.world * (self.exchange.capacity or 1)
+            self.follower.settle(self.sampler, most, self.num_samples, self.shared)
+        if features is not None:
+            fields["features"] = self._seen(rows, features)
+        if context is not None:
+            fields["context"] = context
         if own is not None:
             own = widened(self, own, negatives, everyone.width, target, lead)
             fields |= {"negatives": own.ids, "log_q": own.log_q}
@@ -278,8 +303,8 @@ class ShardedClassifier(ShardedAnswers):
                 return step.loss
             sink = self._fusion or self._rows_of(self.weight, self.bias)
             return run_step(rows, self.weight, self.bias, step, sink, self.loss.name)
-        pads = [{"y": self.ignore_index, "index": -1}.get(name, 0) for name in fields]
-        found = dict(zip(fields, self.exchange.gather(everyone, list(fields.values()), pads), strict=True))
+        parts = everyone.batch or self.exchange.gather(everyone, list(fields.values()), self._pads(fields))
+        found = dict(zip(fields, parts, strict=True))
         if not self.training:
             return self._exact(found)
         if not self.loss.needs.draws:
@@ -301,48 +326,58 @@ class ShardedClassifier(ShardedAnswers):
         h, target = batch["h"], batch["y"]
         with torch.no_grad():
             draw, target_log_q = self._all_draws(spec, everyone, batch)
+            # Rows of their own beside the targets, so that draws may be shared all the same.
+            own = target if "hard" not in batch else torch.cat([target, batch["hard"]], 1)
             if self.follower.active:
-                self.follower.touch(torch.where(self._valid(target), target, -1).reshape(-1), draw.ids.reshape(-1))
+                self.follower.touch(torch.where(self._valid(own), own, -1).reshape(-1), draw.ids.reshape(-1))
             known = bias if bias is None else bias.detach()
             table, targets, loss_of = weight.detach(), target.shape[1], spec.loss
             query = self._query(h)
-            logits, of_target, of_draws = logits_of(query, table, known, target, draw.ids, self.layout)
+            logits, of_target, of_draws = logits_of(query, table, known, own, draw.ids, self.layout)
             lengths = None
             if self.normalize:
                 lengths = inverse_at(table, of_target), inverse_at(table, of_draws)
-                logits[:, :targets] *= lengths[0]
-                logits[:, targets:] *= lengths[1]
+                logits[:, : own.shape[1]] *= lengths[0]
+                logits[:, own.shape[1] :] *= lengths[1]
             log_q = draw.log_q.double() if weight.dtype is torch.float64 else draw.log_q
+            ids, log_q = joined(draw.ids, log_q, own[:, targets:])
+            of_scale = None
             weights = batch.get("sample_weight")
             state = None if self._state_name is None else self.get_buffer(self._state_name)
             used = None if state is None else self._examples.fetch(state, batch["index"])
             if self.route == "online_softmax":
                 coefs = online_softmax(
-                    exchange, everyone, spec.form, spec.loss.absolute, logits, target, draw.ids, log_q, of_target,
+                    exchange, everyone, spec.form, spec.loss.absolute, logits, target, ids, log_q, of_target,
                     of_draws, self.class_weight, weights, self.reduction,
                 )  # fmt: skip
                 loss = coefs.loss
             else:
                 if positives is not None:
-                    self._mask(logits, draw.ids, everyone, positives, targets)
+                    self._mask(logits, ids, everyone, positives, targets)
                 exchange.sum_(logits)
-                loss_of, logits[:, :targets], slope = with_margin(loss_of, logits[:, :targets])
+                length = 1.0 if self.log_scale is None else self.log_scale.exp()
+                loss_of, logits[:, :targets], slope = with_margin(loss_of, logits[:, :targets], length)
                 form = (spec.form if weights is None else spec.rows)._replace(normalize=False)  # it has been done
                 of_targets = None if target_log_q is None else target_log_q.reshape(target.shape)
                 shares = batch.get("target_weight")
                 coefs = loss_of_logits(
-                    loss_of, form, logits, target, draw.ids, log_q, self.class_weight, of_targets, used, grad, shares
+                    loss_of, form, logits, target, ids, log_q, self.class_weight, of_targets, used, grad, shares
                 )
                 loss = coefs.loss
-                if slope is not None and grad:
-                    coefs = coefs._replace(target=coefs.target * slope)
                 if weights is not None:
                     loss, factor = self._weighted(loss, target, weights, shares is not None)
                     coefs = coefs._replace(target=coefs.target * factor, draws=coefs.draws * factor)
+                if self.log_scale is not None and grad:
+                    of_scale = slope_of_scale(coefs, logits)
+                if slope is not None and grad:
+                    coefs = coefs._replace(target=coefs.target * slope)
             if state is not None and used is not None and coefs.extra is not None:
                 self._examples.move(spec.loss, state, batch["index"], used, coefs.extra)
             if not grad:
                 return loss
+            if own.shape[1] > targets:
+                both, more = torch.cat([coefs.target, coefs.draws], 1), own.shape[1]
+                coefs = coefs._replace(target=both[:, :more].contiguous(), draws=both[:, more:].contiguous())
             if lengths is not None:
                 coefs = coefs._replace(target=coefs.target * lengths[0], draws=coefs.draws * lengths[1])
             partial = partial_hidden(table, coefs, of_target, of_draws)
@@ -352,10 +387,13 @@ class ShardedClassifier(ShardedAnswers):
             with_bias = bias is not None and bias.requires_grad
             make = row_scaled if self.reduction == "none" else scaled
             found = make(coefs, query, of_target, of_draws, with_bias)
-        step = StepResult(loss, found, d_hidden, exchange, everyone.place, self.normalize)
-        return run_step(
-            self._query(rows), weight, bias, step, self._fusion or self._rows_of(weight, bias), spec.loss.name
-        )
+        step = StepResult(loss, found, d_hidden, exchange, everyone.place, self.normalize, of_scale)
+        sink = self._fusion or self._rows_of(weight, bias)
+        return run_step(fixed_query(self, rows), weight, bias, step, sink, spec.loss.name, self.log_scale)
+
+    def _pads(self, fields: dict[str, Tensor]) -> list[float]:
+        """What stands in rows that a rank does not use."""
+        return [{"y": self.ignore_index, "index": -1}.get(name, 0) for name in fields]
 
     def _all_draws(self, spec: LossSpec, everyone: Everyone, batch: dict[str, Tensor]) -> tuple[Draw, Tensor | None]:
         """The negatives of all rows, and log q of the targets if the loss reads it."""
@@ -408,8 +446,8 @@ class ShardedClassifier(ShardedAnswers):
             num_samples: as in `SampledClassifier.set_sampler`.
             update: as there.
         """
-        whole = self.loss.needs.prior or self.stratified
-        made = shard_sampler(sampler, "auto", self.layout, self.exchange, self.weight.device, whole)
+        whole, unique = self.loss.needs.prior or self.stratified, bool(self.unique)
+        made = shard_sampler(sampler, "auto", self.layout, self.exchange, self.weight.device, whole, unique)
         self._attach(made, self)
         super().set_sampler(made, num_samples=num_samples, update=update)
 
@@ -519,7 +557,8 @@ class ShardedClassifier(ShardedAnswers):
         for name, value in self.state_dict().items():
             if name in ("slot_step", "sampler_lag", "sampler_unseen"):
                 continue
-            if getattr(self.sampler, "collective", False) and name.startswith("sampler."):
+            spread = getattr(self.sampler, "collective", False) and not getattr(self.sampler, "whole_state", False)
+            if spread and name.startswith("sampler."):
                 continue  # a plain head keeps its sampler, and rebuilds it if it depends on the table
             if isinstance(value, DTensor):
                 by_slot = value = value.full_tensor()

@@ -146,9 +146,12 @@ class Heap:
     def sum_own(self, table: Tensor) -> None:
         """Rows of all own inner nodes from those of their children, bottom up, in place."""
         for level in range(self.depth - 1, -1, -1):
-            pairs = table[self.own_level(level + 1)].view(-1, 2, table.shape[1])
-            at = self._own_row(level, self._first[level + 1] // 2)
-            torch.add(pairs[:, 0], pairs[:, 1], out=table[at : at + pairs.shape[0]])
+            self._sum_level(table, level)
+
+    def _sum_level(self, table: Tensor, level: int) -> None:
+        pairs = table[self.own_level(level + 1)].view(-1, 2, table.shape[1])
+        at = self._own_row(level, self._first[level + 1] // 2)
+        torch.add(pairs[:, 0], pairs[:, 1], out=table[at : at + pairs.shape[0]])
 
     def sum_above(self, table: Tensor, leaves: Tensor) -> None:
         """Rows of the own nodes above some own leaves, bottom up, in place; a leaf may be named twice.
@@ -160,5 +163,9 @@ class Heap:
             nodes = nodes >> 1
             if not _device.host_waits(nodes):
                 nodes = nodes.unique_consecutive()
-            left = self.own_rows(level + 1, 2 * nodes)
-            table.index_copy_(0, self.own_rows(level, nodes), table[left] + table[left + 1])
+                if 2 * nodes.shape[0] >= self._width[level + 1] // 2:  # most of them: all, without an index
+                    self._sum_level(table, level)
+                    continue
+            pairs = table[self.own_level(level + 1)].view(-1, 2, table.shape[1])
+            both = pairs.index_select(0, nodes - self._first[level + 1] // 2)
+            table.index_copy_(0, self.own_rows(level, nodes), both[:, 0] + both[:, 1])

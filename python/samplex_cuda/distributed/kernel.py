@@ -417,7 +417,9 @@ class ShardedKernel(ShardedSampler, KernelRows):
         slots = (leaves.unsqueeze(1) * size + torch.arange(size, device=leaves.device)).reshape(-1)
         mine = self._holds(slots)
         rows = self.own_rows()[torch.where(mine, slots - self.layout.start, 0), :width].contiguous()
-        phi = torch.where(mine.unsqueeze(1), self._features(rows, self._shift), 0.0)
+        phi = self._features(rows, self._shift)
+        if _device.host_waits(mine) or not bool(mine.all()):
+            phi = torch.where(mine.unsqueeze(1), phi, 0.0)
         total = phi.view(leaves.shape[0], size, -1).sum(1)
         self.sums.index_copy_(0, self.heap.own_rows(self.heap.depth, leaves), total)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.distributed.samplers import ShardedSampler
+from samplex_cuda.samplers.in_batch import InBatch
 from samplex_cuda.samplers.mixture import Mixture
 
 __all__ = ["ShardedMixture"]
@@ -38,7 +39,7 @@ class ShardedMixture(Mixture):
         classes = self.layout.classes(h.device)
 
         def term(part: Any) -> Callable[[slice], Tensor]:
-            if isinstance(part, ShardedSampler):
+            if hasattr(part, "local_prior"):
                 return part.local_prior(h)
             return lambda rows: part.log_prob_all(h[rows])[..., classes]
 
@@ -78,3 +79,34 @@ class ShardedMixture(Mixture):
         for number, part in enumerate(self._parts()):
             if isinstance(part, ShardedSampler):
                 part.adopt(state_dict, f"{prefix}samplers.{number}.")
+
+
+class ShardedInBatch(InBatch):
+    """In-batch negatives whose second sampler is spread over ranks; the head gives it the targets of all of them.
+
+    Args:
+        sampler: of the unsharded head.
+        extra: its second sampler, spread over the ranks.
+    """
+
+    collective = True
+
+    def __init__(self, sampler: InBatch, extra: Any) -> None:
+        super().__init__(sampler.num_classes, sampler.frequency)
+        self.extra = extra
+
+    @property
+    def unfilled(self) -> bool:
+        """Whether the second sampler has no numbers yet."""
+        return getattr(self.extra, "unfilled", False)
+
+    def attach(self, whole: tuple[Tensor, Tensor | None], weight: Tensor, bias: Tensor | None) -> None:
+        """See `ShardedExact.attach`."""
+        extra: Any = self.extra
+        if hasattr(extra, "attach"):
+            extra.attach(whole, weight, bias)
+
+    def adopt(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """See `ShardedSampler.adopt`."""
+        extra: Any = self.extra
+        extra.adopt(state_dict, f"{prefix}extra.")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, op_error
 from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, check_backend, group_of
-from samplex_cuda.distributed.rows import own_draw, refuse_head, target_shares, widened
+from samplex_cuda.distributed.rows import fixed_query, joined, own_draw, refuse_head, target_shares, widened
 from samplex_cuda.distributed.step import StepResult, run_step, times
 from samplex_cuda.draw import Draw
 from samplex_cuda.functional._inputs import known_positives
@@ -88,7 +88,8 @@ def replicate(
         prefix = f"{name}." if name else ""
         own = dict(head.named_parameters(recurse=False)) | dict(head.named_buffers())
         ignored |= {f"{prefix}{which}" for which in own}
-        for value in own.values():
+        of_batch = head.sampler.buffers() if getattr(head.sampler, "takes_targets", False) else ()
+        for value in (*own.values(), *of_batch):
             dist.broadcast(value.detach(), first, group=group)
         head._replica = Replica(Exchange(group, batch_capacity), encoder)
         head.mark_changed()
@@ -109,6 +110,13 @@ def _check_head(head: SampledClassifier) -> None:
         raise ValueError(f"{_NAME}: heads must have numbers, got one on the meta device: call head.to_empty() first")
     if head.reduction == "none":
         raise ValueError(f'{_NAME}: reduction must be "mean" or "sum", got "none"')
+    extra = getattr(head.sampler, "extra", None) if getattr(head.sampler, "takes_targets", False) else None
+    if getattr(head.sampler, "group", None) is not None or getattr(extra, "conditional", False):
+        raise ValueError(
+            f"{_NAME}: an InBatch sampler must have group=None, since a replicated head takes the targets of all ranks "
+            "by itself, and an extra sampler with one distribution for all rows, got "
+            + (f"extra={type(extra).__name__}" if getattr(extra, "conditional", False) else "a process group")
+        )
     if not head.sparse and head.fused is None:
         raise ValueError(
             f"{_NAME}: heads must have sparse=True or a fused optimizer, got dense gradients, which "
@@ -144,6 +152,7 @@ class Replica:
         key: Key | Tensor | None,
         negatives: Any = None,
         target_weight: Tensor | None = None,
+        hard: Tensor | None = None,
     ) -> Tensor:
         """The loss of the rows of all ranks; arguments as in `SampledClassifier.forward`.
 
@@ -154,7 +163,8 @@ class Replica:
         grad = torch.is_grad_enabled()
         targets = y.shape[-1] if isinstance(y, Tensor) and isinstance(h, Tensor) and y.dim() == h.dim() else 1
         given = [int(t is not None) for t in (negatives, target_weight)]
-        form = [int(grad), targets, head.num_samples, int(head.shared), *given]
+        each = hard.shape[-1] + 1 if isinstance(hard, Tensor) and hard.dim() else 0  # hard negatives of a row
+        form = [int(grad), targets, head.num_samples, int(head.shared), *given, each]
         spec = head.spec()
         nothing = torch.zeros(2, dtype=torch.int64, device=weight.device)
         try:
@@ -168,6 +178,7 @@ class Replica:
             exchange.check_rows(_NAME, rows.shape[0])
             shares = target_shares(head, target_weight, y, target)
             mine = None if negatives is None else own_draw(head, negatives, target, lead)
+            mined = None if hard is None else own_draw(head, hard, target, lead, hard=True)
             pair = key_tensor(_NAME, key, weight.device)
         except BaseException:
             exchange.meet(0, form, nothing, refused=True)
@@ -179,15 +190,42 @@ class Replica:
         with torch.no_grad():
             if head.follower.active:
                 head._follow(weight, head.bias, rows.shape[0])
-            own = fold_in(everyone.key, exchange.rank)  # other draws on every rank, from the key of the first
-            drawn = (mine, None) if mine is not None else head._draw(spec, rows, target, features, context, own)
+            # Merged draws are fewer on some ranks: with hard negatives beside them they must be as many on all.
+            law = spec if mined is None else spec._replace(merges=False)
+            drawn: tuple[Draw, Tensor | None]
+            drawn = (
+                (mine, None) if mine is not None else self._draw(head, law, everyone, rows, target, features, context)
+            )
+            if mined is not None:
+                ids, log_q = joined(drawn[0].ids, drawn[0].log_q, mined.ids)
+                drawn = (Draw(ids, log_q, False), drawn[1])
             part = self._own(head, spec, head._query(rows.detach()), target, number, weights, positives, drawn, shares)
+            in_batch = mine is None and getattr(head.sampler, "takes_targets", False)
+            part["common"] = drawn[0].ids if in_batch else None
             step = self._exchange(head, spec, everyone, part, number, grad)
         if not grad:
             return step.loss
         sink = head.fused or head._rows_of(weight, head.bias)
         step = step._replace(project=head.normalize)
-        return run_step(head._query(rows), weight, head.bias, step, sink, spec.loss.name)
+        return run_step(fixed_query(head, rows), weight, head.bias, step, sink, spec.loss.name, head.log_scale)
+
+    def _draw(
+        self,
+        head: SampledClassifier,
+        spec: LossSpec,
+        everyone: Everyone,
+        rows: Tensor,
+        target: Tensor,
+        features: Tensor | None,
+        context: Any,
+    ) -> tuple[Draw, Tensor | None]:
+        """The draws of this rank's rows: its own ones, from the key of the first rank; those of a batch from all."""
+        sampler: Any = head.sampler
+        if not getattr(sampler, "takes_targets", False):
+            return head._draw(spec, rows, target, features, context, fold_in(everyone.key, self.exchange.rank))
+        # The targets of all ranks, and one draw of the second sampler for all of them.
+        (targets,) = self.exchange.gather(everyone, [target], [head.ignore_index])
+        return head._draw(spec, rows, targets, features, context, everyone.key)
 
     def _check(self, head: SampledClassifier) -> None:
         """What may have been changed since `replicate`."""
@@ -253,6 +291,8 @@ class Replica:
             * upstream
         )
         sums = torch.stack([(made.loss * upstream).sum(), counts.sum()])
+        if head.log_scale is not None:  # what it adds to the derivative by the logarithm of the scale
+            sums = torch.cat([sums, (d_hidden * rows.to(d_hidden.dtype)).sum().to(sums.dtype).reshape(1)])
         return {"entries": found, "d_hidden": d_hidden, "sums": sums, "used": used, "extra": made.extra}
 
     def _exchange(
@@ -291,7 +331,7 @@ class Replica:
             return StepResult(loss, partial(times, e), part["d_hidden"])
         ids, coef_b, rows_b, bias_b = found.get("ids"), found.get("coef_b"), found["h"], None
         if e.ids_b.dim() == 1:
-            ids, coef_b, rows_b, bias_b = self._shared(head, e)
+            ids, coef_b, rows_b, bias_b = self._shared(head, e, part["common"])
         assert ids is not None
         assert coef_b is not None
         if head.follower.active:
@@ -302,15 +342,31 @@ class Replica:
             found["target"], found["coef_a"] * scale, found["h"], ids, coef_b * scale, rows_b,
             None if bias_b is None else bias_b * scale,
         )  # fmt: skip
-        return StepResult(loss, partial(times, whole), part["d_hidden"].to(scale.dtype) * factor)
+        d_hidden = part["d_hidden"].to(scale.dtype) * factor
+        of_scale = None if head.log_scale is None else total[2] * scale
+        return StepResult(loss, partial(times, whole), d_hidden, of_scale=of_scale)
 
-    def _shared(self, head: SampledClassifier, e: Entries) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _shared(
+        self, head: SampledClassifier, e: Entries, common: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Ids, coefficients, rows and bias gradients of the shared draws of all ranks, m of each rank.
 
-        Draws that were merged leave fewer than m; a rank without a row has none: ids of -1 fill up.
+        Draws that were merged leave fewer than m; a rank without a row has none: ids of -1 fill up. The classes of a
+        batch are the same on every rank, so that their gradients are summed where they are.
         """
         exchange, most = self.exchange, head.num_samples
         count = e.ids_b.shape[0]
+        if common is not None:
+            with_bias = head.bias is not None and head.bias.requires_grad
+            summed = e.rows_b.new_zeros(common.shape[0], head.in_features + with_bias)
+            if count:
+                summed[:, : head.in_features] = e.rows_b * (1.0 if e.coef_b.numel() == 0 else e.coef_b)
+            if count and e.bias_b is not None:
+                summed[:, -1] = e.bias_b
+            exchange.sum_(summed)
+            values = summed[:, : head.in_features].contiguous()
+            bias = summed[:, -1].contiguous() if with_bias else None
+            return common, torch.ones_like(values[:, :1]), values, bias
         rows = e.rows_b.new_zeros(most, head.in_features + 1)
         ids = torch.full((most,), -1, dtype=torch.int64, device=rows.device)
         rows[:count, :-1] = e.rows_b[:count] * (1.0 if e.coef_b.numel() == 0 else e.coef_b[:count])

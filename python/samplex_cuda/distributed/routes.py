@@ -76,6 +76,8 @@ def unfit(route: str, head: SampledClassifier, balanced: bool, sampler: Any) -> 
         return f"loss must sample classes, got {loss!r}"
     if route != "summed_logits" and (head.normalize or not getattr(loss, "corrected", True)):
         return f"head must have normalize=False and a corrected loss, got normalize={head.normalize} and {loss!r}"
+    if route != "summed_logits" and head.log_scale is not None:
+        return "learn_scale must be False, got True"
     if route == "online_softmax" and not loss.joins:
         return f"loss must be SampledSoftmax without label smoothing, got {loss!r}"
     if route in ("rows_to_queries", "shared_rows"):
@@ -83,6 +85,8 @@ def unfit(route: str, head: SampledClassifier, balanced: bool, sampler: Any) -> 
             return f"loss must not keep a number per example, got {loss!r}"
         if head.reduction == "none":  # row gradients are summed before they travel
             return 'reduction must be "mean" or "sum", got "none"'
+        if getattr(sampler, "takes_targets", False):  # those of all ranks
+            return f"sampler must draw without the targets of the batch, got {type(sampler).__name__}"
         if getattr(sampler, "collective", False):  # its draws take all ranks, for the rows of all ranks
             return f"sampler must be replicated, got {type(sampler).__name__}"
         if head.shared != (route == "shared_rows"):

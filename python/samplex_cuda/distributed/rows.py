@@ -1,4 +1,4 @@
-"""What a sharded step adds for class rows on the unit sphere, and for negatives that the caller brings."""
+"""What a sharded step adds for class rows on the unit sphere, a learned scale, and negatives of the caller."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ from samplex_cuda.draw import Draw
 from samplex_cuda.functional._inputs import target_weights
 from samplex_cuda.losses import Loss
 from samplex_cuda.ops.loss_types import acc_dtype
-from samplex_cuda.ops.sphere import inverse_norms
+from samplex_cuda.ops.sphere import inverse_norms, unit_rows
 from samplex_cuda.prediction import valid_targets
 
 if TYPE_CHECKING:
     from samplex_cuda.heads.classifier import SampledClassifier
 
-__all__ = ["inverse_at", "own_draw", "refuse_head", "target_shares", "widened", "with_margin"]
+__all__ = [
+    "fixed_query",
+    "inverse_at",
+    "joined",
+    "own_draw",
+    "refuse_head",
+    "target_shares",
+    "widened",
+    "with_margin",
+]
 
 _NAME = "SampledClassifier"
 _BLOCK, _NUMBERS = 4096, 1 << 24  # class rows that are held at a time; on a GPU numbers, for few kernels
@@ -52,14 +61,53 @@ def inverse_at(weight: Tensor, rows: Tensor) -> Tensor:
     return found.view(rows.shape)
 
 
-def with_margin(loss: Loss, cosine: Tensor) -> tuple[Loss, Tensor, Tensor | None]:
+def fixed_query(head: SampledClassifier, h: Tensor) -> Tensor:
+    """`head._query(h)` without a gradient of a learned scale: a step on several ranks has that of all rows already.
+
+    Args:
+        head: with its scale.
+        h: [B, d].
+    """
+    h = unit_rows(h) if head.normalize else h
+    return h if head.log_scale is None else h * head.log_scale.detach().exp().to(h.dtype)
+
+
+def joined(ids: Tensor, log_q: Tensor, hard: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws behind hard negatives of each row, in one normalizer: losses divide by the number of both.
+
+    Args:
+        ids: int64 [R, m], or [m] for all rows.
+        log_q: the shape of ids.
+        hard: int64 [R, k]; with k = 0 nothing changes.
+
+    Returns:
+        int64 [R, k + m] and their log_q.
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.distributed.rows import joined
+        >>> ids, log_q = joined(torch.tensor([5]), torch.tensor([0.5]).log(), torch.tensor([[7]]))
+        >>> ids.tolist(), (-log_q - torch.tensor(2.0).log()).exp()  # what counts for each in the sum of exponentials
+        ([[7, 5]], tensor([[1., 2.]]))
+    """
+    if not hard.shape[1]:
+        return ids, log_q
+    rows, count = hard.shape[0], ids.shape[-1]
+    total = math.log(count + hard.shape[1])
+    wide = (log_q + (math.log(max(count, 1)) - total)).expand(rows, -1)
+    plain = torch.full(hard.shape, -total, dtype=log_q.dtype, device=log_q.device)
+    return torch.cat([hard, ids.expand(rows, -1)], 1), torch.cat([plain, wide], 1)
+
+
+def with_margin(loss: Loss, cosine: Tensor, length: float | Tensor = 1.0) -> tuple[Loss, Tensor, Tensor | None]:
     """The cosines of targets with the margin of the loss on them; the loss without it, and the slope of the margin.
 
     The function is that of `Margin`, as in csrc/loss/sampled_softmax/sampled_softmax_math.h.
 
     Args:
         loss: any loss.
-        cosine: of targets, any shape.
+        cosine: of targets, any shape, times `length`.
+        length: of the queries, a learned scale; the result has it, too.
 
     Example:
         >>> import torch, samplex_cuda as sx
@@ -73,35 +121,36 @@ def with_margin(loss: Loss, cosine: Tensor) -> tuple[Loss, Tensor, Tensor | None
         return loss, cosine, None
     plain: Any = dataclasses.replace(loss, margin=None)  # type: ignore[type-var]
     if margin.m1 == 1.0 and margin.m2 == 0.0:
-        return plain, cosine - margin.m3, torch.ones_like(cosine)
-    c = cosine.clamp(-1.0, 1.0)
+        return plain, cosine - margin.m3 * length, torch.ones_like(cosine)
+    c = (cosine / length).clamp(-1.0, 1.0)
     least = 1e-7 if c.dtype is torch.float32 else 1e-14
     sine = ((1.0 - c) * (1.0 + c)).clamp_min(least).sqrt()
     angle = (margin.m1 * c.acos() + margin.m2) / math.pi
     turns = angle.floor()
     rest = (angle - turns) * math.pi
-    return plain, rest.cos() - 2.0 * turns - margin.m3, margin.m1 * rest.sin() / sine
+    return plain, (rest.cos() - 2.0 * turns - margin.m3) * length, margin.m1 * rest.sin() / sine
 
 
-def own_draw(head: SampledClassifier, given: Any, target: Tensor, lead: torch.Size) -> Draw:
+def own_draw(head: SampledClassifier, given: Any, target: Tensor, lead: torch.Size, hard: bool = False) -> Draw:
     """The caller's negatives of this rank's rows, [B, w], checked.
 
     Negatives [m] for all rows of a rank become rows: another rank may bring others.
 
     Args:
         head: with the loss that is to take them.
-        given: a `Draw` or `Negatives`.
+        given: a `Draw` or `Negatives`; or hard negatives, int64 [*, k].
         target: int64 [B] or [B, P].
         lead: leading dimensions of the batch.
+        hard: whether they are hard negatives.
     """
-    draw = head._own_negatives(head.spec(), given, target, lead)
+    draw = (head._hard_negatives if hard else head._own_negatives)(head.spec(), given, target, lead)
     ids, log_q = draw.ids, draw.log_q
     outside = (ids < 0) | (ids >= head.num_classes)
     if _device.host_waits(ids):
         log_q = torch.where(outside, torch.nan, log_q)  # nobody looks at numbers: the loss becomes nan
     elif bool(outside.any()):
-        got = int(ids[outside][0])
-        raise IndexError(f"{_NAME}: negatives.ids must be in [0, {head.num_classes}), got {got}")
+        got, what = int(ids[outside][0]), "hard" if hard else "negatives.ids"
+        raise IndexError(f"{_NAME}: {what} must be in [0, {head.num_classes}), got {got}")
     rows = (target.shape[0], ids.shape[-1])
     return Draw(ids.expand(rows).contiguous(), log_q.expand(rows).contiguous(), False)
 
@@ -150,11 +199,6 @@ def refuse_head(head: SampledClassifier, op: str) -> None:
         head: that is to be sharded or replicated.
         op: name for error messages.
     """
-    if head.log_scale is not None:
-        raise ValueError(
-            f"{op}: learn_scale must be False, since the gradient of the scale is a sum over all ranks, got True: give "
-            "the head a fixed scale"
-        )
     if head.live is not None:
         raise ValueError(
             f"{op}: no class may be retired, got {head.num_classes - head.num_live} of {head.num_classes}: train this "

@@ -35,6 +35,7 @@ __all__ = [
     "row_scaled",
     "run_step",
     "scaled",
+    "slope_of_scale",
     "times",
 ]
 
@@ -290,6 +291,17 @@ def row_scaled(
     return of_rows
 
 
+def slope_of_scale(coefs: Coefficients, logits: Tensor) -> Tensor:
+    """The derivative of the loss of each row [R] by the logarithm of the scale that all its products have.
+
+    Args:
+        coefs: of the step, by these products.
+        logits: [R, P + m], of all ranks, without a bias.
+    """
+    all_coefs = torch.cat([coefs.target, coefs.draws], 1)
+    return torch.where(all_coefs == 0.0, 0.0, all_coefs * logits).sum(1)  # a masked draw may be -inf
+
+
 class StepResult(NamedTuple):
     """What the backward of a step needs: everything has been exchanged before."""
 
@@ -299,6 +311,7 @@ class StepResult(NamedTuple):
     exchange: Exchange | None = None  # for a loss of [R]
     place: Tensor | None = None  # of each row of everyone, see `Everyone`
     project: bool = False  # whether class rows are on the unit sphere: gradients along them are left out
+    of_scale: Tensor | None = None  # [R], or [] with a loss of []: derivatives by the logarithm of a learned scale
 
     def hidden(self, grad: Tensor) -> Tensor:
         """The gradient of this rank's rows from that of the loss, [] or [R]."""
@@ -312,7 +325,14 @@ class _ExchangedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, step: StepResult, sink: Any, name: str
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        log_scale: Tensor | None,
+        step: StepResult,
+        sink: Any,
+        name: str,
     ) -> Tensor:
         ctx.step, ctx.sink, ctx.name, ctx.version = step, sink, name, weight._version
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -325,8 +345,9 @@ class _ExchangedLoss(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(f"{ctx.name}: double backward (create_graph=True) is not supported")
         step: StepResult = ctx.step
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        need_hidden, need_weight, need_bias, need_scale = ctx.needs_input_grad[:4]
         of_hidden, of_weight, of_bias = ctx.dtypes
+        d_scale = (step.of_scale * grad).sum() if need_scale and step.of_scale is not None else None
         d_hidden = step.hidden(grad).to(of_hidden) if need_hidden else None
         d_weight = d_bias = None
         if need_weight or need_bias:
@@ -336,11 +357,17 @@ class _ExchangedLoss(torch.autograd.Function):
             else:
                 wanted = (of_weight if need_weight else None, of_bias if need_bias else None)
                 d_weight, d_bias = ctx.sink.deliver_entries(found, ctx.size, *wanted, *ctx.saved_tensors)
-        return d_hidden, d_weight, d_bias, None, None, None
+        return d_hidden, d_weight, d_bias, d_scale, None, None, None
 
 
 def run_step(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, step: StepResult, sink: Fusion | Any, name: str
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    step: StepResult,
+    sink: Fusion | Any,
+    name: str,
+    log_scale: Tensor | None = None,
 ) -> Tensor:
-    """The loss with its backward; `hidden` are this rank's rows."""
-    return _ExchangedLoss.apply(hidden, weight, bias, step, sink, name)
+    """The loss with its backward; `hidden` are this rank's rows, `log_scale` [] is that of a learned scale."""
+    return _ExchangedLoss.apply(hidden, weight, bias, log_scale, step, sink, name)

@@ -188,6 +188,7 @@ class SampledClassifier(StepOfHead):
         self.stratified = stratified
         self.unique = unique
         self.scale = 1.0 if learn_scale else float(scale)
+        self.first_scale = float(scale)  # where a learned scale starts
         self.normalize = bool(normalize)
         self.ignore_index = ignore_index
         self.sparse = sparse
@@ -230,6 +231,8 @@ class SampledClassifier(StepOfHead):
         if self.bias is not None:
             bound = 1.0 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)
+        if self.log_scale is not None:
+            nn.init.constant_(self.log_scale, math.log(self.first_scale))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As in `nn.Module`; a changed setting makes the head resolve its step again."""
@@ -357,13 +360,11 @@ class SampledClassifier(StepOfHead):
             }  # fmt: skip
             return host_loss(self, h, y, given)
         if self._replica is not None and self.training:
-            if hard is not None:
-                raise ValueError(f"{_NAME}: hard must be None on a replicated head, got {type(hard).__name__}")
             exchange: Any = self._replica.loss
             if _is_compiling():
                 from samplex_cuda._eager import eager_replica_loss as exchange
             return exchange(
-                self, h, y, features, index, context, sample_weight, positives, key, negatives, target_weight
+                self, h, y, features, index, context, sample_weight, positives, key, negatives, target_weight, hard
             )
         rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
         if self.live is not None:

@@ -321,6 +321,10 @@ class ExactAnswers(nn.Module):
             added=added,
         )
 
+    def _rows_of_pool(self, pool: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Classes [n] that are searched for hard negatives, with their rows [n, d] and biases [n]."""
+        return pool, self.weight[pool], None if self.bias is None else self.bias[pool]
+
     def index(self, kind: str = "flat", **options: Any) -> ClassIndex:
         """An approximate nearest-neighbor index over the class rows (FAISS or USearch), for `index.topk(h, k)`.
 

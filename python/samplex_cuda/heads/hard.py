@@ -67,6 +67,11 @@ class HardNegatives:
             raise ValueError(
                 f"{_OP}: source must be one of {', '.join(_SOURCES)} or a function, got {describe(source)}"
             )
+        if hasattr(head, "exchange") and source in ("tree", "index"):
+            raise ValueError(
+                f'{_OP}: source must be "pool", "exact" or a function with a sharded head, since no rank has all '
+                f"rows, got {source!r}"
+            )
         self.head, self.source, self.options = head, source, options
         self.k = check_int(_OP, "k", k, 1, head.num_classes)
         self.pool = min(check_int(_OP, "pool", pool, 1, 1 << 24), head.num_classes)
@@ -76,12 +81,12 @@ class HardNegatives:
 
     @torch.no_grad()
     def mine(self, h: Tensor, y: Tensor, *, key: Key | Tensor | None = None) -> Tensor:
-        """Hard negatives of each row.
+        """Hard negatives of each row. Every rank of a sharded head must call it, with its own rows.
 
         Args:
             h: [B, d].
             y: int64 [B], or [B, P] padded with -100: never among them.
-            key: of the pool.
+            key: of the pool; that of the first rank counts.
 
         Returns:
             int64 [B, k], the best first; a row with fewer candidates is filled up with its first target, which losses
@@ -110,11 +115,11 @@ class HardNegatives:
         head = self.head
         self._calls += 1
         if self.source == "pool":
-            pool = Uniform(head.num_classes).subset(self.pool, batch_size=1, key=key).ids[0].to(h.device)
-            table = head.weight[pool]
-            scores = h @ (unit_rows(table) if head.normalize else table).T
-            if head.bias is not None:
-                scores = scores + head.bias[pool]
+            own = Uniform(head.num_classes).subset(self.pool, batch_size=1, key=key).ids[0].to(h.device)
+            pool, table, bias = head._rows_of_pool(own)
+            scores = h.to(table.dtype) @ (unit_rows(table) if head.normalize else table).T
+            if bias is not None:
+                scores = scores + bias
             scores = self._rank(scores)
             if head.live is not None:
                 scores = scores.masked_fill(~head.live[pool], -torch.inf)

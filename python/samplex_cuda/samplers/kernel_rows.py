@@ -122,9 +122,9 @@ class KernelRows(Sampler):
         most = MOST_ROW
         if self.kind == "quadratic":
             most = min(most, math.sqrt(MOST_SUM / self.num_classes / math.sqrt(2.0 * self.scale)))
-        fits = torch.linalg.vector_norm(rows, math.inf, 1) <= most  # false for nan
+        fits = rows.abs().amax(1) <= most  # false for nan; several times as fast as torch's norm
         if self.kind == "positive" and phi is not None:
-            fits &= torch.linalg.vector_norm(phi, math.inf, 1) <= MOST_SUM / self.num_classes
+            fits &= phi.abs().amax(1) <= MOST_SUM / self.num_classes
         return fits
 
     def _decays(self, rows: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ _KINDS = ("residual", "product")
 _WINDOW = 40.0  # scores of a codebook more than this below its best count as this: products stay in float32
 _LIGHTEST = 30.0  # the same for log omega of the classes
 _REFRESH_STEPS = 2  # iterations of a refresh, which begins with the old codes
-_REFRESH_AFTER = 4  # `follow` makes new codes once so many rows per class have been touched
+REFRESH_AFTER = 4  # `follow` makes new codes once so many rows per class have been touched
 # Time of one core pair, or of a GPU: ns per class of a sort, operations per ns, ns of a call.
 _CPU_COST, _GPU_COST = (20.0, 60.0, 1e5), (1.0, 2e4, 2e5)
 _FOLLOW_SHARE = 0.25  # of a step that following may take
@@ -109,27 +109,33 @@ class MIDX(Sampler):
         self.kind, self.scale, self.epsilon = kind, float(scale), float(epsilon)
         self.has_bias = bias is not None
         check_dense(self._op, "weight", weight)
-        if counts is not None:
-            counts = self._check_counts(counts, weight.device)
+        if counts is not None:  # numbers are not lost on the meta device
+            counts = self._check_counts(counts, torch.device("cpu") if weight.is_meta else weight.device)
+        place = key.device if isinstance(key, Tensor) else torch.device("cpu")
+        pair = key_tensor(self._op, key, place).clone()
+        self._make_tables(weight.device, counts, pair if weight.is_meta else pair.to(weight.device))
+        if bias is not None and self.bias is not None:
+            self.bias.copy_(bias.detach())
+        if not weight.is_meta:
+            self.rebuild(weight, bias)
+
+    def _make_tables(self, device: torch.device, counts: Tensor | None, pair: Tensor) -> None:
         self._table: tuple[Tensor, Tensor | None] | None = None  # for `refresh`
         self._age = 0
-        size, device, classes = self.num_codes, weight.device, self.num_classes
+        size, classes = self.num_codes, self.num_classes
         self.register_buffer("codes", torch.zeros(2, size, self.dim, device=device))
         self.register_buffer("cell", torch.zeros(classes, dtype=torch.int32, device=device))
-        self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
+        self.register_buffer("bias", torch.zeros(classes, device=device) if self.has_bias else None)
         self.register_buffer("counts", counts)
-        place = key.device if isinstance(key, Tensor) else torch.device("cpu")
-        self.register_buffer("pair", key_tensor(self._op, key, place).clone().to(device))
+        self.register_buffer("pair", pair)
         self.register_buffer("age", torch.zeros(1, dtype=torch.int64, device=device))
         # Made from the others.
         self.register_buffer("omega", torch.zeros(size, size, device=device), persistent=False)
         for name, count in (("place", classes), ("members", classes), ("starts", size * size + 1)):
             self.register_buffer(name, torch.zeros(count, dtype=torch.int32, device=device), persistent=False)
-        weighted = bias is not None or counts is not None
+        weighted = self.has_bias or counts is not None
         prefix = torch.zeros(classes + 1, dtype=torch.int64, device=device) if weighted else None
         self.register_buffer("prefix", prefix, persistent=False)
-        if not weight.is_meta:
-            self.rebuild(weight, bias)
 
     # -------------------------------------------------------------------------------------------- draws
     @torch.no_grad()
@@ -328,7 +334,7 @@ class MIDX(Sampler):
 
     def wants_refresh(self, rows: int) -> bool:
         """Whether so many rows more are enough for new codes."""
-        return self._age + rows >= _REFRESH_AFTER * self.num_classes and not _device.captured(self.cell.device)
+        return self._age + rows >= REFRESH_AFTER * self.num_classes and not _device.captured(self.cell.device)
 
     def forget_table(self) -> None:
         """`refresh` must be given the class table from now on."""
@@ -371,8 +377,19 @@ class MIDX(Sampler):
         weight, bias = weight.detach(), None if bias is None else bias.detach()
         if not _device.host_waits(weight):
             self._check_finite("weight", weight, bias)
+        fresh = self._codes_of(_some_rows(weight, ROWS_PER_CODE * self.num_codes, self.pair), start)
+        fine = fresh.isfinite().all()  # not on the CPU, which has looked before
+        self.codes.copy_(torch.where(fine, fresh, self.codes))
+        self.cell.copy_(self._cells_of(weight))
+        if bias is not None and self.bias is not None:
+            self.bias.copy_(torch.where(bias.isfinite(), bias.float(), self.bias))
+        self._table = weight, bias
+        self._grow_older(-self._age)
+        self._order()
+
+    def _codes_of(self, rows: Tensor, start: Tensor | None) -> Tensor:
+        """Codebooks [2, K, d] of some class rows [n, d], from scratch or from the codes `start`."""
         steps = {} if start is None else {"iterations": _REFRESH_STEPS}
-        rows = _some_rows(weight, ROWS_PER_CODE * self.num_codes, self.pair)
         half = self.dim // 2
         fresh = torch.zeros_like(self.codes)
         for number in range(2):
@@ -385,14 +402,7 @@ class MIDX(Sampler):
                 begin = None if start is None else start[number]
                 fresh[number] = kmeans(rows, self.num_codes, pair, start=begin, **steps)
                 rows = rows - fresh[number][assign(rows, fresh[number])]
-        fine = fresh.isfinite().all()  # not on the CPU, which has looked before
-        self.codes.copy_(torch.where(fine, fresh, self.codes))
-        self.cell.copy_(self._cells_of(weight))
-        if bias is not None and self.bias is not None:
-            self.bias.copy_(torch.where(bias.isfinite(), bias.float(), self.bias))
-        self._table = weight, bias
-        self._grow_older(-self._age)
-        self._order()
+        return fresh
 
     def _grow_older(self, rows: int) -> None:
         if rows:
@@ -561,9 +571,20 @@ class MIDX(Sampler):
         )
 
 
+def some_classes(classes: int, most: int, pair: Tensor) -> Tensor | None:
+    """The classes whose rows both codebooks are fitted to, ascending: `most` of them by the key; None for all.
+
+    Args:
+        classes: C.
+        most: how many.
+        pair: int64 [2], a reserved key.
+    """
+    if classes <= most:
+        return None
+    chosen = uniform_at(fold_in(pair, 2), torch.arange(most, device=pair.device)) * classes
+    return chosen.long().sort().values
+
+
 def _some_rows(weight: Tensor, most: int, pair: Tensor) -> Tensor:
-    """The rows that both codebooks are fitted to, float32: all, or `most` of them by the key."""
-    if weight.shape[0] <= most:
-        return weight.float()
-    chosen = uniform_at(fold_in(pair, 2), torch.arange(most, device=weight.device)) * weight.shape[0]
-    return weight[chosen.long().sort().values].float()
+    chosen = some_classes(weight.shape[0], most, pair)
+    return (weight if chosen is None else weight[chosen]).float()

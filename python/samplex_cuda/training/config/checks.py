@@ -209,9 +209,6 @@ def check_together(source: str, c: Config) -> None:
             fail("head", "shared", 'true or "auto" with the sampler in_batch', c.head.shared)
         if not (needs.draws and needs.excludes_target) or needs.target_log_q or needs.prior:
             fail("head", "loss", "one that masks targets among the draws with the sampler in_batch", c.head.loss)
-        if c.training.shard != "none":
-            wanted = f"another than in_batch with training.shard = {shown(c.training.shard)}"
-            fail("sampler", "name", wanted, c.sampler.name)
     if c.sampler.name == "mixture":
         single = [n for n in SAMPLERS if n not in ("mixture", "in_batch")]
         if len(c.sampler.components) < 2 or any(n not in single for n in c.sampler.components):
@@ -260,16 +257,15 @@ def check_together(source: str, c: Config) -> None:
             fail("head", "unique", wanted, c.head.unique)
         if not needs.weighted_draws or needs.target_log_q or not needs.draws:
             fail("head", "unique", f"false with {named}", c.head.unique)
-        if c.training.shard != "none":
-            fail("head", "unique", f"false with training.shard = {shown(c.training.shard)}", c.head.unique)
     if c.head.hard:
         if not loss.joins:
             fail("head", "hard", f"0 with {named} (sampled_softmax without smoothing takes them)", c.head.hard)
         if c.head.hard_source == "tree" and c.sampler.name != "tree":
             wanted = f"pool or exact with the sampler {c.sampler.name}, which is not a tree"
             fail("head", "hard_source", wanted, c.head.hard_source)
-        if c.training.shard != "none":
-            fail("head", "hard", f"0 with training.shard = {shown(c.training.shard)}", c.head.hard)
+        if c.head.hard_source == "tree" and c.training.shard != "none":
+            wanted = f"pool or exact with training.shard = {shown(c.training.shard)}"
+            fail("head", "hard_source", wanted, c.head.hard_source)
     if c.head.mask_known and not (needs.draws and needs.excludes_target):
         fail("head", "mask_known", f"false with {named}", True)
     if c.data.negatives and (not (needs.draws and needs.excludes_target) or needs.target_log_q or needs.prior):
@@ -295,7 +291,5 @@ def check_together(source: str, c: Config) -> None:
         if c.model.tied:
             why = "the encoder would need rows of the class table that other ranks hold; untie it, or train one process"
             fail("model", "tied", f"false {with_shard}: {why}", True)
-        if "midx" in names:
-            fail("sampler", "name", f"another than midx {with_shard}: its codes need the whole table", c.sampler.name)
     if c.training.average_head and c.training.average == "none":
         fail("training", "average_head", 'false with average = "none"', True)
