@@ -164,7 +164,9 @@ def main() -> int:
                 Side(label, lambda i, head=head: step(head, inputs, i))
                 for label, head in zip(("MIDX", "LogUniform"), heads, strict=True)
             ]
-            note = f"to follow all classes takes {spent:,.0f} ms, every {every:,} steps: {spent / every:.2f} ms per step"
+            note = (
+                f"to follow all classes takes {spent:,.0f} ms, every {every:,} steps: {spent / every:.2f} ms per step"
+            )
             what = f"step, draws [{BATCH}, {M}], MIDX with K = {codes} / LogUniform, C = {classes:,}"
             about |= {"target": 2.5} if codes == 256 else {}
             add(f"step_{codes}", what, sides, checked, more=spent / every, note=note, **about)

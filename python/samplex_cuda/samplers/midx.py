@@ -297,7 +297,7 @@ class MIDX(Sampler):
             self._assign_again(some, weight, bias)
 
     def _assign_again(self, ids: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """`update` of distinct classes by their rows of the whole table, which are not copied at once. The CPU's way."""
+        """`update` of distinct classes by their rows of the whole table, which are not all copied. The CPU's way."""
         self._check_table(weight, bias)
         if ids.shape[0] == 0:
             return
