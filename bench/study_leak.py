@@ -28,6 +28,7 @@ from _study import SHARED
 
 import samplex_cuda as sx
 from samplex_cuda.training import Config, Trainer, config
+from samplex_cuda.training.watch import some_rows
 
 LEAST, TEXT = 0.1, 5000  # share above Unigram's NLL that is worth a mark; words of the text that are kept
 SAMPLERS = {
@@ -61,7 +62,7 @@ def wikitext(folder: str, lines: int) -> tuple[str, str]:
 def data_of(args: argparse.Namespace) -> tuple[Any, Any, list[str]]:
     """Training data, held-out data, and the settings of the model."""
     if args.text:
-        train = sx.data.open(args.text, format="text", vocabulary=args.vocabulary)
+        train = sx.data.open(args.text, format="text", max_size=args.vocabulary)
         valid = sx.data.open(args.valid, format="text", vocabulary=train)
         return train, valid, ["model.name=lstm", "model.dim=64", "optimizer.encoder_lr=0.01"]
     spec = f"builtin:classes={args.classes},examples={args.examples}"
@@ -82,19 +83,14 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
         start = trainer.evaluate()["nll"]
         trainer.fit()
         end = trainer.evaluate()["nll"]
-        batch = valid.batch(torch.arange(min(args.rows, len(valid))))
-        trainer.encoder.eval()
-        with torch.no_grad():
-            h, features = trainer.encoder.encode(batch)
-        flat, y = h.reshape(-1, h.shape[-1])[: args.rows], batch["y"].reshape(h[..., 0].numel(), -1)[: args.rows]
-        seen = None if features is None else features.reshape(-1, features.shape[-1])[: args.rows]
-        context = batch.get("context")
-        context = None if context is None else context.reshape(-1)[: args.rows]
         head = trainer.head
+        h, y, seen, context = (
+            None if t is None else t[: args.rows] for t in some_rows(trainer.encoder, head, valid, args.rows)
+        )
         return {
             "start": round(start, 4),
             "nll": round(end, 4),
-            "leak": round(float(head.leak(flat, y, features=seen, context=context).mean()), 4),
+            "leak": round(float(head.leak(h, y, features=seen, context=context).mean()), 4),
             "base_share": round(float(getattr(head.sampler, "base_share", 0.0)), 4),
             "seconds": round(time.process_time() - begin, 1),
         }
