@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=8000, help="of WikiText-2")
     parser.add_argument("--vocabulary", type=int, default=TEXT, help="words of the text that are kept")
     parser.add_argument("--only", help="part of a sampler's name")
-    parser.add_argument("--again", action="store_true", help="make runs that are stored anew")
+    parser.add_argument("--again", action="store_true", help="make runs that are stored again")
     parser.add_argument("--output", type=Path, default=RESULTS / "study_leak.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
