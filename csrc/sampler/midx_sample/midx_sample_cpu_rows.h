@@ -10,11 +10,11 @@ namespace samplex {
 inline namespace SX_ISA_NS {
 namespace midx_rows {
 
-constexpr int kBlock = 16;            // draws that go through the choice of their codes together
-constexpr int kMany = 4 * kBlock;     // draws whose classes are read together
+constexpr int kBlock = 16;         // draws that go through the choice of their codes together
+constexpr int kMany = 4 * kBlock;  // draws whose classes are read together
 
-// Running sums are kept in another order than the lanes: lane l of group g at 4 l + g, so that the four groups are summed
-// side by side.
+// Running sums are kept in another order than the lanes: lane l of group g at 4 l + g, so that the four groups are
+// summed side by side.
 constexpr int kGroups = kMidxLanes / kMidxGroup;
 static_assert(kGroups == 4 && kMidxGroup == 8, "the vectors below");
 
@@ -151,8 +151,8 @@ struct Omega {
   }
 };
 
-// midx_walk of all draws of a block after the choice of their lanes, without branches that depend on a draw: those would
-// be guessed wrong.
+// midx_walk of all draws of a block after the choice of their lanes, without branches that depend on a draw: those
+// would be guessed wrong.
 struct Walk {
   alignas(64) double point[kBlock], before[kBlock], low[kBlock], high[kBlock];
   alignas(64) int64_t at[kBlock];  // the lane, then the code
