@@ -268,6 +268,28 @@ def test_a_head_follows_by_itself_and_makes_new_codes_now_and_then():
     assert head.staleness().rows == 0
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_following_many_rows_is_an_update_of_them(bias, monkeypatch):
+    weight, moved = rows_of(seed=3), rows_of(seed=4)
+    biases = torch.randn(2, C) if bias else [None, None]
+    sampler, other = (MIDX(weight, 9, bias=biases[0], key=sx.Key(0)) for _ in range(2))
+    monkeypatch.setattr("samplex_cuda.samplers.midx._ROWS_AT_ONCE", 7)
+    ids = torch.randint(-3, C + 3, (2 * C,))
+    inside = ids[(ids >= 0) & (ids < C)].unique()
+    assert 7 < inside.shape[0] < C
+    sampler.follow(ids, moved, biases[1])
+    other.update(inside, moved[inside], biases[1][inside] if bias else None)
+    assert not torch.equal(other.cell, MIDX(weight, 9, bias=biases[0], key=sx.Key(0)).cell)
+    for name, table in other.named_buffers():
+        assert torch.equal(table, sampler.get_buffer(name)), name
+    before = {name: table.clone() for name, table in sampler.named_buffers()}
+    broken = weight.clone()
+    broken[inside[-1], 0] = torch.nan
+    with pytest.raises(ValueError, match="midx: rows must be finite, got nan or inf"):
+        sampler.follow(inside, broken, biases[0])
+    assert all(torch.equal(table, sampler.get_buffer(name)) for name, table in before.items())
+
+
 def test_how_often_a_head_follows():
     large = MIDX(torch.randn(2000, 64), 256, key=sx.Key(0))
     assert large.follow_interval(256, 64, False) >= 1

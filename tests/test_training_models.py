@@ -92,6 +92,15 @@ def test_kernel_samplers_are_built_from_the_head():
         assert head.sampler_update == "step"
 
 
+def test_a_kernel_has_half_of_the_frequencies_mixed_in():
+    for name in ("quadratic", "rff"):
+        run, train, _ = case("linear", name, "sampler.base=auto")
+        kernel, base = build(run, train)[1].sampler.samplers
+        assert type(kernel).__name__ == {"quadratic": "Quadratic", "rff": "RandomFourier"}[name]
+        assert type(base).__name__ == "Unigram"
+        assert run.sampler.base_weight == 0.5
+
+
 def test_an_index_is_built_from_the_head_and_follows_it():
     run, train, _ = case("linear", "midx_default", "head.scale=2", "sampler.codes=product", "sampler.epsilon=0.05")
     _, head = build(run, train)

@@ -67,7 +67,7 @@ SAMPLERS = {
     "bigram": ["sampler.name=bigram", "sampler.smoothing=1"],
     "tree": ["sampler.name=tree", "sampler.dim=4", "sampler.base=none"],
     "tree_default": ["sampler.name=tree", "sampler.dim=4"],
-    "quadratic": ["sampler.name=quadratic"],
+    "quadratic": ["sampler.name=quadratic", "sampler.base=none"],
     "rff": ["sampler.name=rff", "sampler.num_features=64", "sampler.nu=1", "sampler.normalize=true",
             "sampler.kind=rff", "sampler.base=none"],
     "rff_default": ["sampler.name=rff", "sampler.num_features=64"],

@@ -441,18 +441,18 @@ inline void kernel_tree_climb(float* to, float* kept, const float* a, const floa
 inline void kernel_tree_change(float* to, const float* a, const float* b, int64_t width) {
   for (int64_t c = 0; c < width; ++c) to[c] += a[c] - b[c];
 }
-// The largest |number|, nan if there is one.
+// The largest |number|, nan if there is one: as integers, sizes are in the same order, and a nan is above infinity.
 inline float kernel_tree_peak(const float* sums, int64_t width) {
-  float most[kKernelTreeAlign] = {};
+  int32_t most[kKernelTreeAlign] = {};
   for (int64_t c = 0; c < width; c += kKernelTreeAlign) {
     for (int j = 0; j < kKernelTreeAlign; ++j) {
-      const float size = sums[c + j] < 0.0f ? -sums[c + j] : sums[c + j];
-      most[j] = size <= most[j] ? most[j] : most[j] == most[j] ? size : most[j];
+      const int32_t size = bit_copy<int32_t>(sums[c + j]) & 0x7fffffff;
+      most[j] = size > most[j] ? size : most[j];
     }
   }
-  float result = 0.0f;
-  for (int j = 0; j < kKernelTreeAlign; ++j) result = max_nan(result, most[j]);
-  return result;
+  int32_t result = 0;
+  for (int j = 0; j < kKernelTreeAlign; ++j) result = most[j] > result ? most[j] : result;
+  return bit_copy<float>(result);
 }
 inline void kernel_tree_total(float* to, const float* rows, int64_t count, int64_t width) {
   for (int64_t c = 0; c < width; c += kKernelTreeAlign) {

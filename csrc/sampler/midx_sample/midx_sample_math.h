@@ -203,17 +203,24 @@ SX_HOST_DEVICE inline int64_t midx_from_uniform(const MidxSampleParams& p, const
 }
 
 // ------------------------------------------------------------------------------------------------ log q
-// Of a class in its cell; nan where the cell is -1.
-SX_HOST_DEVICE inline float midx_log_q_in(const MidxSampleParams& p, const MidxRow& row, const float* weights,
-                                          int64_t id, int32_t cell) {
-  if (cell < 0) return quiet_nan<float>();
+// q of a class in its cell before exclusion; nan where there is no class or no cell.
+SX_HOST_DEVICE inline double midx_q(const MidxSampleParams& p, const MidxRow& row, const float* weights, int64_t id,
+                                    int32_t cell) {
+  if (cell < 0 || id < 0) return quiet_nan<double>();
   const int32_t codes = int32_t(p.codes), k1 = cell / codes, k2 = cell - k1 * codes;
   const double product = double(weights[k1]) * double(weights[codes + k2]) * double(p.omega[cell]);
   const int64_t units = midx_cell_units(p, cell);
   const double w = units > 0 ? product * (double(midx_class_units(p, id)) / double(units)) : 0.0;
-  const double q = row.unit * w + row.floor;
-  if (!(q > 0.0)) return q == 0.0 ? negative_infinity<float>() : quiet_nan<float>();
-  return float(exact_log(q) - row.log_left);
+  return row.unit * w + row.floor;
+}
+
+// log q where q is not above 0.
+SX_HOST_DEVICE inline float midx_no_log(double q) { return q == 0.0 ? negative_infinity<float>() : quiet_nan<float>(); }
+
+SX_HOST_DEVICE inline float midx_log_q_in(const MidxSampleParams& p, const MidxRow& row, const float* weights,
+                                          int64_t id, int32_t cell) {
+  const double q = midx_q(p, row, weights, id, cell);
+  return q > 0.0 ? float(exact_log(q) - row.log_left) : midx_no_log(q);
 }
 
 // Of an id that is not excluded; nan outside [0, C).

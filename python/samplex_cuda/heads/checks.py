@@ -60,6 +60,11 @@ def check_sampler(
     """Whether sampler, loss and head fit each other; returns the policy by which the sampler follows the table."""
     needs = loss.needs
     without = sampler is None and not needs.draws
+    if isinstance(sampler, str) and sampler == "auto":
+        raise TypeError(
+            f'{_NAME}: sampler must be a sampler of samplex_cuda.samplers, got "auto"; make the head with a static '
+            "one, such as Unigram(counts), and let sx.training.HeadChooser choose how it draws"
+        )
     if not without and (not isinstance(sampler, nn.Module) or not hasattr(sampler, "sample")):
         raise TypeError(f"{_NAME}: sampler must be a sampler of samplex_cuda.samplers, got {sampler!r}")
     of_sampler: Any = getattr(sampler, "num_classes", num_classes)

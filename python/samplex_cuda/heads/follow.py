@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from samplex_cuda import _device
 from samplex_cuda._checks import describe
 from samplex_cuda.optim.writes import version_of, watch
-from samplex_cuda.samplers.base import Sampler, distinct_ids
+from samplex_cuda.samplers.base import Sampler, distinct_ids, mark_ids
 
 __all__ = ["Staleness", "TableFollower"]
 
@@ -57,6 +58,8 @@ class TableFollower:
         self.num_classes = num_classes
         self.active = policy is not None
         self.touched: list[Tensor] = []  # ids since the sampler was brought up to date
+        self._seen: Tensor | None = None  # bool [C], further ones, once many were recorded on a CPU
+        self._recorded = 0  # how many ids `touched` was given since then
         self.steps = 0  # training forwards since then
         self.stale = policy is not None  # whether rows may have changed that nobody recorded
         self._buffer: Tensor | None = None  # ids of the last step on a device
@@ -100,12 +103,14 @@ class TableFollower:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableFollower:
         """A copy belongs to another table."""
+        self.list_touched()
         other = TableFollower(self.policy, self.num_classes, self.auto)
         other.touched, other.steps, other.stale = [t.clone() for t in self.touched], self.steps, self.stale
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The same for pickles."""
+        self.list_touched()
         return _remade, (self.policy, self.num_classes, self.touched, self.steps, self.stale, self.auto)
 
     # -------------------------------------------------------------------------------------------- the policy
@@ -130,7 +135,7 @@ class TableFollower:
         if self.policy == "epoch":
             return
         if not _device.host_waits(ids[0]):
-            self.touched += ids
+            self._record(ids)
             return
         # Of one size and in one place in every step, so that a CUDA graph of a step leaves its ids to the next one.
         size, spare = sum(i.numel() for i in ids), self._buffer
@@ -149,7 +154,26 @@ class TableFollower:
         else:
             self.accept()
             if self.policy != "epoch":
-                self.touched += ids
+                self._record(ids)
+
+    def _record(self, ids: Sequence[Tensor]) -> None:
+        """Adds to the touched rows. On a CPU a mark for each class replaces lists longer than C."""
+        self.touched += ids
+        if self.num_classes is None or not ids or _device.host_waits(ids[0]):
+            return
+        self._recorded += sum(i.numel() for i in ids)
+        if self._recorded >= self.num_classes:
+            if self._seen is None:
+                self._seen = torch.zeros(self.num_classes, dtype=torch.bool)
+            mark_ids(self._seen, torch.cat(self.touched))
+            self.touched, self._recorded = [], 0
+
+    def list_touched(self) -> None:
+        """Puts all touched rows into `touched`."""
+        if self._seen is not None:
+            if self.touched:
+                mark_ids(self._seen, torch.cat(self.touched))
+            self.touched, self._seen, self._recorded = [self._seen.nonzero().view(-1)], None, 0
 
     def end_epoch(self) -> None:
         """The head goes from evaluation to training."""
@@ -160,6 +184,7 @@ class TableFollower:
         """How far the sampler lags behind."""
         if self.policy is None:
             return Staleness(0, 0)
+        self.list_touched()
         if self.stale or (self.policy == "epoch" and self.steps):
             return Staleness(self.steps, -1)
         return Staleness(self.steps, self.changed().numel() if self.touched else 0)
@@ -169,11 +194,13 @@ class TableFollower:
 
         A loss on a GPU does not raise on an id out of range, and a checkpoint may hold one: these are dropped here.
         """
+        self.list_touched()
         return distinct_ids(torch.cat(self.touched), self.num_classes)
 
     @torch.no_grad()
     def flush(self, sampler: Any, weight: Tensor, bias: Tensor | None) -> None:
         """Brings the sampler up to date: the rows touched since the last time, or all of them."""
+        self.list_touched()
         with_bias = getattr(sampler, "has_bias", False) and bias is not None
         if self.stale or self.policy is None or (self.policy == "epoch" and self.steps):
             sampler.rebuild(weight, bias) if with_bias else sampler.rebuild(weight)
@@ -190,11 +217,12 @@ class TableFollower:
 
     def reset(self, *, stale: bool = False) -> None:
         """Forgets what was recorded."""
-        self.touched, self.steps, self.stale = [], 0, stale
+        self.touched, self._seen, self._recorded, self.steps, self.stale = [], None, 0, 0, stale
 
     # -------------------------------------------------------------------------------------------- checkpoints
     def lag(self) -> Tensor | None:
         """What a checkpoint must hold besides the sampler: int64 [2 + n] of steps, stale, touched ids; or None."""
+        self.list_touched()
         if self.policy is None or not (self.steps or self.touched or self.stale):
             return None
         ids = self.changed().cpu() if self.touched else torch.empty(0, dtype=torch.int64)

@@ -27,10 +27,11 @@ _WINDOW = 40.0  # scores of a codebook more than this below its best count as th
 _LIGHTEST = 30.0  # the same for log omega of the classes
 _REFRESH_STEPS = 2  # iterations of a refresh, which begins with the old codes
 REFRESH_AFTER = 4  # `follow` makes new codes once so many rows per class have been touched
-# Time of one core pair, or of a GPU: ns per class of a sort, operations per ns, ns of a call.
-_CPU_COST, _GPU_COST = (20.0, 60.0, 1e5), (1.0, 2e4, 2e5)
-_FOLLOW_SHARE = 0.25  # of a step that following may take
+# Time of one core pair, or of a GPU: ns per class of a sort, operations per ns, ns of a call, visits to a touched row.
+_CPU_COST, _GPU_COST = (10.0, 120.0, 1e5, 1.25), (1.0, 2e4, 2e5, 3.0)
+_FOLLOW_SHARE = 0.125  # of a step that following may take
 _MOST_STEPS = 4096
+_ROWS_AT_ONCE = 1 << 16  # of the class table that are copied to be re-assigned
 
 
 class MIDX(Sampler):
@@ -203,7 +204,9 @@ class MIDX(Sampler):
         """a and b of each row, [B, 2, K], and the masses of the first codes [B, K], float32."""
         size = self.num_codes
         made = torch.empty(flat.shape[0], 2 * size, device=flat.device)
-        weights = product(flat, self.codes.view(2 * size, self.dim).t(), made).mul_(self.scale).view(-1, 2, size)
+        weights = product(flat, self.codes.view(2 * size, self.dim).t(), made).view(-1, 2, size)
+        if self.scale != 1.0:
+            weights.mul_(self.scale)
         weights.sub_(weights.amax(2, keepdim=True)).clamp_min_(-_WINDOW).exp_()
         return weights, self._mass(weights[:, 1])
 
@@ -289,12 +292,32 @@ class MIDX(Sampler):
         Re-assigns them; once each class has been touched 4 times on average since the last time, makes new codes.
         """
         # On a CPU distinct ids count: a checkpoint holds these alone, and a resumed run must refresh at the same step.
-        some = ids.reshape(-1) if _device.host_waits(self.cell) else distinct_ids(ids, self.num_classes)
+        waits = _device.host_waits(self.cell)
+        some = ids.reshape(-1) if waits else distinct_ids(ids, self.num_classes)
         if self.wants_refresh(some.numel()):
             self.refresh(weight, bias)
             return
-        safe = some.clamp(0, self.num_classes - 1)
-        self.update(some, weight[safe], None if bias is None or self.bias is None else bias[safe])
+        if waits:
+            safe = some.clamp(0, self.num_classes - 1)
+            self.update(some, weight[safe], None if bias is None or self.bias is None else bias[safe])
+        else:
+            self._assign_again(some, weight, bias)
+
+    def _assign_again(self, ids: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """`update` of distinct classes by their rows of the whole table, which are not all copied. The CPU's way."""
+        self._check_table(weight, bias)
+        if ids.shape[0] == 0:
+            return
+        cells = torch.empty(ids.shape[0], dtype=torch.int32)
+        for part in (slice(at, at + _ROWS_AT_ONCE) for at in range(0, ids.shape[0], _ROWS_AT_ONCE)):
+            own = weight.detach()[ids[part]]
+            self._check_finite("rows", own, None if bias is None else bias[ids[part]])
+            cells[part] = self._cells_of(own)
+        self.cell[ids] = cells
+        if bias is not None and self.bias is not None:
+            self.bias[ids] = bias.detach()[ids].float()
+        self._grow_older(ids.shape[0])
+        self._order()
 
     @torch.no_grad()
     def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -312,7 +335,7 @@ class MIDX(Sampler):
         """Bring codes and cells up to date with the class table, beginning with the codes there are.
 
         Two iterations of k-means over at most 256 K rows, then all classes are assigned: O(C K d). A head does this by
-        itself (`sampler_update`), as often as it costs a quarter of a step on average.
+        itself (`sampler_update`), as often as it costs an eighth of a step on average.
 
         Args:
             weight: [C, d]; None: the table this sampler was last given, as it is now.
@@ -471,14 +494,14 @@ class MIDX(Sampler):
 
     # -------------------------------------------------------------------------------------------- how often
     def follow_interval(self, batch: int, num_samples: int, shared: bool) -> int:
-        """Steps that share one `follow` by default: until it takes about a quarter of the time of a step.
+        """Steps that share one `follow` by default: until it takes about an eighth of the time of a step.
 
         log_q is that of the codes as they are, so that an index some steps old costs variance, never a bias.
         """
-        sort, flops, launch = _GPU_COST if _device.host_waits(self.cell) else _CPU_COST
+        sort, flops, launch, visits = _GPU_COST if _device.host_waits(self.cell) else _CPU_COST
         touched = batch + num_samples if shared else batch * (num_samples + 1)
         query = 2.0 * batch * self.num_codes * (2 * self.dim + self.num_codes) / flops
-        step = 4 * launch + touched * 3.0 * (sort + self.dim / 2) + query
+        step = 4 * launch + touched * visits * (sort + self.dim / 2) + query
         steps = 1
         while steps < _MOST_STEPS:
             rows = min(self.num_classes, steps * touched)

@@ -12,6 +12,7 @@ Where things are:
     result            how a run ends
     interrupts        signals and torch's generators
     evaluation        exact metrics on a data set
+    chooser           a run that chooses its sampler; head_chooser: a head in a loop of your own
     averaging         averages of the weights
     run_folder        metrics, curves, bad batches, the lock
     state             what a checkpoint holds; `load_model`
@@ -22,6 +23,7 @@ from samplex_cuda.training import checkpoint, config, models
 from samplex_cuda.training.checkpoint import CheckpointError
 from samplex_cuda.training.config import Config, ConfigError
 from samplex_cuda.training.evaluation import evaluate
+from samplex_cuda.training.head_chooser import HeadChooser, Way
 from samplex_cuda.training.models import build, optimizers
 from samplex_cuda.training.opening import open_data
 from samplex_cuda.training.result import NonFiniteLossError, Result
@@ -33,11 +35,13 @@ __all__ = [
     "CheckpointError",
     "Config",
     "ConfigError",
+    "HeadChooser",
     "NonFiniteLossError",
     "Progress",
     "Result",
     "RunError",
     "Trainer",
+    "Way",
     "build",
     "checkpoint",
     "config",

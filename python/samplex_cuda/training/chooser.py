@@ -193,10 +193,20 @@ class Chooser:
         return self._configs[way]
 
     @property
+    def every(self) -> int:
+        """Steps between two choices, as asked for."""
+        return int(self.config.sampler.choose_every)
+
+    @property
+    def seed(self) -> int:
+        """Of the draws that are looked at."""
+        return int(self.config.training.seed)
+
+    @property
     def interval(self) -> int:
         """Steps between two choices: more than asked for where looking would take more than 2 % of the time."""
         least = min(self.costs.values())
-        return max(int(self.config.sampler.choose_every), math.ceil(self.look_ms / (_OVERHEAD * least)))
+        return max(self.every, math.ceil(self.look_ms / (_OVERHEAD * least)))
 
     # ------------------------------------------------------------------------------------------ steps
     def step(self, step: int, encoder: Encoder, head: SampledClassifier) -> str:
@@ -217,14 +227,17 @@ class Chooser:
     def _write(self, name: str, what: Any) -> None:
         checkpoint.write_file(self.run_dir / name, json.dumps(what, indent=1))
 
+    def _stored(self) -> Any:
+        """Costs that an earlier start of this run has measured, or None."""
+        path = self.run_dir / "costs.json"
+        return json.loads(path.read_text()) if path.is_file() else None
+
     def _first(self, encoder: Encoder, head: SampledClassifier) -> None:
         """Costs of a step of each way and of a look: of the run folder if they are there, else measured."""
-        path = self.run_dir / "costs.json"
-        if path.is_file():
-            stored = json.loads(path.read_text())
-            if set(stored["costs"]) == set(self.ways):
-                self.costs, self.look_ms = stored["costs"], stored["look_ms"]
-                return
+        stored = self._stored()
+        if stored is not None and set(stored["costs"]) == set(self.ways):
+            self.costs, self.look_ms = stored["costs"], stored["look_ms"]
+            return
         begin = time.perf_counter()
         _, made = self._look(0, encoder, head)
         self.look_ms = 1e3 * (time.perf_counter() - begin)
@@ -298,11 +311,15 @@ class Chooser:
     def _rows(self, encoder: Encoder, head: SampledClassifier) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """h, first targets, what samplers look at, context: of rows of the first training batch, in evaluation."""
         h, y, _, context = some_rows(encoder, head, self.train, self.batch_size)
-        n = min(h.shape[0], max(_LEAST_ROWS, _NUMBERS // head.num_classes))
+        n = min(h.shape[0], self._most_rows(head))
         several = y.reshape(y.shape[0], -1)
         first = (several >= 0).to(torch.int64).argmax(1, keepdim=True)
         h = h[:n].detach()
         return h, several.gather(1, first)[:n, 0], h, None if context is None else context[:n]
+
+    @staticmethod
+    def _most_rows(head: SampledClassifier) -> int:
+        return max(_LEAST_ROWS, _NUMBERS // head.num_classes)
 
     def _make(self, way: str, encoder: Encoder, head: SampledClassifier, fit: bool) -> samplers.Sampler:
         with torch.random.fork_rng(devices=[]):
@@ -317,7 +334,7 @@ class Chooser:
         made: dict[str, samplers.Sampler] = {}
         known: dict[str, samplers.Sampler] = {self._sampler_key(self.present): head.sampler}
         looks: dict[str, dict[str, float]] = {}
-        pair = torch.tensor([self.config.training.seed ^ 0xA070, step], device=h.device)
+        pair = torch.tensor([self.seed ^ 0xA070, step], device=h.device)
         for number, name in enumerate(self.ways):
             c, kind = self.config_of(name).head, self._sampler_key(name)
             if kind not in known:
@@ -337,6 +354,10 @@ class Chooser:
         config = self.config_of(self.present if way is None else way)
         head.stratified = False
         head.shared = bool(config.head.shared)
-        head.set_sampler(sampler, num_samples=int(config.head.num_samples), update=models._policy(config, head.loss))
+        head.set_sampler(sampler, num_samples=int(config.head.num_samples), update=self._policy(config, head))
         head.follower.reset()
         head.stratified = bool(config.head.stratified)
+
+    def _policy(self, config: Config, head: SampledClassifier) -> Any:
+        """How a sampler of this configuration follows the table."""
+        return models._policy(config, head.loss)

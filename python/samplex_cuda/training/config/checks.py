@@ -40,7 +40,7 @@ SAMPLERS = (
     "mixture",
 )
 # Samplers whose distribution may lose classes that the model needs: a fixed one is mixed in (`sampler.base`).
-MIXED = ("tree", "rff")
+MIXED = ("tree", "rff", "quadratic")
 # Keys of [head] that are options of the loss, by their name there.
 LOSS_OPTIONS = {"label_smoothing": "label_smoothing", "absolute": "absolute", "reg": "reg", "eta_rate": "rate"}
 

@@ -138,8 +138,9 @@ class Sampler:
     )  # fmt: skip
     refit_steps: int = _key(0, "the same, after so many steps; 0: never", least=0)
     base: str = _key(
-        "auto", "tree, rff: a fixed distribution that is mixed in, so that every class is drawn; auto: unigram (rff: "
-        "none with head.stratified); in_batch: where `head.num_samples` further draws come from; auto: uniform",
+        "auto", "tree, rff, quadratic: a fixed distribution that is mixed in, so that every class is drawn; auto: "
+        "unigram (none with head.stratified, except for a tree); in_batch: where `head.num_samples` further draws come "
+        "from; auto: uniform",
         choices=("auto", "none", "uniform", "log_uniform", "unigram"),
     )  # fmt: skip
     base_weight: float = _key(0.5, "share of `base`", above=0.0, below=1.0)
