@@ -127,6 +127,10 @@ def test_refused(ranks, what):
         assert wanted in message
 
 
+def in_batch(**options):
+    return sx.SampledClassifier(4, 50, sx.samplers.InBatch(50, **options), 3, shared=True)
+
+
 def test_heads_that_do_not_fit():
     replicate = sx.distributed.replicate
     sampler = sx.samplers.Uniform(50)
@@ -136,6 +140,8 @@ def test_heads_that_do_not_fit():
         (sx.SampledClassifier(4, 50, sampler, 3, reduction="none"), 'reduction must be "mean" or "sum"'),
         (sx.SampledClassifier(4, 50, sampler, 3, device="meta"), "on the meta device"),
         (sx.SampledClassifier(4, 50, sampler, 3, sparse=False), "sparse=True or a fused optimizer"),
+        (in_batch(group="a group"), "InBatch sampler must have group=None, .* got a process group"),
+        (in_batch(extra=sx.samplers.Quadratic(torch.randn(50, 4))), "one distribution for all rows, got extra=Quad"),
     ):
         with pytest.raises(ValueError, match=text):
             replicate(head, encoder="average")

@@ -309,6 +309,9 @@ def test_samplers_that_cannot_be_spread():
     with pytest.raises(ValueError, match="sampler must be one of auto, replicate, shard"):
         shard_alone(sx.samplers.LogUniform(20), sampler="both")
     head = shard_alone(sx.samplers.Quadratic(torch.randn(20, 8)))
+    for source in ("tree", "index"):
+        with pytest.raises(ValueError, match='source must be "pool", "exact" or a function with a sharded head'):
+            sx.HardNegatives(head, 3, source)
     with pytest.raises(TypeError, match="exclude must be an int64 tensor"):
         head.sampler.sample(torch.randn(1, 8), 2, exclude=(torch.tensor([0, 1]), torch.tensor([3])))
 
