@@ -155,7 +155,7 @@ class AugmentReduce(_EntryLoss):
 
     def forward_static(self, x: StaticInputs, form: Form, need_grad: bool, need_hidden: bool) -> tuple[Forward, Tensor]:
         """See `Loss.forward_static`."""
-        law, state, index = x.law, x.example_state, x.index
+        law, state, index = x.law, x.example_state, x.examples
         assert state is not None
         assert index is not None
         loss, ids, saved = augment_reduce_static_(

@@ -57,7 +57,7 @@ class StaticInputs(NamedTuple):
     law: StaticLaw
     unit_hidden: bool = False  # whether the sink wants `Forward.unit_hidden`
     example_state: Tensor | None = None  # [N], a number per example, which the op moves
-    index: Tensor | None = None  # int64 [B], the examples of the batch
+    examples: Tensor | None = None  # int64 [B], those of the batch
 
 
 class StaticLaw(NamedTuple):
