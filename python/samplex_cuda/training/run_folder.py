@@ -64,9 +64,7 @@ def check_links(run_dir: Path) -> None:
     checkpoint.check_inside(run_dir, *FOLDERS, *FILES)
 
 
-def begin(
-    run_dir: Path, config: Config, surroundings: Callable[[], dict[str, Any]], first: Callable[[], None]
-) -> None:
+def begin(run_dir: Path, config: Config, surroundings: Callable[[], dict[str, Any]], first: Callable[[], None]) -> None:
     """Makes a run folder, with the configuration and what it runs on; RunError if there is a run in it.
 
     Args:
