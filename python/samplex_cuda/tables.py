@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from samplex_cuda._checks import check_int, describe
 from samplex_cuda._library import _native
 
-__all__ = ["empty_table", "mapped_table", "set_table_file", "share", "table_file"]
+__all__ = ["empty_table", "mapped_table", "share"]
 
 _PAIR_OF_LINES = 128  # bytes
 _LARGE = 4 << 20  # bytes; a smaller table has few pages, and a fork copies each at most once
