@@ -413,7 +413,7 @@ def test_a_vocabulary_is_extended(tmp_path):
         assert "outside of the vocabulary" in few.notes[0]
     fixed = data.text_file(path, vocabulary=held, columns=1)
     assert fixed.vocabulary == held
-    valid = data.open_like(path, found, extend=True)  # of a run that grows: validation text adds no words
+    valid = data.open_like(path, found, extend=True, columns=1)  # of a run that grows: validation text adds no words
     assert valid.vocabulary == found.vocabulary
     with pytest.raises(ValueError, match="extend must be False without a vocabulary to extend, got True"):
         data.text_file(path, extend=True)
