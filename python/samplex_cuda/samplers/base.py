@@ -160,7 +160,7 @@ class Sampler(torch.nn.Module):
             shared: one set of draws [m] for the whole batch instead of [B, m]. Where each row has its own distribution
                 they come from the mean of these distributions, and log_q is of that mean.
             key: where the randomness comes from; see `samplex_cuda.Key`. None: torch's default generator.
-            exclude: classes that rows must not draw, int64: [B] | [B, P] padded with -1 | CSR (offsets [B + 1], ids). The
+            exclude: classes that are not drawn, int64: [B] | [B, P] padded with -1 | CSR (offsets [B + 1], ids). The
                 draws follow the distribution conditioned on the other classes, and log_q is of that distribution. A
                 row with no class left gets its first excluded id with log_q = 0. Not with `shared`: losses mask shared
                 draws.
