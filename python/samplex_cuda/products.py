@@ -97,7 +97,9 @@ def splits_coefficients(weight: Tensor) -> bool:
 
 def _by_panels(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Whether our kernels multiply these matrices of the type of `out`."""
-    if out.dtype is not torch.float32 or not out.is_cpu or not _native.panels_beat_blas():
+    if out.dtype is not torch.float32 or not out.is_cpu or torch.compiler.is_compiling():
+        return False  # a compiled graph holds torch's own product: sizes may be open there
+    if not _native.panels_beat_blas():
         return False
     (rows, depth), columns = a.shape, b.shape[1]
     return (

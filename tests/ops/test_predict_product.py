@@ -107,3 +107,15 @@ def test_products_go_where_they_are_faster(monkeypatch, ours):
     torch.testing.assert_close(small.double(), wanted[:4], rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(other.double(), wanted, rtol=1e-5, atol=1e-4)
     assert len(calls) == (3 if ours else 0)
+
+
+def test_a_compiled_graph_holds_torchs_product():
+    torch.manual_seed(4)
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+
+    @torch.compile(backend="eager", fullgraph=True, dynamic=True)
+    def compiled(a, b):
+        return products.product(a, b, torch.empty(a.shape[0], b.shape[1]))
+
+    assert torch.equal(compiled(a, b), torch.mm(a, b))
+    assert torch.equal(compiled(a[:50], b), torch.mm(a[:50], b))
