@@ -89,6 +89,18 @@ def test_bad_arguments_are_named(a, b, out, kind, text):
     assert torch.equal(out, before)
 
 
+@pytest.mark.parametrize("which", ["a", "b"])
+def test_a_result_that_shares_memory_with_a_factor_is_refused(which):
+    memory, other = torch.randn(65, 64), torch.randn(64, 64)
+    factor, out = memory[:64], memory[1:]  # they share all rows but one
+    before = memory.clone()
+    with pytest.raises(RuntimeError, match=f"out must not share memory with {which}"):
+        predict_product(factor, other, out) if which == "a" else predict_product(other, factor, out)
+    assert torch.equal(memory, before)
+    predict_product(memory[:32], other, memory[32:64])  # side by side
+    assert torch.allclose(memory[32:64], before[:32] @ other, atol=1e-4)
+
+
 @pytest.mark.parametrize("ours", [False, True])
 def test_products_go_where_they_are_faster(monkeypatch, ours):
     """What `products` answers is the same product, whichever kernel makes it."""

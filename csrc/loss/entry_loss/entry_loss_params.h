@@ -33,7 +33,7 @@ enum class EntryLoss : int64_t { kNegativeSampling = 0, kNce = 1, kOneVsEach = 2
 // A sum that overflowed counts as the largest that does not; nan leaves eta as it is. Where an index occurs twice, the
 // larger result stays, whatever the order.
 struct EntryExamples {
-  const int64_t* index;       // [B]; nullptr: there are none, and `log_eta` of the loss is [B]
+  const int64_t* index;       // [B], or nullptr if the loss has one `log_eta` per row, [B]
   void* log_eta;              // A [size], changed in place
   void* ratio;                // A [B]: of the loss; overwritten
   int64_t batch, size;        // one out of range makes the loss of its row nan, and changes nothing

@@ -1,6 +1,7 @@
 // Schemas and checks of the passes over a chunk of logits. They work in place: the caller's loop over chunks keeps the
 // buffers. See predict_params.h.
 #include <algorithm>
+#include <utility>
 
 #include "common/glue.h"
 #include "common/numeric.h"
@@ -59,6 +60,20 @@ void check_factor(const char* op, const char* arg, const Tensor& t, int64_t rows
               describe(t));
 }
 
+// Bytes from the first to behind the last number of a matrix that has numbers.
+std::pair<uintptr_t, uintptr_t> span_of(const Tensor& t) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+  const int64_t last = (t.size(0) - 1) * t.stride(0) + (t.size(1) - 1) * t.stride(1);
+  return {begin, begin + uintptr_t(last + 1) * sizeof(float)};
+}
+
+void check_apart(const char* op, const char* arg, const Tensor& t, const Tensor& out) {
+  const auto [begin, end] = span_of(t);
+  const auto [out_begin, out_end] = span_of(out);
+  check_value(end <= out_begin || out_end <= begin, op, ": out must not share memory with ", arg,
+              ", which is read while out is written; pass a clone of ", arg);
+}
+
 // A product of matrices with the kernels of common/panels.h, on the CPU alone: see `product` in
 // samplex_cuda/products.py.
 void predict_product(const Tensor& a, const Tensor& b, const Tensor& out, bool add) {
@@ -78,6 +93,8 @@ void predict_product(const Tensor& a, const Tensor& b, const Tensor& out, bool a
   check_value(out.stride(1) == 1 && out.stride(0) >= columns, op,
               ": out must have rows of numbers side by side, got strides ", out.stride(0), " and ", out.stride(1));
   if (rows == 0 || columns == 0) return;
+  check_apart(op, "a", a, out);
+  check_apart(op, "b", b, out);
   const float* const of_a = static_cast<const float*>(a.const_data_ptr());
   const float* const of_b = static_cast<const float*>(b.const_data_ptr());
   const PackPanelsParams packed{of_b, b.stride(1) == 1 ? b.stride(0) : 1, b.stride(1), depth, columns, nullptr};

@@ -1,7 +1,7 @@
 """`MIDX` over a sharded class table: codebooks and cells are on every rank, class rows are not.
 
 A draw needs no exchange. New codes are made by the first rank from at most 256 K class rows, which the ranks that hold
-them send; each rank then finds the cells of its own rows, 4 bytes per class that all others get.
+them send; each rank then finds the cells of its rows and sends them to all others, 4 bytes per class.
 """
 
 from __future__ import annotations
