@@ -246,6 +246,38 @@ def test_importing_the_package_loads_the_core_alone():
     assert {"torch._dynamo", "torch._inductor", "torch.utils.tensorboard"} & (with_package - torch_alone) == set()
 
 
+COLLECTIONS = """
+import gc, json, sys
+import torch
+during = []
+def note(phase, info):
+    package = sys.modules.get("samplex_cuda")
+    if phase == "start" and "samplex_cuda._library" in sys.modules and not hasattr(package, "__version__"):
+        during.append(info["generation"])
+gc.callbacks.append(note)
+gc.set_threshold(100, 10, 10)
+if not {enabled}:
+    gc.disable()
+if {broken}:
+    sys.modules["samplex_cuda.heads"] = None
+try:
+    import samplex_cuda
+except ImportError:
+    pass
+print(json.dumps([gc.isenabled(), "samplex_cuda" in sys.modules, len(during)]))
+"""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_import_leaves_the_garbage_collector_as_it_was(enabled, broken):
+    code = COLLECTIONS.format(enabled=enabled, broken=broken)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    enabled_after, imported, during = json.loads(done.stdout)
+    assert (enabled_after, imported) == (enabled, not broken)
+    assert during <= 1  # one when it is enabled again; with 13,000 new objects, 130 otherwise
+
+
 def test_the_rest_is_loaded_on_first_use():
     found = loaded(
         "import samplex_cuda as sx", "sx.data.Dense", "assert 'samplex_cuda.training' not in __import__('sys').modules"

@@ -21,6 +21,8 @@ torch.ops.load_library(str(Path(_native.__file__).parent / "libsamplex.so"))
 
 __all__ = ["_native", "register_fake", "register_fakes"]
 
+# One for all fakes: torch would make one each.
+_namespace = torch.library.Library("samplex", "FRAGMENT")
 _fakes: list[tuple[str, Callable[..., Any]]] = []
 _loaded = False
 
@@ -38,7 +40,7 @@ def register_fake(op: str, func: Callable[..., Any] | None = None) -> Any:
     if func is None:
         return lambda given: register_fake(op, given)
     if _loaded:  # a module that the package itself does not load
-        torch.library.register_fake(op, func)
+        torch.library.register_fake(op, func, lib=_namespace)
     else:
         _fakes.append((op, func))
     return func
@@ -50,4 +52,4 @@ def register_fakes() -> None:
     _loaded = True
     while _fakes:
         op, func = _fakes.pop()
-        torch.library.register_fake(op, func)
+        torch.library.register_fake(op, func, lib=_namespace)
