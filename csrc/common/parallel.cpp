@@ -13,9 +13,9 @@
 namespace samplex {
 namespace {
 
-// A thread that starts or ends this much later than its own work explains was descheduled: waking a sleeping thread
-// takes less, a scheduler slice more.
-constexpr int64_t kLate = 500'000;  // ns
+// A thread that starts or ends this much later than its own work explains was descheduled. Waking a sleeping team takes
+// less, and longer with each thread; a turn of a DataLoader's worker takes 0.2 to 0.3 ms, a scheduler slice some ms.
+constexpr int64_t kLate = 150'000, kLatePerThread = 5'000;  // ns
 // One late thread can be an accident. Two within this time mean that other processes want the cores.
 constexpr int64_t kWindow = 30'000'000;  // ns
 // How long loops stay off the OpenMP team then. Doubles each time the team is found late again: every attempt may cost
@@ -78,7 +78,7 @@ void run_openmp(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*),
       if (latest.compare_exchange_weak(seen, late, std::memory_order_relaxed)) break;
     }
   });
-  if (latest.load(std::memory_order_relaxed) > kLate) return note_late(now());
+  if (latest.load(std::memory_order_relaxed) > kLate + kLatePerThread * num_threads()) return note_late(now());
   if (quiet_loops.fetch_add(1, std::memory_order_relaxed) == kQuietLoops) {
     pause_length.store(kShortestPause, std::memory_order_relaxed);
   }
