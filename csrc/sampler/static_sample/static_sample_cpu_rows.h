@@ -65,27 +65,53 @@ inline void first_attempt(const StaticSampleParams& p, Block& s) {
   }
 }
 
-// Uniform draws past excluded ids never meet one, and share one log_q a row: whole rows at a time.
+// The block's draws, a row of the batch at a time: body(row, begin, end).
+template <typename F>
+inline void for_rows(const StaticSampleParams& p, const Block& s, const F& body) {
+  for (int i = 0; i < s.count;) {
+    const int64_t rest = (s.b[i] + 1) * p.num_samples - (s.first + i);  // of the row's draws
+    const int end = rest < s.count - i ? i + int(rest) : s.count;
+    body(p.rows[s.b[i]], i, end);
+    i = end;
+  }
+}
+
+// Uniform draws past excluded ids never meet one, and share one log_q a row.
 inline void draw_uniform_excluding(const StaticSampleParams& p, const Block& s) {
   int64_t* const ids = p.ids + s.first;
   float* const log_q = p.log_q + s.first;
-  for (int i = 0; i < s.count;) {
-    const StaticRow& row = p.rows[s.b[i]];
-    const int64_t rest = (s.b[i] + 1) * p.num_samples - (s.first + i);  // of the row's draws
-    const int begin = i, end = rest < s.count - i ? i + int(rest) : s.count;
+  for_rows(p, s, [&](const StaticRow& row, int begin, int end) {
     const float log_q_of_row = row.left == 0 ? 0.0f : float(0.0 - row.log_mass);
     if (row.left == 0) {
-      for (; i < end; ++i) ids[i] = stand_in(p, row);
+      for (int i = begin; i < end; ++i) ids[i] = stand_in(p, row);
     } else if (row.end - row.begin == 1) {  // the target alone, nearly always
       const int64_t out = p.exclude[row.begin], left = row.left;
-      for (; i < end; ++i) {
+      for (int i = begin; i < end; ++i) {
         const int64_t r = below(s.bits0[i], left);
         ids[i] = r + int64_t(r >= out);
       }
     } else {
-      for (; i < end; ++i) ids[i] = uniform_skip(p, row, below(s.bits0[i], row.left));
+      for (int i = begin; i < end; ++i) ids[i] = uniform_skip(p, row, below(s.bits0[i], row.left));
     }
-    for (int k = begin; k < end; ++k) log_q[k] = log_q_of_row;
+    for (int i = begin; i < end; ++i) log_q[i] = log_q_of_row;
+  });
+}
+
+// Draws [begin, end) of a row again where they are excluded.
+inline void redraw_excluded(const StaticSampleParams& p, const StaticRow& row, PhiloxKey key, Block& s, int begin,
+                            int end) {
+  int64_t* const ids = p.ids + s.first;
+  if (row.end - row.begin == 1) {  // the target alone, nearly always: one comparison for many draws
+    const int64_t out = p.exclude[row.begin];
+    int64_t met = 0;
+    for (int i = begin; i < end; ++i) met += int64_t(ids[i] == out);
+    if (met == 0) return;
+  }
+  for (int i = begin; i < end; ++i) {
+    if (!is_excluded(p, row, ids[i])) continue;
+    const StaticDraw drawn = draw_excluding(p, row, key, s.b[i], s.first + i - s.b[i] * p.num_samples, 1);
+    ids[i] = class_of(drawn);
+    s.log_weight[i] = drawn.log_weight;
   }
 }
 
@@ -93,27 +119,25 @@ inline void draw_block(const StaticSampleParams& p, const StaticRow& whole, Phil
   philox_block(s, key);
   if (p.law == StaticLaw::kUniform && p.exclude != nullptr) return draw_uniform_excluding(p, s);
   first_attempt(p, s);
-  float* log_q = p.log_q + s.first;
+  int64_t* const ids = p.ids + s.first;
+  float* const log_q = p.log_q + s.first;
   if (p.exclude == nullptr) {
     const double log_mass = whole.log_mass;
     for (int i = 0; i < s.count; ++i) log_q[i] = float(s.log_weight[i] - log_mass);
     return;
   }
-  int64_t* ids = p.ids + s.first;
-  for (int i = 0; i < s.count; ++i) {
-    const StaticRow& row = p.rows[s.b[i]];
+  for_rows(p, s, [&](const StaticRow& row, int begin, int end) {
     if (row.left == 0) {
-      ids[i] = stand_in(p, row);
-      log_q[i] = 0.0f;
-      continue;
+      for (int i = begin; i < end; ++i) {
+        ids[i] = stand_in(p, row);
+        log_q[i] = 0.0f;
+      }
+      return;
     }
-    if (is_excluded(p, row, ids[i])) {
-      const StaticDraw drawn = draw_excluding(p, row, key, s.b[i], s.first + i - s.b[i] * p.num_samples, 1);
-      ids[i] = class_of(drawn);
-      s.log_weight[i] = drawn.log_weight;
-    }
-    log_q[i] = float(s.log_weight[i] - row.log_mass);
-  }
+    redraw_excluded(p, row, key, s, begin, end);
+    const double log_mass = row.log_mass;
+    for (int i = begin; i < end; ++i) log_q[i] = float(s.log_weight[i] - log_mass);
+  });
 }
 
 // Draws (or given ids) begin <= i < end of the flat [B, m] result.

@@ -23,22 +23,24 @@ constexpr int64_t kBlockNumbers = 1 << 16;  // of the rows that a thread sums at
 constexpr int64_t kLeastNumbers = 1 << 13;  // of rows that are worth a turn of a thread
 constexpr int64_t kBlocksPerThread = 4;
 
-// Stable counting sort of keys [n] by `digit_bits` bits from `shift` on, into `to`.
-void sort_by_digit(const uint64_t* keys, uint64_t* to, int64_t n, int shift, int digit_bits) {
+// Stable counting sort of keys [n] by `digit_bits` bits of key - base from `shift` on, into `to`.
+void sort_by_digit(const uint64_t* keys, uint64_t* to, int64_t n, uint64_t base, int shift, int digit_bits) {
   int64_t place[int64_t(1) << kMaxDigitBits] = {};
   const uint64_t mask = (uint64_t(1) << digit_bits) - 1;
-  for (int64_t i = 0; i < n; ++i) ++place[(keys[i] >> shift) & mask];
+  const auto digit = [&](int64_t i) { return ((keys[i] - base) >> shift) & mask; };
+  for (int64_t i = 0; i < n; ++i) ++place[digit(i)];
   int64_t at = 0;
   for (uint64_t bucket = 0; bucket <= mask; ++bucket) at += std::exchange(place[bucket], at);
-  for (int64_t i = 0; i < n; ++i) to[place[(keys[i] >> shift) & mask]++] = keys[i];
+  for (int64_t i = 0; i < n; ++i) to[place[digit(i)]++] = keys[i];
 }
 
-// Keys [n] ascending by their bits from `shift` on, with the help of `spare` [n]; returns where they are.
-uint64_t* sort_keys(uint64_t* keys, uint64_t* spare, int64_t n, int shift, int bits) {
+// Keys [n] of [base, base + 2^(shift + bits)) ascending by their bits from `shift` on, with the help of `spare` [n];
+// returns where they are.
+uint64_t* sort_keys(uint64_t* keys, uint64_t* spare, int64_t n, uint64_t base, int shift, int bits) {
   const int passes = (bits + kMaxDigitBits - 1) / kMaxDigitBits;
   for (int pass = 0; pass < passes; ++pass) {
     const int from = bits * pass / passes, to = bits * (pass + 1) / passes;
-    sort_by_digit(keys, spare, n, shift + from, to - from);
+    sort_by_digit(keys, spare, n, base, shift + from, to - from);
     std::swap(keys, spare);
   }
   return keys;
@@ -118,15 +120,18 @@ int64_t sorted_ranges(const RowReduceParams& p, void (*body)(const RowReduceRang
   const int64_t block_entries = std::clamp<int64_t>(std::min(by_width, std::max(by_share, least)), 16, 512);
 
   // 2. Every part takes the keys of its range, in the order of the entries, sorts them and counts the rows.
-  std::vector<const uint64_t*> sorted(parts);
   std::vector<std::vector<RowReduceRange>> blocks(parts);
   for_parts(parts, [&](int64_t part) {
     const int64_t begin = first_key[part], n = first_key[part + 1] - begin;
-    uint64_t* mine = keys + begin;
+    uint64_t *mine = keys + begin, base = 0;
+    int bits = id_bits;
     if (parts == 1) {
       mine = listed;
     } else {
       const uint64_t low = uint64_t(first_bucket[part]), width = uint64_t(first_bucket[part + 1]) - low;
+      // A range that frequent classes fill has few ids: one pass instead of two.
+      base = low << top_shift;
+      bits = std::bit_width(std::max<uint64_t>((width << (top_shift - entry_bits)) - 1, 1));
       int64_t taken = 0;
       for (int64_t chunk = 0; chunk < parts && taken < n; ++chunk) {
         const uint64_t* from = listed + chunk_begin[chunk];
@@ -137,16 +142,16 @@ int64_t sorted_ranges(const RowReduceParams& p, void (*body)(const RowReduceRang
         }
       }
     }
-    sorted[part] = sort_keys(mine, spare + begin, n, entry_bits, id_bits);
-    // Blocks of whole rows, to be summed by whichever thread is free.
-    const uint64_t* key = sorted[part];
+    const uint64_t* const key = sort_keys(mine, spare + begin, n, base, entry_bits, bits);
+    // Blocks of whole rows, to be summed by whichever thread is free. Whether an entry starts a row is added, not
+    // asked: among frequent classes nobody can guess it.
+    const auto starts_row = [&](int64_t i) { return i == 0 || (key[i] ^ key[i - 1]) >> entry_bits != 0; };
     int64_t rows = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      if (i > 0 && (key[i] >> entry_bits) == (key[i - 1] >> entry_bits)) continue;
-      if (blocks[part].empty() || key + i - blocks[part].back().keys >= block_entries) {
-        blocks[part].push_back({key + i, n - i, rows, entry_bits, n - i, false});
-      }
-      ++rows;
+    for (int64_t from = 0, until; from < n; from = until) {
+      until = std::min(from + block_entries, n);
+      while (until < n && !starts_row(until)) ++until;
+      blocks[part].push_back({key + from, until - from, rows, entry_bits, n - from, false});
+      for (int64_t i = from; i < until; ++i) rows += int64_t(starts_row(i));
     }
     first_row[part + 1] = rows;
   });
@@ -154,9 +159,7 @@ int64_t sorted_ranges(const RowReduceParams& p, void (*body)(const RowReduceRang
   const bool repeats = first_row[parts] * 8 <= num_keys * 7;
   std::vector<RowReduceRange> all;
   for (int64_t part = 0; part < parts; ++part) {
-    for (size_t i = 0; i < blocks[part].size(); ++i) {
-      RowReduceRange& block = blocks[part][i];
-      if (i + 1 < blocks[part].size()) block.num_keys = blocks[part][i + 1].keys - block.keys;
+    for (RowReduceRange& block : blocks[part]) {
       block.first_row += first_row[part];
       block.repeats = repeats;
       all.push_back(block);

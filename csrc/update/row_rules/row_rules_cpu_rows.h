@@ -280,58 +280,6 @@ inline void update_given(const RowRulesParams& p, int64_t begin, int64_t end, ac
   }
 }
 
-// What the loop over sorted entries needs of them.
-struct EntryReader {
-  const cpu::RowReduceRange& range;
-  const RowReduceParams& e;
-  const uint64_t entry_mask;
-  const int64_t split;
-  const Divider row_of[2];
-
-  EntryReader(const RowRulesParams& p, const cpu::RowReduceRange& range_)
-      : range(range_),
-        e(p.entries),
-        entry_mask((uint64_t(1) << range_.entry_bits) - 1),
-        split(p.entries.source[0].entries),
-        row_of{Divider(e.source[0].entries_per_row), Divider(e.source[1].entries_per_row)} {}
-
-  SX_ALWAYS_INLINE int64_t id(int64_t i) const { return int64_t(range.keys[i] >> range.entry_bits); }
-  struct Place {
-    const RowReduceSource& source;
-    int64_t at, row;
-  };
-  SX_ALWAYS_INLINE Place place(int64_t i) const {
-    const int64_t entry = int64_t(range.keys[i] & entry_mask);
-    const int which = entry < split ? 0 : 1;
-    const int64_t at = which == 0 ? entry : entry - split;
-    return {e.source[which], at, row_of[which](at)};
-  }
-  template <typename A>
-  static A coef(const Place& x) {
-    return x.source.coef ? static_cast<const A*>(x.source.coef)[x.at] : A(1);
-  }
-  template <typename A>
-  static A bias(const Place& x, A coef) {
-    return x.source.bias ? static_cast<const A*>(x.source.bias)[x.at] : coef;
-  }
-};
-
-// Adds up the entries from `i` on that share its id, into g [d]; returns the first after them.
-template <typename A>
-SX_NOINLINE int64_t sum_entries(const EntryReader& entries, int64_t i, int64_t d, A* g, A& coef_sum) {
-  const int64_t id = entries.id(i);
-  for (bool first = true; i < entries.range.num_keys && entries.id(i) == id; ++i, first = false) {
-    const EntryReader::Place x = entries.place(i);
-    const A coef = EntryReader::coef<A>(x);
-    if (first)
-      add_entry<true>(g, x.source, x.row, coef, d);
-    else
-      add_entry<false>(g, x.source, x.row, coef, d);
-    coef_sum += EntryReader::bias<A>(x, coef);
-  }
-  return i;
-}
-
 // A row and its gradient, ready for the update.
 template <typename A>
 struct ReadyRow {
@@ -382,7 +330,7 @@ inline void update_range(const RowRulesParams& p, const cpu::RowReduceRange& ran
   constexpr int64_t kStates = has_state0(Kind) + has_state1(Kind);
   const RowPrefetch how = row_prefetch<T>(p.dim, kStates * p.dim * int64_t(sizeof(A)));
   const RowPrefetch how_state = row_prefetch<A>(p.dim);
-  const EntryReader entries(p, range);
+  const EntryReader entries(p.entries, range);
   const DType own = sizeof(A) == 4 ? DType::kFloat32 : DType::kFloat64;
   constexpr bool kCanStream = sizeof(T) <= 4;
   const int64_t row_bytes = p.dim * int64_t(sizeof(T));
@@ -406,9 +354,9 @@ inline void update_range(const RowRulesParams& p, const cpu::RowReduceRange& ran
     while (i < range.num_keys && n < kReady && sums < cpu::kUpdateBuffer - 1) {
       const int64_t id = entries.id(i);
       const EntryReader::Place x = entries.place(i);
-      const bool single = i + 1 == range.num_keys || entries.id(i + 1) != id;
       A coef_sum = 0;
-      if (single && x.source.dtype == own) {
+      if (x.source.dtype == own && entries.single(i)) {
+        entries.prefetch_coef<A>(i);
         const A coef = EntryReader::coef<A>(x);
         rows[n++] = {id, {static_cast<const A*>(x.source.rows) + x.row * p.dim, coef}, true};
         coef_sum = EntryReader::bias<A>(x, coef);
@@ -416,7 +364,7 @@ inline void update_range(const RowRulesParams& p, const cpu::RowReduceRange& ran
       } else {
         A* const sum = buffer + ++sums * p.dim;
         const int64_t begin = i;
-        i = sum_entries<A>(entries, i, p.dim, sum, coef_sum);
+        i = sum_entries<A>(entries, i, sum, coef_sum);
         rows[n++] = {id, {sum, A(1)}, i - begin <= few};
       }
       if (with_bias) {
