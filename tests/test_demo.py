@@ -86,8 +86,7 @@ def test_both_runs_learn(results):
         assert run["step"][-1] == 60
         assert run["seconds"] == sorted(run["seconds"])
         assert run["accuracy"][-1] > 0.2
-        assert run["encoder_milliseconds"] > 0
-        assert run["step_milliseconds"] > 0
+        assert 0 < run["encoder_milliseconds"] < run["step_milliseconds"]
     full, sampled = report["runs"]
     # The same initial values: equal accuracy before the first step.
     assert full["accuracy"][0] == sampled["accuracy"][0]

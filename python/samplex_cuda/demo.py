@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import ctypes
 import gc
 import json
 import os
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -165,24 +163,36 @@ def train(
     else:
         sampler = LogUniform(data.num_classes)
         head = SampledClassifier(width, data.num_classes, sampler, num_samples, device=device).to(device)
-    trained = list(body.parameters())
+    optimizers = [torch.optim.Adagrad(body.parameters(), lr=lr)]
     if isinstance(head, SampledClassifier):
         head.fuse_optimizer(RowAdagrad(head.parameters(), lr=lr))  # its rows are updated inside backward
     else:
-        trained += head.parameters()
-    optimizer = torch.optim.Adagrad(trained, lr=lr)
+        optimizers.append(torch.optim.Adagrad(head.parameters(), lr=lr))
     valid_x, valid_y = (part.to(device) for part in data.split("valid"))
 
     def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def take_step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
+    def now() -> float:
+        synchronize()
+        return time.perf_counter()
+
+    def take_step(x: Tensor, y: Tensor) -> tuple[float, float]:
+        """Seconds of the step, and of what it does in the body: from x to hidden, and from there back to its update."""
+        marks = [now()]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         hidden = body(x)
+        marks.append(now())
+        hidden.register_hook(lambda _: marks.append(now()))
         loss = head(hidden, y) if isinstance(head, SampledClassifier) else F.cross_entropy(head(hidden), y)
         loss.backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+            marks.append(now())
+        begin, forward, backward, updated = marks[:4]
+        return marks[-1] - begin, forward - begin + updated - backward
 
     @torch.no_grad()
     def measure() -> float:
@@ -190,14 +200,12 @@ def train(
         return (ids.squeeze(1) == valid_y).double().mean().item()
 
     run = Run(name, seconds=[0.0], accuracy=[measure()], step=[0])
-    clock, next_eval = 0.0, _EVAL_FIRST
+    clock, of_body, next_eval = 0.0, 0.0, _EVAL_FIRST
     memory.start()
     for step, (x, y) in enumerate(data.batches("train", batch_size, epochs=None, drop_last=True, device=device), 1):
-        synchronize()
-        begin = time.perf_counter()
-        take_step(x, y)
-        synchronize()
-        clock += time.perf_counter() - begin
+        took, in_body = take_step(x, y)
+        clock += took
+        of_body += in_body
         last = clock >= seconds or step == steps
         if clock >= next_eval or last:
             memory.stop()
@@ -212,24 +220,8 @@ def train(
             break
     run.step_milliseconds = 1e3 * clock / max(run.step[-1], 1)
     run.peak_bytes = memory.peak
-    run.encoder_milliseconds = _encoder_milliseconds(body, x, lr, synchronize)
+    run.encoder_milliseconds = 1e3 * of_body / max(run.step[-1], 1)
     return run
-
-
-def _encoder_milliseconds(body: nn.Module, x: Tensor, lr: float, synchronize: Callable[[], None]) -> float:
-    """Forward, backward and update of a copy of the encoder alone; median of a few steps."""
-    body = copy.deepcopy(body)
-    optimizer = torch.optim.Adagrad(body.parameters(), lr=lr)
-    gradient, times = torch.full_like(body(x), 1e-3), []
-    for _ in range(21):
-        synchronize()
-        begin = time.perf_counter()
-        optimizer.zero_grad()
-        body(x).backward(gradient)
-        optimizer.step()
-        synchronize()
-        times.append(time.perf_counter() - begin)
-    return 1e3 * statistics.median(times)
 
 
 def compare(full: Run, sampled: Run) -> dict[str, float | None]:
