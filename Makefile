@@ -44,7 +44,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-slow test-integrations test-emulated sweep-emulated sanitize fuzz fuzz-files bench gpu lint format cuda-gate docs wheel clean distclean FORCE
+.PHONY: help build demo test test-slow test-integrations test-settings test-emulated sweep-emulated sanitize fuzz fuzz-files bench gpu lint format cuda-gate docs wheel clean distclean FORCE
 
 help: ## Show this list
 	@echo "samplex-cuda"
@@ -66,6 +66,9 @@ test-integrations: ## The adapters with the libraries they are for, in the envir
 	$(MAKE) build VENV=$(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install $$($(INTEGRATIONS)/bin/python scripts/extra.py integrations)
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)
+
+test-settings: $(STAMPS)/build ## The suite as on other processors, file by file, going on where it stopped; table in build/settings_sweep
+	$(PY) scripts/settings_sweep.py $(ARGS)
 
 sanitize: $(STAMPS)/build ## The op suite under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(PY) scripts/side_build.py sanitize $(ARGS)

@@ -1,4 +1,4 @@
-"""scripts/emulated_sweep.py: what is done is not run again, and what the emulated runtime warns of fails a file."""
+"""Sweeps of scripts/: what is done is not run again, and what the emulated runtime warns of fails a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RACED = "..RACE (write-after-write) on shared memory\n.F\n1 failed, 3 passed, 1 
     ("text", "want"), [(PASSING, (4, 0, 0)), (WARNED, (4, 0, 1)), (RACED, (3, 2, 1)), ("", (0, 0, 0))]
 )
 def test_what_a_log_says(script, text, want):
-    assert script.read_log(text) == want
+    assert script.file_sweep.read_log(text) == want
 
 
 def test_a_sweep_goes_on_where_it_stopped(script, monkeypatch, tmp_path, capsys):
@@ -38,7 +38,8 @@ def test_a_sweep_goes_on_where_it_stopped(script, monkeypatch, tmp_path, capsys)
         (tmp_path / file).write_text("x" * length)
     ran, bad = [], {("b.py", 2)}
 
-    def run_file(run, file, seed, arguments, source, log):
+    def run_file(run, file, setting, source, log, on_cuda):
+        seed = int(setting.split()[-1])
         ran.append((file, seed))
         if len(ran) == 3:
             raise KeyboardInterrupt
@@ -65,8 +66,26 @@ def test_a_sweep_goes_on_where_it_stopped(script, monkeypatch, tmp_path, capsys)
 
 
 def test_a_crash_is_no_success(script):
-    good = script.Result("", script.PASSED, 4, 0, 0, 1.0, "")
+    good = script.Result("", script.file_sweep.PASSED, 4, 0, 0, 1.0, "")
     assert good.good
     assert not dataclasses.replace(good, status=-11).good
     assert "exit status -11" in dataclasses.replace(good, status=-11).cell()
-    assert dataclasses.replace(good, status=script.NO_TESTS, passed=0).good
+    assert dataclasses.replace(good, status=script.file_sweep.NO_TESTS, passed=0).good
+
+
+def test_every_setting_of_a_processor_is_swept(monkeypatch, tmp_path):
+    settings = load("settings_sweep")
+    values = {}
+    for setting in settings.SETTINGS.values():
+        for name, value in setting.items():
+            values.setdefault(name, set()).add(value)
+    assert values["ATEN_CPU_CAPABILITY"] == {"avx2", "default"}
+    assert values["MKL_CBWR"] == {"COMPATIBLE"}
+    assert values["SAMPLEX_SIMD_LEVEL"] == {"avx2", "scalar"}
+    monkeypatch.setattr(settings, "ROOT", tmp_path)
+    test = "import os\n\ndef test():\n    assert os.environ['SAMPLEX_SIMD_LEVEL'] == 'avx2'\n"
+    (tmp_path / "test_level.py").write_text(test)
+    passed = settings.run_file("test_level.py", "avx2", "", tmp_path / "avx2.log")
+    assert (passed.good, passed.passed) == (True, 1)
+    failed = settings.run_file("test_level.py", "scalar", "", tmp_path / "scalar.log")
+    assert (failed.good, failed.failed) == (False, 1)
