@@ -295,10 +295,10 @@ def test_warns_once_about_negative_estimates():
 # ------------------------------------------------------------------------------------------------ bad input
 ERRORS = {
     "no features": (lambda w, s: RandomFourier(w, 0), ValueError, "num_features must be an int of at least 1, got 0"),
-    "nu": (lambda w, s: RandomFourier(w, 4, 0.0), ValueError, "nu must be a positive number, got 0.0"),
-    "nu nan": (lambda w, s: RandomFourier(w, 4, math.nan), ValueError, "nu must be a positive number, got nan"),
+    "nu": (lambda w, s: RandomFourier(w, 4, 0.0), ValueError, "nu must be in (0, 1e+30), got 0.0"),
+    "nu nan": (lambda w, s: RandomFourier(w, 4, math.nan), ValueError, "nu must be in (0, 1e+30), got nan"),
     "kind": (lambda w, s: RandomFourier(w, 4, 1.0, "cosine"), ValueError, "kind must be one of rff, orf, positive, got 'cosine'"),
-    "alpha": (lambda w, s: Quadratic(w, -1.0), ValueError, "quadratic: alpha must be a positive number, got -1.0"),
+    "alpha": (lambda w, s: Quadratic(w, -1.0), ValueError, "quadratic: alpha must be in (0, 1e+30), got -1.0"),
     "epsilon": (lambda w, s: RandomFourier(w, 4, epsilon=1.0), ValueError, "epsilon must be in [0, 1), got 1.0"),
     "weight": (lambda w, s: Quadratic(w[0]), ValueError, "weight must be [C, d] floating point, got [4] float32"),
     "no class": (lambda w, s: Quadratic(w[:0]), ValueError, "weight must be [C, d] floating point, got [0, 4] float32"),
@@ -309,7 +309,7 @@ ERRORS = {
     "h": (lambda w, s: s.sample(torch.zeros(3, 5), 2), ValueError, "h must be [*, 4] floating point, got [3, 5] float32"),
     "no h": (lambda w, s: s.sample(None, 2), ValueError, "h must be [*, 4] floating point, got NoneType"),
     "shared": (lambda w, s: s.sample(w[:3], 2, shared=True, exclude=torch.arange(3)), ValueError, "exclude must be None with shared=True"),
-    "samples": (lambda w, s: s.sample(w[:3], -1), ValueError, "num_samples must be in [0, 2^24], got -1"),
+    "samples": (lambda w, s: s.sample(w[:3], -1), ValueError, "num_samples must be an int in [0, 2^24], got -1"),
     "exclude": (lambda w, s: s.sample(w[:3], 2, exclude=torch.tensor([0, 1, 20])), IndexError, "exclude must be -1 or in [0, 20), got 20"),
     "ids": (lambda w, s: s.log_prob(w[:3], torch.tensor([0, 1, 99])), IndexError, "ids must be in [0, 20), got 99"),
     "ids shape": (lambda w, s: s.log_prob(w[:3], torch.zeros(2, 2, dtype=torch.int64)), ValueError, "ids must be [B], [B, n] or [n] with B = 3"),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 __all__ = [
     "FLOATS",
+    "WrongType",
     "call",
     "check_choice",
     "check_data",
@@ -66,19 +67,27 @@ def shape_text(lead: tuple[int, ...] | torch.Size, *last: str) -> str:
     return "[" + ", ".join([*map(str, lead), *last]) + "]"
 
 
-def check_int(op: str, name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+class WrongType(TypeError, ValueError):
+    """A TypeError, as Python's own functions raise; also a ValueError, so that one `except` takes all bad numbers."""
+
+
+def check_int(op: str, name: str, value: Any, least: int | None = 1, most: int | None = None) -> int:
     """`value` as an int within [least, most]; a bool is not an int."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    if number is None or number < least or (most is not None and number > most):
-        if most is None or (most >= 1 << 31 and (number is None or number < least)):
-            limits = f"of at least {least}"
-        else:
-            limits = f"in [{least}, {most if most < 1 << 31 else f'2^{most.bit_length() - 1}'}]"
-        raise ValueError(f"{op}: {name} must be an int {limits}, got {value!r}")
-    return number
+    if number is not None and (least is None or least <= number) and (most is None or number <= most):
+        return number
+    if least is None:
+        limits = "" if most is None else f" of at most {most}"
+    elif most is None or (most >= 1 << 31 and (number is None or number < least)):
+        limits = f" of at least {least}"
+    else:
+        power = most >= 1 << 20 and most & (most - 1) == 0
+        limits = f" in [{least}, {f'2^{most.bit_length() - 1}' if power else most}]"
+    kind = WrongType if number is None else ValueError
+    raise kind(f"{op}: {name} must be an int{limits}, got {describe(value)}")
 
 
 def check_number(
@@ -94,9 +103,11 @@ def check_number(
 ) -> float:
     """`value` as a float within the limits, finite unless `infinite`."""
     try:
-        number = math.nan if isinstance(value, bool | str) else float(value)
+        number = None if isinstance(value, bool | str) else float(value)
     except (TypeError, ValueError):
-        number = math.nan
+        number = None
+    kind = WrongType if number is None else ValueError
+    number = math.nan if number is None else number
     inside = (number > low if open_low else number >= low) and (number < high if open_high else number <= high)
     if not (inside and (infinite or -math.inf < number < math.inf)):
         if infinite:
@@ -105,7 +116,7 @@ def check_number(
             wanted = f"finite and {'above' if open_low else 'at least'} {low:g}" if low > -math.inf else "finite"
         else:
             wanted = f"in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
-        raise ValueError(f"{op}: {name} must be {wanted}, got {value!r}")
+        raise kind(f"{op}: {name} must be {wanted}, got {describe(value)}")
     return number
 
 

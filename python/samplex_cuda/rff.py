@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import check_dense, check_number, check_tensor, describe
+from samplex_cuda._checks import check_dense, check_int, check_number, check_tensor, describe
 from samplex_cuda.ops import rff as _rff
 from samplex_cuda.rng import Key, key_tensor
 
@@ -31,15 +31,11 @@ def _check_kind(op: str, kind: str) -> None:
 
 
 def _check_size(op: str, name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
-    if not 1 <= value < 1 << 31:
-        raise ValueError(f"{op}: {name} must be in [1, 2^31), got {value}")
+    check_int(op, name, value, 1, (1 << 31) - 1)
 
 
 def _check_positive(op: str, name: str, value: float) -> None:
-    if isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value < 1e30):
-        raise ValueError(f"{op}: {name} must be positive and finite, got {value!r}")
+    check_number(op, name, value, 0.0, 1e30, open_low=True, open_high=True)
 
 
 def num_numbers(kind: str, dim: int, num_features: int = 0) -> int:

@@ -7,6 +7,8 @@ import threading
 import torch
 from torch import Tensor
 
+from samplex_cuda._checks import check_int, describe
+
 __all__ = [
     "Key",
     "below",
@@ -75,8 +77,7 @@ class Key:
 
     def __init__(self, seed: int, offset: int = 0) -> None:
         for name, value in (("seed", seed), ("offset", offset)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"Key: {name} must be an int, got {type(value).__name__}")
+            check_int("Key", name, value, None)
         self.seed = _as_int64(seed)
         self.offset = _as_int64(offset)
 
@@ -146,7 +147,7 @@ def key_tensor(op: str, key: Key | Tensor | None, device: torch.device) -> Tenso
     if not isinstance(key, Tensor):
         raise TypeError(f"{op}: key must be a Key, an int64 [2] tensor or None, got {type(key).__name__}")
     if key.shape != (2,) or key.dtype != torch.int64 or key.layout is not torch.strided:
-        raise ValueError(f"{op}: key must be [2] int64, got {list(key.shape)} {str(key.dtype).removeprefix('torch.')}")
+        raise ValueError(f"{op}: key must be [2] int64, got {describe(key)}")
     if key.device != device:
         raise ValueError(f"{op}: key must be on {device}, got {key.device}")
     return key.contiguous()

@@ -24,6 +24,7 @@ except ImportError as error:
         "samplex_cuda.sklearn: scikit-learn >= 1.6 must be installed: pip install 'samplex-cuda[sklearn]'"
     ) from error
 
+from samplex_cuda import losses
 from samplex_cuda.heads import SampledClassifier
 from samplex_cuda.optim import RowAdagrad
 from samplex_cuda.rng import Key
@@ -31,6 +32,9 @@ from samplex_cuda.samplers import Tree, Uniform, Unigram
 
 __all__ = ["SampledSoftmaxClassifier"]
 
+# Losses over draws that keep no number per example.
+_LOSSES = {name for name in losses.names() if "num_examples" not in losses.by_name(name).options()}
+_LOSSES = {name for name in _LOSSES if losses.from_name(name).needs.draws}
 # Rows that are made dense at a time.
 _PREDICT_ROWS = 1024
 
@@ -46,7 +50,8 @@ class SampledSoftmaxClassifier(ClassifierMixin, BaseEstimator):
             occur (plus one); "tree", an adversarial tree fitted to the data (Bamler & Mandt 2020); or "full", all of
             them: no sampling, O(C) a step.
         num_samples: draws per example.
-        loss: "sampled_softmax" or "negative_sampling"; not used with sampler "full".
+        loss: short name of a loss that draws and keeps nothing per example, such as "sampled_softmax" or
+            "negative_sampling" (`samplex_cuda.losses`); not used with sampler "full".
         learning_rate: of Adagrad.
         alpha: strength of the L2 penalty on the rows that a step touches.
         max_iter: passes over the data of `fit`.
@@ -81,7 +86,7 @@ class SampledSoftmaxClassifier(ClassifierMixin, BaseEstimator):
     _parameter_constraints: dict[str, list[Any]] = {  # noqa: RUF012  scikit-learn reads it from the class
         "sampler": [StrOptions({"uniform", "frequency", "tree", "full"})],
         "num_samples": [Interval(Integral, 1, None, closed="left")],
-        "loss": [StrOptions({"sampled_softmax", "negative_sampling"})],
+        "loss": [StrOptions(_LOSSES)],
         "learning_rate": [Interval(Real, 0, None, closed="neither")],
         "alpha": [Interval(Real, 0, None, closed="left")],
         "max_iter": [Interval(Integral, 1, None, closed="left")],

@@ -11,7 +11,7 @@ import torch
 from loss_cases import acc, leaf
 
 from samplex_cuda import functional
-from samplex_cuda.ops.entry_loss import KINDS
+from samplex_cuda.ops.loss_types import ENTRY_KINDS as KINDS
 from samplex_cuda.reference import entry_loss as reference
 
 LOSSES = tuple(KINDS)

@@ -371,7 +371,7 @@ def test_errors():
             IndexError,
             r"bigram_sample: context must be -1 or in \[0, 6\), got 6 in row 1",
         ),
-        (lambda: sampler.sample(None, -1, context=CONTEXT), ValueError, "bigram: num_samples must be in"),
+        (lambda: sampler.sample(None, -1, context=CONTEXT), ValueError, "bigram: num_samples must be an int in"),
         (
             lambda: sampler.sample(None, 1, context=CONTEXT, exclude=torch.full((8,), 13)),
             IndexError,

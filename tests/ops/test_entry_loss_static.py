@@ -8,7 +8,7 @@ import torch
 import samplex_cuda as sx
 from samplex_cuda import _native
 from samplex_cuda._checks import op_error
-from samplex_cuda.ops.entry_loss import KINDS
+from samplex_cuda.ops.loss_types import ENTRY_KINDS as KINDS
 
 OPS = torch.ops.samplex
 CLASSES = 50

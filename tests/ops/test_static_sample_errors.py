@@ -13,11 +13,11 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("bad", "error", "text"),
         [
-            (-1, ValueError, r"num_samples must be in \[0, 2\^24\], got -1"),
-            (2**24 + 1, ValueError, r"num_samples must be in \[0, 2\^24\], got 16777217"),
-            (1.5, TypeError, "num_samples must be an int, got float"),
-            (True, TypeError, "num_samples must be an int, got bool"),
-            (None, TypeError, "num_samples must be an int, got NoneType"),
+            (-1, ValueError, r"num_samples must be an int in \[0, 2\^24\], got -1"),
+            (2**24 + 1, ValueError, r"num_samples must be an int in \[0, 2\^24\], got 16777217"),
+            (1.5, TypeError, r"num_samples must be an int in \[0, 2\^24\], got 1.5"),
+            (True, TypeError, r"num_samples must be an int in \[0, 2\^24\], got True"),
+            (None, TypeError, r"num_samples must be an int in \[0, 2\^24\], got None"),
         ],
     )
     @pytest.mark.parametrize("law", LAWS)
@@ -32,11 +32,11 @@ class TestErrors:
             sampler.sample(None, 3)
         with pytest.raises(ValueError, match=r"uniform: batch_size must be 2 as h \[2, 4\] float32 on cpu says, got 3"):
             sampler.sample(torch.zeros(2, 4), 3, batch_size=3)
-        with pytest.raises(ValueError, match="uniform: batch_size must not be negative, got -1"):
+        with pytest.raises(ValueError, match="uniform: batch_size must be an int of at least 0, got -1"):
             sampler.sample(None, 3, batch_size=-1)
         with pytest.raises(ValueError, match=r"uniform: batch_size must be at most 2\^32, got 4294967297"):
             sampler.sample(None, 0, batch_size=2**32 + 1)
-        with pytest.raises(TypeError, match="uniform: batch_size must be an int, got float"):
+        with pytest.raises(TypeError, match="uniform: batch_size must be an int of at least 0, got 2.0"):
             sampler.sample(None, 3, batch_size=2.0)
         with pytest.raises(TypeError, match=r"uniform: h must be a tensor \[\*, d\] or None, got list"):
             sampler.sample([1.0], 3)
@@ -106,11 +106,11 @@ class TestErrors:
 
     @pytest.mark.parametrize("cls", [sx.samplers.Uniform, sx.samplers.LogUniform])
     def test_num_classes(self, cls):
-        with pytest.raises(ValueError, match=r"uniform: num_classes must be in \[1, 2\^52\], got 0"):
+        with pytest.raises(ValueError, match=r"uniform: num_classes must be an int of at least 1, got 0"):
             cls(0)
-        with pytest.raises(ValueError, match=r"uniform: num_classes must be in \[1, 2\^52\], got 4503599627370497"):
+        with pytest.raises(ValueError, match=r"uniform: num_classes must be an int in \[1, 2\^52\], got 4503599627370497"):
             cls(2**52 + 1)
-        with pytest.raises(TypeError, match="uniform: num_classes must be an int, got float"):
+        with pytest.raises(TypeError, match="uniform: num_classes must be an int of at least 1, got 10.0"):
             cls(10.0)
 
     @pytest.mark.parametrize(
@@ -133,11 +133,11 @@ class TestErrors:
 
     @pytest.mark.parametrize("power", [-1.0, float("nan"), float("inf")])
     def test_power_value(self, power):
-        with pytest.raises(ValueError, match="unigram: power must be finite and not negative, got"):
+        with pytest.raises(ValueError, match="unigram: power must be finite and at least 0, got"):
             sx.samplers.Unigram([1, 2], power)
 
     def test_power_type(self):
-        with pytest.raises(TypeError, match="unigram: power must be a number, got str"):
+        with pytest.raises(TypeError, match="unigram: power must be finite and at least 0, got '1'"):
             sx.samplers.Unigram([1, 2], "1")
 
     def test_the_ops_check_for_themselves(self):
@@ -153,7 +153,7 @@ class TestErrors:
                 lambda: uniform(key, 1, 2**24 + 1, 5),
                 r"uniform_sample: num_samples must be in \[0, 2\^24\], got 16777217",
             ),
-            (lambda: uniform(key, 1, 1, 0), r"uniform_sample: num_classes must be in \[1, 2\^52\], got 0"),
+            (lambda: uniform(key, 1, 1, 0), r"uniform_sample: num_classes must be an int of at least 1, got 0"),
             (lambda: uniform(key, 1, 1, 5, ids.int()), r"uniform_sample: exclude must be \[B, P\] = \[1, \*\] int64"),
             (lambda: uniform(key, 1, 1, 5, None, ids), "uniform_sample: exclude_offsets needs exclude, got None"),
             (

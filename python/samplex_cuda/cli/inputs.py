@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import data
+from samplex_cuda._checks import describe
 from samplex_cuda.cli.common import UserError
 from samplex_cuda.data import Dataset
 from samplex_cuda.data.array_files import _load as load_npy
@@ -177,7 +178,7 @@ def _dense(path: str, x: np.ndarray, about: Dataset) -> Inputs:
     if about.kind != "dense":
         raise UserError(f"{path}: the model was trained on {about.kind} data, got an array of dense rows")
     if x.ndim != 2 or x.dtype.kind not in "fiub" or x.shape[1] != about.num_features:
-        raise UserError(f"{path}: x must be [N, {about.num_features}] numbers, got {list(x.shape)} {x.dtype}")
+        raise UserError(f"{path}: x must be [N, {about.num_features}] numbers, got {describe(x)}")
     return _slices(
         len(x), lambda begin, end: {"x": torch.from_numpy(np.array(x[begin:end], dtype=np.float32, order="C"))}
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from samplex_cuda._checks import describe
 from samplex_cuda.data.array_files import members, read_member
 from samplex_cuda.data.base import PAD
 from samplex_cuda.data.parquet import parquet_lists
@@ -58,7 +59,5 @@ def read_negatives(path: Path | str, column: str, *, log_q: bool = False) -> Any
 def _whole(where: str, what: str, table: np.ndarray, log_q: bool) -> np.ndarray:
     if table.ndim not in (1, 2) or table.dtype.kind not in ("f" if log_q else "iu"):
         kind = "floating point" if log_q else "whole numbers"
-        raise ValueError(
-            f"{where}: {what} must be {kind} [N] or [N, m], padded with {PAD}, got {list(table.shape)} {table.dtype}"
-        )
+        raise ValueError(f"{where}: {what} must be {kind} [N] or [N, m], padded with {PAD}, got {describe(table)}")
     return table

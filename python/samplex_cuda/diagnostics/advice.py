@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from samplex_cuda import losses
 from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
 from samplex_cuda.heads.leak import LEAK
 
@@ -149,8 +148,11 @@ def warn(found: Diagnosis) -> list[str]:
     strata = [law.name for law in found.laws if law.stratified]
     if strata:
         out.append(f"{', '.join(strata)}: stratified draws; bias and std are of independent draws, which vary more.")
-    if found.loss not in (losses.SampledSoftmax.name, losses.FullSoftmax.name):
-        out.append(f"The head trains with {found.loss}: bias and std are those of sampled_softmax with these samplers.")
+    if not found.of_its_loss:
+        out.append(
+            f"The head trains with {found.loss}: bias and std are those of sampled_softmax without smoothing, with "
+            "these samplers."
+        )
     if found.rows < FEW_ROWS:
         out.append(f"Only {found.rows} rows: take some hundreds for numbers to rely on.")
     return out

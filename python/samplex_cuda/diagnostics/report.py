@@ -121,6 +121,7 @@ class Diagnosis:
         in_features: d.
         rows: how many rows were examined.
         loss: of the head.
+        of_its_loss: whether bias and std are those of the head's own loss.
         shared: whether targets are masked (shared draws) instead of excluded.
         seed: of the draws.
         gradient_norm: |gradient of the full softmax in the logits|, root mean square over rows.
@@ -150,6 +151,7 @@ class Diagnosis:
     seed: int
     gradient_norm: float
     head_samples: int
+    of_its_loss: bool = True
     laws: list[Law] = dataclasses.field(default_factory=list)
     full_ms: float | None = None
     full_error: float = 0.0

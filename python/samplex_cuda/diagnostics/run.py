@@ -107,6 +107,7 @@ def diagnose(
             in_features=head.in_features,
             rows=rows.count,
             loss=head.loss.name,
+            of_its_loss=head.loss.joins or not head.loss.needs.draws,
             shared=bool(head.shared),
             seed=seed,
             gradient_norm=0.0,

@@ -128,8 +128,7 @@ def follow_table(follower: TableFollower, sampler: Any, weight: Tensor, bias: Te
     else:
         # After a load, ranks whose rows were not touched have no list: they take part all the same.
         none = torch.empty(0, dtype=torch.int64, device=weight.device)
-        follower.list_touched()
-        sampler.follow(torch.cat([none, *follower.touched]), weight, known)
+        sampler.follow(torch.cat([none, *follower.recorded()]), weight, known)
     follower.reset()
     follower.look(weight, known)
     follower.stale = False

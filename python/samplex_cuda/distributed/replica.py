@@ -278,7 +278,7 @@ class Replica:
             raise op_error(error) from None
         plan = Plan(
             spec.loss.name, head.num_classes, weight.dtype, None if bias is None else bias.dtype, form.reduction, False,
-            made.extra is not None, head.normalize,
+            made.ratio is not None, head.normalize,
         )  # fmt: skip
         upstream = torch.ones_like(made.loss) if weights is None else weights.to(made.loss.dtype)
         with_bias = bias is not None and bias.requires_grad
@@ -293,7 +293,7 @@ class Replica:
         sums = torch.stack([(made.loss * upstream).sum(), counts.sum()])
         if head.log_scale is not None:  # what it adds to the derivative by the logarithm of the scale
             sums = torch.cat([sums, (d_hidden * rows.to(d_hidden.dtype)).sum().to(sums.dtype).reshape(1)])
-        return {"entries": found, "d_hidden": d_hidden, "sums": sums, "used": used, "extra": made.extra}
+        return {"entries": found, "d_hidden": d_hidden, "sums": sums, "used": used, "extra": made.ratio}
 
     def _exchange(
         self,

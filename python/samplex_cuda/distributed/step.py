@@ -209,11 +209,11 @@ def loss_of_logits(
     made = loss.forward(x, form, need_grad, False)
     nothing = logits.new_empty(0)
     if not need_grad:
-        return Coefficients(made.loss, nothing, nothing, made.extra)
-    plan = Plan(loss.name, table.shape[0], table.dtype, None, form.reduction, False, made.extra is not None)
+        return Coefficients(made.loss, nothing, nothing, made.ratio)
+    plan = Plan(loss.name, table.shape[0], table.dtype, None, form.reduction, False, made.ratio is not None)
     upstream = torch.ones_like(made.loss)
     found = entries(LossGrad(plan, one, x.target, x.ids, made.saved, upstream, None), False)[1]
-    return Coefficients(made.loss, found.coef_a, found.coef_b, made.extra)
+    return Coefficients(made.loss, found.coef_a, found.coef_b, made.ratio)
 
 
 def partial_hidden(weight: Tensor, coefs: Coefficients, target: Tensor, ids: Tensor) -> Tensor:

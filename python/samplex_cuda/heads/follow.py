@@ -103,15 +103,13 @@ class TableFollower:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableFollower:
         """A copy belongs to another table."""
-        self.list_touched()
         other = TableFollower(self.policy, self.num_classes, self.auto)
-        other.touched, other.steps, other.stale = [t.clone() for t in self.touched], self.steps, self.stale
+        other.touched, other.steps, other.stale = [t.clone() for t in self.recorded()], self.steps, self.stale
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The same for pickles."""
-        self.list_touched()
-        return _remade, (self.policy, self.num_classes, self.touched, self.steps, self.stale, self.auto)
+        return _remade, (self.policy, self.num_classes, self.recorded(), self.steps, self.stale, self.auto)
 
     # -------------------------------------------------------------------------------------------- the policy
     def settle(self, sampler: Any, batch: int, num_samples: int, shared: bool) -> None:
@@ -168,12 +166,9 @@ class TableFollower:
             mark_ids(self._seen, torch.cat(self.touched))
             self.touched, self._recorded = [], 0
 
-    def list_touched(self) -> None:
-        """Puts all touched rows into `touched`."""
-        if self._seen is not None:
-            if self.touched:
-                mark_ids(self._seen, torch.cat(self.touched))
-            self.touched, self._seen, self._recorded = [self._seen.nonzero().view(-1)], None, 0
+    def recorded(self) -> list[Tensor]:
+        """The rows touched since the sampler was brought up to date, with copies; changes nothing."""
+        return self.touched if self._seen is None else [*self.touched, self._seen.nonzero().view(-1)]
 
     def end_epoch(self) -> None:
         """The head goes from evaluation to training."""
@@ -184,30 +179,27 @@ class TableFollower:
         """How far the sampler lags behind."""
         if self.policy is None:
             return Staleness(0, 0)
-        self.list_touched()
         if self.stale or (self.policy == "epoch" and self.steps):
             return Staleness(self.steps, -1)
-        return Staleness(self.steps, self.changed().numel() if self.touched else 0)
+        return Staleness(self.steps, self.changed().numel() if self.recorded() else 0)
 
     def changed(self) -> Tensor:
         """Distinct recorded rows of the table, ascending; at least one list must have been recorded.
 
         A loss on a GPU does not raise on an id out of range, and a checkpoint may hold one: these are dropped here.
         """
-        self.list_touched()
-        return distinct_ids(torch.cat(self.touched), self.num_classes)
+        return distinct_ids(torch.cat(self.recorded()), self.num_classes)
 
     @torch.no_grad()
     def flush(self, sampler: Any, weight: Tensor, bias: Tensor | None) -> None:
         """Brings the sampler up to date: the rows touched since the last time, or all of them."""
-        self.list_touched()
         with_bias = getattr(sampler, "has_bias", False) and bias is not None
+        lists = self.recorded()
         if self.stale or self.policy is None or (self.policy == "epoch" and self.steps):
             sampler.rebuild(weight, bias) if with_bias else sampler.rebuild(weight)
-        elif self.touched and isinstance(sampler, Sampler):
-            ids = self.touched[0] if len(self.touched) == 1 else torch.cat(self.touched)
-            sampler.follow(ids, weight, bias if with_bias else None)
-        elif self.touched:
+        elif lists and isinstance(sampler, Sampler):
+            sampler.follow(lists[0] if len(lists) == 1 else torch.cat(lists), weight, bias if with_bias else None)
+        elif lists:
             ids = self.changed()
             rows = weight[ids]
             sampler.update(ids, rows, bias[ids]) if with_bias and bias is not None else sampler.update(ids, rows)
@@ -222,10 +214,10 @@ class TableFollower:
     # -------------------------------------------------------------------------------------------- checkpoints
     def lag(self) -> Tensor | None:
         """What a checkpoint must hold besides the sampler: int64 [2 + n] of steps, stale, touched ids; or None."""
-        self.list_touched()
-        if self.policy is None or not (self.steps or self.touched or self.stale):
+        lists = self.recorded()
+        if self.policy is None or not (self.steps or lists or self.stale):
             return None
-        ids = self.changed().cpu() if self.touched else torch.empty(0, dtype=torch.int64)
+        ids = self.changed().cpu() if lists else torch.empty(0, dtype=torch.int64)
         return torch.cat([torch.tensor([self.steps, int(self.stale)]), ids])
 
     def restore(self, lag: Tensor | None, device: torch.device) -> None:

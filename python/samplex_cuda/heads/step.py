@@ -217,9 +217,9 @@ class StepOfHead(ClassesOfHead):
         own: Any = self._parameters
         weight, bias = (own["weight"], own["bias"]) if "weight" in own and "bias" in own else (self.weight, self.bias)
         compiling = _is_compiling()
-        if (form.sparse or self._fusion is not None) and not compiling:
+        if form.sparse or self._fusion is not None:
             refuse_replicas(self)
-            if "parametrizations" in self._modules:
+            if "parametrizations" in self._modules and not compiling:
                 refuse_parametrized(self)
         if h.dtype is not weight.dtype or h.device != weight.device:
             h = like_weight(h, weight)

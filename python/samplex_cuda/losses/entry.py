@@ -12,8 +12,8 @@ from torch import Tensor
 from samplex_cuda import _device
 from samplex_cuda._checks import check_int, check_number
 from samplex_cuda.losses.base import ExampleState, Loss, Needs
-from samplex_cuda.ops.entry_loss import KINDS, augment_reduce_static_, entry_loss, entry_loss_static, ratio_of
-from samplex_cuda.ops.loss_types import Form, Forward, Inputs, StaticForward, StaticInputs
+from samplex_cuda.ops.entry_loss import augment_reduce_static_, entry_loss, entry_loss_static, ratio_of
+from samplex_cuda.ops.loss_types import ENTRY_KINDS, Form, Forward, Inputs, StaticForward, StaticInputs
 
 __all__ = ["NCE", "AugmentReduce", "NegativeSampling", "OneVsEach"]
 
@@ -27,10 +27,10 @@ class _EntryLoss(Loss):
         """See `Loss.forward`."""
         loss, saved = entry_loss(
             x.hidden, x.weight, x.target, x.ids, x.log_q, x.target_log_q, x.row_value, x.bias, x.class_weight,
-            x.known_offsets, x.known_ids, KINDS[self.name], form.scale, self.reg, form.ignore_index, form.reduction,
-            need_grad, form.sparse,
+            x.known_offsets, x.known_ids, ENTRY_KINDS[self.name], form.scale, self.reg, form.ignore_index,
+            form.reduction, need_grad, form.sparse,
         )  # fmt: skip
-        return Forward(loss, saved, ratio_of(saved, x.hidden) if self.needs.example_index else None)
+        return Forward(loss, saved, ratio=ratio_of(saved, x.hidden) if self.needs.example_index else None)
 
     def draws_static(self, shared: bool) -> bool:
         """See `Loss.draws_static`."""
@@ -38,7 +38,7 @@ class _EntryLoss(Loss):
 
     def static_options(self, form: Form) -> tuple[Any, ...]:
         """See `Loss.static_options`."""
-        return KINDS[self.name], form.scale, self.reg, form.ignore_index, form.reduction
+        return ENTRY_KINDS[self.name], form.scale, self.reg, form.ignore_index, form.reduction
 
     def forward_static(
         self, x: StaticInputs, options: tuple[Any, ...], need_grad: bool, need_hidden: bool
@@ -49,7 +49,7 @@ class _EntryLoss(Loss):
             x.hidden, x.weight, x.target, x.key, law.number, x.num_samples, x.shared, law.table, law.prefix, x.bias,
             x.class_weight, *options, need_grad,
         )  # fmt: skip
-        return loss, saved, ids, None
+        return StaticForward(loss, saved, ids)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -174,7 +174,7 @@ class AugmentReduce(_EntryLoss):
             x.hidden, x.weight, x.target, x.key, law.number, x.num_samples, x.shared, law.table, law.prefix, x.bias,
             x.class_weight, state, index, *options, need_grad,
         )  # fmt: skip
-        return loss, saved, ids, None
+        return StaticForward(loss, saved, ids)
 
     @torch.no_grad()
     def update_state(self, state: Tensor, index: Tensor, used: Tensor, extra: Tensor) -> None:

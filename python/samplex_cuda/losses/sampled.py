@@ -102,22 +102,18 @@ class SampledSoftmax(Loss):
         self, x: StaticInputs, options: tuple[Any, ...], need_grad: bool, need_hidden: bool
     ) -> StaticForward:
         """See `Loss.forward_static`."""
-        hidden, weight, bias, target, class_weight, key, num_samples, shared, law, unit_hidden, *_ = x
-        number, table, prefix = law
-        if options and options[_NORMALIZE]:
-            unit_hidden = False
-        if options or table is not None or class_weight is not None or not (need_grad and need_hidden):
+        law = x.law
+        if options or law.table is not None or x.class_weight is not None or not (need_grad and need_hidden):
             loss, ids, saved, unit = sampled_softmax_static(
-                hidden, weight, target, key, num_samples, number, shared, bias, unit_hidden, table, prefix,
-                class_weight, *(options or _DEFAULTS), need_grad, need_hidden,
+                x.hidden, x.weight, x.target, x.key, x.num_samples, law.number, x.shared, x.bias, x.unit_hidden,
+                law.table, law.prefix, x.class_weight, *(options or _DEFAULTS), need_grad, need_hidden,
             )  # fmt: skip
-        else:
+        else:  # the op takes its defaults faster than values from here
             loss, ids, saved, unit = sampled_softmax_static(
-                hidden, weight, target, key, num_samples, number, shared, bias, unit_hidden
+                x.hidden, x.weight, x.target, x.key, x.num_samples, law.number, x.shared, x.bias, x.unit_hidden
             )
-        return loss, saved, ids, unit if unit_hidden and unit.dim() == 2 else None
+        return StaticForward(loss, saved, ids, unit if unit.dim() == 2 else None)
 
 
 _DEFAULTS = (1.0, 0.0, -100, 1, False, False, ())  # of the op's options
-_NORMALIZE = 5  # the place of `normalize` among them
 _PLAIN, _BY_COPY = Needs(), Needs(mergeable=False)

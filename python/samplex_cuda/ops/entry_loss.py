@@ -13,14 +13,13 @@ from torch import Tensor
 
 from samplex_cuda._library import register_fake
 from samplex_cuda.ops.fused_loss import OpCall, differentiate
-from samplex_cuda.ops.loss_types import Plan, acc_dtype
+from samplex_cuda.ops.loss_types import ENTRY_KINDS, Plan, acc_dtype
 from samplex_cuda.ops.saved_loss import fake_gradients, fake_sizes, saved_numbers
 
-__all__ = ["KINDS", "augment_reduce_static_", "entry_loss", "entry_loss_static", "ratio_of"]
+__all__ = ["augment_reduce_static_", "entry_loss", "entry_loss_static", "ratio_of"]
 
-KINDS = {"negative_sampling": 0, "nce": 1, "one_vs_each": 2, "augment_reduce": 3}
-_NAMES = tuple(KINDS)
-_WITH_RATIO = KINDS["augment_reduce"]
+_NAMES = tuple(ENTRY_KINDS)
+_WITH_RATIO = ENTRY_KINDS["augment_reduce"]
 
 entry_loss = torch.ops.samplex.entry_loss.default
 entry_loss_static = torch.ops.samplex.entry_loss_static.default
@@ -74,13 +73,34 @@ def _fake_static(
     )
 
 
+class _StaticArguments(NamedTuple):
+    """The arguments of `entry_loss_static`, in the order of its schema."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    key: Tensor
+    law: int
+    num_samples: int
+    shared: bool
+    table: Tensor | None
+    prefix: Tensor | None
+    bias: Tensor | None
+    class_weight: Tensor | None
+    kind: int
+    scale: float
+    reg: float
+    ignore_index: int
+    reduction: int
+    need_grad: bool
+
+
 @register_fake("samplex::entry_loss_static")
-def _(
-    hidden: Tensor, weight: Tensor, target: Tensor, key: Tensor, law: int, num_samples: int, shared: bool,
-    table: Tensor | None, prefix: Tensor | None, bias: Tensor | None, class_weight: Tensor | None, kind: int,
-    scale: float, reg: float, ignore_index: int, reduction: int, need_grad: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return _fake_static("entry_loss_static", hidden, target, num_samples, shared, reduction, need_grad, False)
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    a = _StaticArguments(*inputs)
+    return _fake_static(
+        "entry_loss_static", a.hidden, a.target, a.num_samples, a.shared, a.reduction, a.need_grad, False
+    )
 
 
 @register_fake("samplex::augment_reduce_static_")
@@ -117,9 +137,10 @@ def _read(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
 
 
 def _read_static(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> OpCall:
-    hidden, weight, target, bias, kind, reduction, need_grad = (inputs[at] for at in (0, 1, 2, 9, 11, 15, 16))
-    plan = Plan(_NAMES[kind], weight.shape[0], weight.dtype, None if bias is None else bias.dtype, reduction)
-    return OpCall(plan, (0, 1, 9), len(inputs), need_grad, True, hidden, target, output[1], output[2])
+    a = _StaticArguments(*inputs)
+    bias_dtype = None if a.bias is None else a.bias.dtype
+    plan = Plan(_NAMES[a.kind], a.weight.shape[0], a.weight.dtype, bias_dtype, a.reduction)
+    return OpCall(plan, (0, 1, 9), len(inputs), a.need_grad, True, a.hidden, a.target, output[1], output[2])
 
 
 differentiate("samplex::entry_loss", _read)

@@ -48,10 +48,9 @@ def _grad(
     return LossGrad(plan, hidden, target, ids, saved, grad_loss.contiguous(), upstream, version, weight, unit_hidden)
 
 
-def _plan(loss: Loss, weight: Tensor, bias: Tensor | None, form: Form, extra: bool) -> Plan:
-    """What the backward of this loss needs to know; `extra`: whether the forward returned more than the loss."""
+def _plan(loss: Loss, weight: Tensor, bias: Tensor | None, form: Form, with_ratio: bool) -> Plan:
+    """What the backward of this loss needs to know; `with_ratio`: whether the forward has saved a ratio per row."""
     bias_dtype = None if bias is None else bias.dtype
-    with_ratio = extra and not form.with_lse
     return Plan(
         loss.name, weight.shape[0], weight.dtype, bias_dtype, form.reduction, form.with_lse, with_ratio, form.normalize
     )
@@ -125,8 +124,8 @@ class _FusedLoss(torch.autograd.Function):
                 made = loss.forward(x, form, True, need_hidden)  # type: ignore[arg-type]
         else:
             made = loss.forward(x, form, True, need_hidden)  # type: ignore[arg-type]
-        extra = made.extra
-        plan = _plan(loss, weight, bias, form, extra is not None)
+        extra = made.lse if form.with_lse else made.ratio
+        plan = _plan(loss, weight, bias, form, made.ratio is not None)
         if sink is None:
             sink = RowSink(form.sparse, weight, bias)
         ctx.kept = plan, sink, made.saved, weight._version, None
@@ -276,14 +275,14 @@ def run_loss(loss: Loss, x: Inputs, form: Form, sink: Sink | None = None) -> tup
             if not captures_scalars():  # the number of gradient rows would break the graph inside the compiler
                 return eager_run_loss(loss, x, form)
         made = loss.forward(x, form, need_grad, True)
-        return made.loss, made.extra
+        return made.loss, made.lse if form.with_lse else made.ratio
     refuse_forward_mode(loss.name, x.hidden, x.weight, bias)
     _refuse_division(loss, x.weight, form)
     try:
         if not need_grad:
             with _below_autograd():
                 made = loss.forward(x, form, False, False)
-            return made.loss, made.extra
+            return made.loss, made.lse if form.with_lse else made.ratio
         if transformed():
             step = Step(loss, form, _dense)
             output = _TransformedLoss.apply(x.hidden, x.weight, bias, step, x, _Recorded())

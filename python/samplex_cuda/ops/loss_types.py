@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "ENTRY_KINDS",
     "REDUCTIONS",
     "Entries",
     "Form",
@@ -23,6 +24,8 @@ __all__ = [
 ]
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+# The losses that one op serves, and the numbers by which it knows them.
+ENTRY_KINDS = {"negative_sampling": 0, "nce": 1, "one_vs_each": 2, "augment_reduce": 3}
 
 
 class Inputs(NamedTuple):
@@ -85,12 +88,17 @@ class Forward(NamedTuple):
 
     loss: Tensor  # [] or [B]
     saved: Tensor  # unit gradients and what the reduction needs, laid out as in loss/fused
-    extra: Tensor | None = None  # [B]: lse where asked for, or the ratio of augment_reduce
+    lse: Tensor | None = None  # [B], with `Form.with_lse`
+    ratio: Tensor | None = None  # [B], what `Loss.update_state` needs; `saved` ends with it
 
 
-StaticForward = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
-"""What the forward of a loss that draws returns: `Forward.loss`, `Forward.saved`, the ids (int64 [B, m] or [m]), and
-on a CPU the gradient of hidden where that of the reduced loss is 1, [B, d], if it was asked for."""
+class StaticForward(NamedTuple):
+    """What the forward of a loss that draws returns."""
+
+    loss: Tensor  # [] or [B]
+    saved: Tensor  # as in `Forward`
+    ids: Tensor  # int64 [B, m] or [m], the draws
+    unit_hidden: Tensor | None = None  # [B, d], the gradient of hidden if that of the loss is 1; CPU, if asked for
 
 
 class Plan(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samplex_cuda._library import register_fake
-from samplex_cuda.ops.loss_types import Entries, LossGrad, acc_dtype
+from samplex_cuda.ops.loss_types import ENTRY_KINDS, Entries, LossGrad, acc_dtype
 from samplex_cuda.ops.saved_loss import fake_sizes
 from samplex_cuda.ops.sphere import project_rows_
 
@@ -30,7 +30,7 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 _rows_op = torch.ops.samplex.sampled_softmax_bwd.default
 _rows_with_ratio_op = torch.ops.samplex.entry_loss_bwd.default
 _entries_op = torch.ops.samplex.loss_entries.default._op  # eager only: past a call in Python
-_RATIO_KIND = 3  # augment_reduce
+_RATIO_KIND = ENTRY_KINDS["augment_reduce"]
 
 
 class RowGradients(NamedTuple):

@@ -139,11 +139,9 @@ class Fusion:
                 raise ValueError(f"{_NAME}: gradients must be None when the optimizer is fused; call zero_grad() first")
         self.weight, self.bias = weight, bias
         self._tables = list(wanted.values())
-        self.optimizer, self.accumulate, self.grad_scaler = optimizer, accumulate, grad_scaler
+        self.optimizer, self.grad_scaler = optimizer, grad_scaler
+        self.accumulate = accumulate
         self.on_late_update = on_late_update
-        # Whether one op may make the update from what a forward kept. It looks at the upstream gradient on the host.
-        on_host = not any(group.get("capturable", False) for group in optimizer.param_groups)
-        self.at_once = accumulate == 1 and grad_scaler is None and on_host
         if grad_scaler is not None:
             optimizer.count_on_device()
         # Of each running backward, by its number: the version of the weight, and what its losses gave.
@@ -171,6 +169,27 @@ class Fusion:
             if p is not None and fusion_of(p) is self:
                 del _fusions[p]
         self._arrived, self._kept, self._found_inf = {}, [], None
+
+    @property
+    def accumulate(self) -> int:
+        """How many backwards make one update; may be set at any time.
+
+        Example:
+            >>> import samplex_cuda as sx
+            >>> head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+            >>> head.fuse_optimizer(sx.optim.RowSGD(head.parameters(), lr=0.1))
+            >>> head.fused.accumulate = 4
+            >>> head.fused.accumulate, head.fused.at_once
+            (4, False)
+        """
+        return self._accumulate
+
+    @accumulate.setter
+    def accumulate(self, value: int) -> None:
+        self._accumulate = check_int(_NAME, "accumulate", value)
+        # Whether one op may make the update from what a forward kept. It looks at the upstream gradient on the host.
+        on_host = not any(group.get("capturable", False) for group in self.optimizer.param_groups)
+        self.at_once = value == 1 and self.grad_scaler is None and on_host
 
     @property
     def pending(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, TypeAlias
 
 import torch
@@ -443,15 +442,7 @@ class Sampler(torch.nn.Module):
     def _check_count(self, num_samples: int) -> int:
         if type(num_samples) is int and 0 <= num_samples <= MAX_SAMPLES:
             return num_samples
-        try:
-            count = operator.index(num_samples)
-        except TypeError:
-            count = None
-        if count is None or isinstance(num_samples, bool):
-            raise TypeError(f"{self._op}: num_samples must be an int, got {type(num_samples).__name__}")
-        if not 0 <= count <= MAX_SAMPLES:
-            raise ValueError(f"{self._op}: num_samples must be in [0, 2^24], got {count}")
-        return count
+        return check_int(self._op, "num_samples", num_samples, 0, MAX_SAMPLES)
 
     def _rows_of(self, h: Tensor) -> int:
         if not isinstance(h, Tensor):
@@ -463,11 +454,8 @@ class Sampler(torch.nn.Module):
 
     def _check_batch(self, h: Tensor | None, batch_size: int | None, exclude: Exclude | None) -> int:
         """B, from whichever of the arguments say it; they must agree."""
-        if batch_size is not None:
-            if isinstance(batch_size, bool) or not isinstance(batch_size, int | torch.SymInt):
-                raise TypeError(f"{self._op}: batch_size must be an int, got {type(batch_size).__name__}")
-            if batch_size < 0:
-                raise ValueError(f"{self._op}: batch_size must not be negative, got {batch_size}")
+        if batch_size is not None and not isinstance(batch_size, torch.SymInt):  # that of a compiled graph
+            check_int(self._op, "batch_size", batch_size, 0)
         if h is not None:
             rows = self._rows_of(h)
             if batch_size is not None and batch_size != rows:

@@ -303,7 +303,7 @@ def _integers(name: str, x: Any) -> np.ndarray:
     if array.size == 0:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise TypeError(f"bigram: {name} must be integers [n], got {list(array.shape)} {array.dtype}")
+        raise TypeError(f"bigram: {name} must be integers [n], got {describe(array)}")
     return array.astype(np.int64)
 
 
@@ -312,7 +312,7 @@ def _numbers(name: str, x: Any, scalar: bool = False) -> np.ndarray:
     if array.size == 0:
         array = array.astype(np.float64)
     if array.dtype.kind not in "iufb" or not (array.ndim == 1 or (scalar and array.ndim == 0)):
-        raise TypeError(f"bigram: {name} must be numbers [n], got {list(array.shape)} {array.dtype}")
+        raise TypeError(f"bigram: {name} must be numbers [n], got {describe(array)}")
     values = array.astype(np.float64)
     bad = ~(np.isfinite(values) & (values >= 0))
     if bad.any():

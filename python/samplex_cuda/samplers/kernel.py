@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samplex_cuda._checks import check_int
+from samplex_cuda._checks import check_int, check_number
 from samplex_cuda.rng import Key
 from samplex_cuda.samplers.kernel_base import KernelSampler
 from samplex_cuda.samplers.stored import finite_error
@@ -48,8 +48,7 @@ class Quadratic(KernelSampler):
         epsilon: float = 0.0,
         progress: bool = False,
     ) -> None:
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0.0 < alpha < 1e30:
-            raise ValueError(f"quadratic: alpha must be a positive number, got {alpha!r}")
+        check_number("quadratic", "alpha", alpha, 0.0, 1e30, open_low=True, open_high=True)
         super().__init__(
             weight,
             bias,
@@ -119,8 +118,7 @@ class RandomFourier(KernelSampler):
         if kind not in _KINDS:
             raise ValueError(f"random_fourier: kind must be one of {', '.join(_KINDS)}, got {kind!r}")
         check_int("random_fourier", "num_features", num_features)
-        if isinstance(nu, bool) or not isinstance(nu, int | float) or not 0.0 < nu < 1e30:
-            raise ValueError(f"random_fourier: nu must be a positive number, got {nu!r}")
+        check_number("random_fourier", "nu", nu, 0.0, 1e30, open_low=True, open_high=True)
         super().__init__(
             weight,
             bias,

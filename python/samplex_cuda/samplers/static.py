@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import call, check_choice, check_data, describe
+from samplex_cuda._checks import call, check_choice, check_data, check_int, check_number, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import static_sample as ops
 from samplex_cuda.ops.loss_types import StaticLaw
@@ -51,10 +51,7 @@ class StaticSampler(Sampler):
         self.register_buffer("_anchor", torch.empty(0), persistent=False)
 
     def _check_classes(self, num_classes: int) -> None:
-        if isinstance(num_classes, bool) or not isinstance(num_classes, int):
-            raise TypeError(f"{self._op}: num_classes must be an int, got {type(num_classes).__name__}")
-        if not 1 <= num_classes <= MAX_CLASSES:
-            raise ValueError(f"{self._op}: num_classes must be in [1, 2^52], got {num_classes}")
+        check_int(self._op, "num_classes", num_classes, 1, MAX_CLASSES)
 
     def _sample_op(
         self, key: Tensor, batch: int, count: int, exclude: Tensor | None, offsets: Tensor | None
@@ -456,12 +453,9 @@ class Unigram(StaticSampler):
     def __init__(self, counts: Tensor | np.ndarray | Sequence[float], power: float = 1.0) -> None:
         device = counts.device if isinstance(counts, Tensor) else torch.device("cpu")
         values = self._check_counts(counts)
-        if isinstance(power, bool) or not isinstance(power, int | float):
-            raise TypeError(f"unigram: power must be a number, got {type(power).__name__}")
-        if not 0.0 <= power < float("inf"):
-            raise ValueError(f"unigram: power must be finite and not negative, got {power}")
+        power = check_number("unigram", "power", power, 0.0)
         super().__init__(values.shape[0])
-        self.power = float(power)
+        self.power = power
         weights = values if power == 1.0 else self._raise_to_power(values, self.power)
         table, prefix = ops.build_alias(weights)
         self.register_buffer("table", table.to(device))

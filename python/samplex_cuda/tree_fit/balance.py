@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import describe
+from samplex_cuda._checks import check_int, describe
 
 __all__ = ["balance"]
 
@@ -42,8 +42,8 @@ def balance(
         raise ValueError(f"balance: x must be [N, K] floating point, got {describe(x)}")
     if not isinstance(y, Tensor) or y.dtype != torch.int64 or y.shape != x.shape[:1]:
         raise ValueError(f"balance: y must be [{x.shape[0]}] int64, got {describe(y)}")
-    if isinstance(least, bool) or isinstance(most, bool) or not 1 <= least <= most:
-        raise ValueError(f"balance: least and most must be ints, 1 <= least <= most, got {least!r} and {most!r}")
+    check_int("balance", "least", least)
+    check_int("balance", "most", most, least)
     if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < num_classes:
         got = int(y.min()) if int(y.min()) < 0 else int(y.max())
         raise IndexError(f"balance: y must be in [0, {num_classes}), got {got}")

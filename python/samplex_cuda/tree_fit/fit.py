@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samplex_cuda._checks import check_int
+from samplex_cuda._checks import check_int, describe
 from samplex_cuda._library import _native
 
 __all__ = ["FittedTree", "RegChoice", "cross_validate_reg", "fit_tree"]
@@ -142,9 +142,9 @@ def _inputs(op: str, z: Any, y: Any, num_classes: int) -> tuple[Tensor, Tensor]:
     features = torch.as_tensor(z).detach()
     labels = torch.as_tensor(y).detach()
     if features.dim() != 2 or not features.is_floating_point():
-        raise ValueError(f"{op}: z must be [N, k] floating point, got {list(features.shape)} {features.dtype}")
+        raise ValueError(f"{op}: z must be [N, k] floating point, got {describe(features)}")
     if labels.dim() != 1 or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise ValueError(f"{op}: y must be [N] integers, got {list(labels.shape)} {labels.dtype}")
+        raise ValueError(f"{op}: y must be [N] integers, got {describe(labels)}")
     if len(features) != len(labels):
         raise ValueError(f"{op}: z and y must have the same length, got {len(features)} and {len(labels)}")
     if len(labels) == 0:

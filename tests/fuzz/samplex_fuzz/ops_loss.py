@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplex_cuda.ops.entry_loss import KINDS
+from samplex_cuda.ops.loss_types import ENTRY_KINDS as KINDS
 from samplex_cuda.ops.static_sample import build_alias
 from samplex_cuda.reference import attention_pool as pool
 from samplex_cuda.reference.sampled_softmax import sampled_softmax
