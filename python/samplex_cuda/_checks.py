@@ -17,7 +17,7 @@ from torch import Tensor
 
 __all__ = [
     "FLOATS",
-    "WrongType",
+    "WrongTypeError",
     "call",
     "check_choice",
     "check_data",
@@ -67,7 +67,7 @@ def shape_text(lead: tuple[int, ...] | torch.Size, *last: str) -> str:
     return "[" + ", ".join([*map(str, lead), *last]) + "]"
 
 
-class WrongType(TypeError, ValueError):
+class WrongTypeError(TypeError, ValueError):
     """A TypeError, as Python's own functions raise; also a ValueError, so that one `except` takes all bad numbers."""
 
 
@@ -86,7 +86,7 @@ def check_int(op: str, name: str, value: Any, least: int | None = 1, most: int |
     else:
         power = most >= 1 << 20 and most & (most - 1) == 0
         limits = f" in [{least}, {f'2^{most.bit_length() - 1}' if power else most}]"
-    kind = WrongType if number is None else ValueError
+    kind = WrongTypeError if number is None else ValueError
     raise kind(f"{op}: {name} must be an int{limits}, got {describe(value)}")
 
 
@@ -106,7 +106,7 @@ def check_number(
         number = None if isinstance(value, bool | str) else float(value)
     except (TypeError, ValueError):
         number = None
-    kind = WrongType if number is None else ValueError
+    kind = WrongTypeError if number is None else ValueError
     number = math.nan if number is None else number
     inside = (number > low if open_low else number >= low) and (number < high if open_high else number <= high)
     if not (inside and (infinite or -math.inf < number < math.inf)):

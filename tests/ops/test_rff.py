@@ -359,7 +359,7 @@ def test_backward_op_errors():
         (lambda: sx.rff.features(X, kind="quadratic", alpha=0.0), ValueError, "alpha must be in (0, 1e+30)"),
         (lambda: sx.rff.frequencies(4, 0, nu=1.0), ValueError, "num_features must be an int in [1, 2147483647], got 0"),
         (lambda: sx.rff.frequencies(0, 4, nu=1.0), ValueError, "dim must be an int in [1, 2147483647], got 0"),
-        (lambda: sx.rff.frequencies(4, 4.0, nu=1.0), TypeError, "num_features must be an int in [1, 2147483647], got 4.0"),
+        (lambda: sx.rff.frequencies(4, 4.0, nu=1.0), TypeError, "num_features must be an int in [1, 2147483647]"),
         (lambda: sx.rff.frequencies(4, 4, nu=0.0), ValueError, "nu must be in (0, 1e+30), got 0.0"),
         (lambda: sx.rff.frequencies(4, 4, nu=1.0, kind="quadratic"), ValueError, "kind must be 'rff', 'orf' or 'posi"),
         (lambda: sx.rff.num_numbers("rff", 4), ValueError, "num_features must be an int in [1, 2147483647], got 0"),

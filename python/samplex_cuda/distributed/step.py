@@ -20,10 +20,9 @@ from samplex_cuda import _device
 from samplex_cuda.distributed.collectives import Exchange
 from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.losses import Loss
-from samplex_cuda.ops.loss_types import Entries, Form, Inputs, LossGrad, Plan
+from samplex_cuda.ops.loss_types import Entries, Form, Inputs, LossGrad, Plan, Table, TableSink
 from samplex_cuda.ops.row_gradients import entries
 from samplex_cuda.ops.shard_rows import shard_hidden, shard_logits
-from samplex_cuda.optim.fusion import Fusion
 
 __all__ = [
     "Coefficients",
@@ -352,11 +351,9 @@ class _ExchangedLoss(torch.autograd.Function):
         d_weight = d_bias = None
         if need_weight or need_bias:
             found = step.entries(grad)
-            if isinstance(ctx.sink, Fusion):
-                ctx.sink.deliver_entries(found, ctx.version, step.project)
-            else:
-                wanted = (of_weight if need_weight else None, of_bias if need_bias else None)
-                d_weight, d_bias = ctx.sink.deliver_entries(found, ctx.size, *wanted, *ctx.saved_tensors)
+            (on_sphere,) = ctx.saved_tensors
+            table = Table(ctx.size, of_weight, of_bias, ctx.version, on_sphere)
+            d_weight, d_bias = ctx.sink.deliver_entries(found, table, (need_weight, need_bias))
         return d_hidden, d_weight, d_bias, d_scale, None, None, None
 
 
@@ -365,7 +362,7 @@ def run_step(
     weight: Tensor,
     bias: Tensor | None,
     step: StepResult,
-    sink: Fusion | Any,
+    sink: TableSink,
     name: str,
     log_scale: Tensor | None = None,
 ) -> Tensor:

@@ -19,10 +19,9 @@ from samplex_cuda._checks import FLOATS, check_choice, describe
 from samplex_cuda.draw import Draw, Negatives
 from samplex_cuda.functional._inputs import known_positives, target_weights
 from samplex_cuda.ops.fused_loss import run_loss
-from samplex_cuda.ops.loss_types import Entries, Form, Inputs, LossGrad, acc_dtype
+from samplex_cuda.ops.loss_types import Form, Inputs, LossGrad, Table, acc_dtype
 from samplex_cuda.ops.row_gradients import RowGradients, row_gradients
 from samplex_cuda.ops.sphere import project_rows_
-from samplex_cuda.optim.fusion import Fusion
 from samplex_cuda.tables import empty_table, mapped_table, set_table_file, table_file
 
 if TYPE_CHECKING:
@@ -186,8 +185,10 @@ class _Gather(torch.autograd.Function):
         crossing: _Crossing,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.sink, ctx.crossing, ctx.touched, ctx.version = sink, crossing, touched, weight._version
-        ctx.size, ctx.dtypes = tuple(weight.shape), (weight.dtype, None if bias is None else bias.dtype)
+        ctx.sink, ctx.crossing, ctx.touched = sink, crossing, touched
+        ctx.table = Table(
+            (weight.shape[0], weight.shape[1]), weight.dtype, None if bias is None else bias.dtype, weight._version
+        )
         ctx.host = weight.device
         return _sent(weight.detach(), touched, device), None if bias is None else _sent(bias.detach(), touched, device)
 
@@ -201,15 +202,7 @@ class _Gather(torch.autograd.Function):
         n = int(rows.number.item())  # the host goes on with these rows: it waits for them anyway
         ids = ctx.touched[to_side(rows.row_ids[:n], ctx.host)]
         grads, of_bias = to_side(rows.row_grads[:n], ctx.host), to_side(rows.row_bias[:n], ctx.host)
-        need_weight, need_bias = ctx.needs_input_grad[:2]
-        if isinstance(ctx.sink, Fusion):
-            coef = grads.new_ones((n, 1))
-            first = ids[:0].unsqueeze(1), coef[:0], grads[:0]
-            found = Entries(*first, ids, coef, grads, of_bias if ctx.sink.bias is not None else None)
-            ctx.sink.deliver_entries(found, ctx.version)
-            return (None,) * 6
-        wanted = ctx.dtypes[0] if need_weight else None, ctx.dtypes[1] if need_bias else None
-        made = ctx.sink.tables(ids, grads, of_bias, torch.tensor([n]), ctx.size, *wanted)
+        made = ctx.sink.deliver_rows(ids, grads, of_bias, ctx.table, ctx.needs_input_grad[:2])
         return (*made, None, None, None, None)
 
 

@@ -20,6 +20,8 @@ __all__ = [
     "StaticForward",
     "StaticInputs",
     "StaticLaw",
+    "Table",
+    "TableSink",
     "acc_dtype",
 ]
 
@@ -156,6 +158,16 @@ class Entries(NamedTuple):
         return self._replace(coef_a=self.coef_a * inverse, coef_b=self.coef_b * inverse, bias_b=bias)
 
 
+class Table(NamedTuple):
+    """What a sink needs to know of a class table whose gradient is available."""
+
+    size: tuple[int, int]  # C, d
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    version: int  # of the weight in the forward
+    on_sphere: Tensor | None = None  # the weight, if its rows were taken on the unit sphere
+
+
 class Sink(Protocol):
     """Takes the gradient of a class table."""
 
@@ -166,6 +178,22 @@ class Sink(Protocol):
         self, grad: LossGrad, need: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of hidden, weight and bias for autograd; None if the sink has used them up."""
+        ...
+
+
+class TableSink(Sink, Protocol):
+    """Also takes the gradient of a class table where that of `hidden` goes another way."""
+
+    def deliver_entries(
+        self, found: Entries, table: Table, need: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of weight and bias for autograd, or None, from a weight gradient before it is summed by class."""
+        ...
+
+    def deliver_rows(
+        self, ids: Tensor, rows: Tensor, of_bias: Tensor, table: Table, need: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The same from gradient rows [n, d], and [n] of the bias, of distinct classes `ids`, int64 [n] ascending."""
         ...
 
 

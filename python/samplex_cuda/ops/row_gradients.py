@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samplex_cuda._library import register_fake
-from samplex_cuda.ops.loss_types import ENTRY_KINDS, Entries, LossGrad, acc_dtype
+from samplex_cuda.ops.loss_types import ENTRY_KINDS, Entries, LossGrad, Table, acc_dtype
 from samplex_cuda.ops.saved_loss import fake_sizes
 from samplex_cuda.ops.sphere import project_rows_
 
@@ -279,50 +279,41 @@ class RowSink:
         if p.normalize and need_weight:
             assert grad.weight is not None
             project_rows_(rows.row_grads, rows.row_ids, grad.weight)
-        size = (p.num_classes, grad.hidden.shape[1])
-        dtypes = (p.weight_dtype if need_weight else None, p.bias_dtype if need_bias else None)
-        made = self.tables(rows.row_ids, rows.row_grads, rows.row_bias, rows.number, size, *dtypes)
+        table = Table((p.num_classes, grad.hidden.shape[1]), p.weight_dtype, p.bias_dtype, grad.version)
+        made = self._tables(rows.row_ids, rows.row_grads, rows.row_bias, rows.number, table, (need_weight, need_bias))
         return (rows.d_hidden if need_hidden else None, *made)
 
     def deliver_entries(
-        self,
-        found: Entries,
-        size: tuple[int, int],
-        weight_dtype: torch.dtype | None,
-        bias_dtype: torch.dtype | None,
-        on_sphere: Tensor | None = None,
+        self, found: Entries, table: Table, need: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of weight [C, d] and bias from a weight gradient that is available; None if no dtype is given.
-
-        Args:
-            found: the gradient.
-            size: (C, d).
-            weight_dtype: of the gradient of weight.
-            bias_dtype: of that of bias.
-            on_sphere: the weight, where its rows were taken on the unit sphere: gradients along them are left out.
-        """
+        """See `TableSink.deliver_entries`."""
         row_ids, row_grads, row_bias, number = torch.ops.samplex.row_reduce(
-            found.ids_a, found.coef_a, found.rows_a, found.ids_b, found.coef_b, found.rows_b, size[0],
-            bias_dtype is not None, found.bias_b,
+            found.ids_a, found.coef_a, found.rows_a, found.ids_b, found.coef_b, found.rows_b, table.size[0], need[1],
+            found.bias_b,
         )  # fmt: skip
-        if on_sphere is not None:
-            project_rows_(row_grads, row_ids, on_sphere)
-        return self.tables(row_ids, row_grads, row_bias, number, size, weight_dtype, bias_dtype)
+        if table.on_sphere is not None:
+            project_rows_(row_grads, row_ids, table.on_sphere)
+        return self._tables(row_ids, row_grads, row_bias, number, table, need)
 
-    def tables(
+    def deliver_rows(
+        self, ids: Tensor, rows: Tensor, of_bias: Tensor, table: Table, need: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See `TableSink.deliver_rows`."""
+        return self._tables(ids, rows, of_bias, torch.tensor([ids.shape[0]]), table, need)
+
+    def _tables(
         self,
         row_ids: Tensor,
         row_grads: Tensor,
         row_bias: Tensor,
         number: Tensor,
-        size: tuple[int, int],
-        weight_dtype: torch.dtype | None,
-        bias_dtype: torch.dtype | None,
+        table: Table,
+        need: tuple[bool, bool],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of weight and bias from rows summed by class, see `RowGradients`; None if no dtype is given."""
+        """Gradients of weight and bias from rows summed by class, see `RowGradients`."""
         d_weight = d_bias = None
-        if weight_dtype is not None:
-            d_weight = self.weight(row_ids, row_grads, number, size, weight_dtype)
-        if bias_dtype is not None:
-            d_bias = self.bias(row_ids, row_bias, number, size[:1], bias_dtype)
+        if need[0]:
+            d_weight = self.weight(row_ids, row_grads, number, table.size, table.weight_dtype)
+        if need[1]:
+            d_bias = self.bias(row_ids, row_bias, number, table.size[:1], table.bias_dtype)
         return d_weight, d_bias

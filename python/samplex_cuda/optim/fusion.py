@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samplex_cuda._checks import check_int
-from samplex_cuda.ops.loss_types import REDUCTIONS, Entries, LossGrad
+from samplex_cuda.ops.loss_types import REDUCTIONS, Entries, LossGrad, Table
 from samplex_cuda.ops.row_gradients import entries, loss_update_
 from samplex_cuda.ops.row_rules import row_update_
 from samplex_cuda.optim.base import RowOptimizer, RowStep
@@ -215,14 +215,25 @@ class Fusion:
             self._take(found, version, grad.plan.normalize)
         return d_hidden if need_hidden else None, None, None
 
-    def deliver_entries(self, found: Entries, version: int, project: bool = False) -> None:
-        """The same for a weight gradient that is available."""
-        if version != self.weight._version:
+    def deliver_entries(self, found: Entries, table: Table, need: tuple[bool, bool]) -> tuple[None, None]:
+        """See `TableSink.deliver_entries`."""
+        if table.version != self.weight._version:
             self._refuse_version()
         if self.grad_scaler is not None and self.grad_scaler.is_enabled():
             scale, found_inf = self._scaling()
             found = found.unscaled(scale, found_inf)
-        self._take(found, version, project)
+        self._take(found, table.version, table.on_sphere is not None)
+        return None, None
+
+    def deliver_rows(
+        self, ids: Tensor, rows: Tensor, of_bias: Tensor, table: Table, need: tuple[bool, bool]
+    ) -> tuple[None, None]:
+        """See `TableSink.deliver_rows`."""
+        coef = rows.new_ones((ids.shape[0], 1))
+        none = ids[:0].unsqueeze(1), coef[:0], rows[:0]
+        return self.deliver_entries(
+            Entries(*none, ids, coef, rows, None if self.bias is None else of_bias), table, need
+        )
 
     def _take(self, found: Entries | LossGrad, version: int, project: bool = False) -> None:
         task = _task_id()
