@@ -79,7 +79,8 @@ def main() -> None:
         print(f"train: {train!r}")
         torch.manual_seed(0)
         model = Tagger(train)
-        optimizer = sx.optim.RowAdagrad(model.parameters(), lr=0.2)
+        model.head.fuse_optimizer(sx.optim.RowAdagrad(model.head.parameters(), lr=0.2))
+        optimizer = sx.optim.RowAdagrad(model.words.parameters(), lr=0.2)
         propensities = sx.metrics.propensities(train.class_counts(), len(train))
         for epoch in range(options.epochs):
             for batch in sx.data.Batches(train, batch_size=100, seed=0, epoch=epoch):

@@ -216,6 +216,32 @@ def test_isa_intrinsics_stay_in_isa_files(path):
         )
 
 
+def test_one_idiom_chooses_the_simd_level():
+    """SX_SIMD_BODY of common/simd.h. One place asks for a level, because another algorithm is faster without SIMD."""
+    asks = [path for path in sources(".cpp", ".h") if "SimdLevel::k" in strip_comments(path.read_text())]
+    asks = [relative(path) for path in asks if not relative(path).startswith("common/simd.")]
+    assert asks == ["loss/fused/fused_loss_cpu.cpp"]
+    bodies = [path for path in sources(".cpp") if path.name.endswith("_cpu.cpp") and is_vectorized(path)]
+    assert len(bodies) > 8
+    assert [relative(path) for path in bodies if "SX_SIMD_BODY" not in path.read_text()] == []
+
+
+def is_vectorized(path: Path) -> bool:
+    """Whether the CPU unit has others beside it for single instruction sets."""
+    return path.with_name(path.name.replace("_cpu.cpp", "_cpu_avx2.cpp")).exists()
+
+
+def test_no_file_is_much_longer_than_600_lines():
+    found = {}
+    for top in ("csrc", "python", "tests", "bench", "scripts", "examples"):
+        for path in sorted((ROOT / top).rglob("*")):
+            if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh") and "build" not in path.parts:
+                lines = path.read_text().count("\n")
+                if lines > 640:
+                    found[relative(path)] = lines
+    assert found == {}
+
+
 # ------------------------------------------------------------------------------------------------ an op is whole
 def test_every_file_has_a_role_and_a_folder():
     assert len(roles()) == len(set(roles())) > 10

@@ -247,3 +247,5 @@ def test_files_that_the_architecture_page_names_exist():
     named = re.findall(r"`((?:python|csrc|tests|docs|bench)/[\w./]*)`", text)
     assert len(named) > 30
     assert [name for name in named if not (DOCS.parent / name).exists()] == []
+    bare = re.findall(r"`[\w]+\.(?:py|h|cpp|cuh|cu)`", text)
+    assert bare == [], "name files from the root"

@@ -1,4 +1,4 @@
-// Arithmetic on gathered class rows, and their prefetch: what the CPU bodies of the fused losses are made of.
+// Arithmetic on gathered class rows, and their prefetch, for the CPU bodies of all stages.
 #pragma once
 
 #include <type_traits>
