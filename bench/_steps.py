@@ -349,7 +349,7 @@ class Full:
 
 
 class Gemms:
-    """The three matrix products that no step with shared draws can do without, as torch or as this library makes them."""
+    """The three matrix products that no step with shared draws can do without, by torch or by this library."""
 
     def __init__(self, sizes: Sizes, device: torch.device, own: bool) -> None:
         self.name = "our three GEMMs" if own else "torch's three GEMMs"

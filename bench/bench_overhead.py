@@ -7,8 +7,10 @@ Rows (--only takes any part of a name), C = 1,000, d = 16, B = 8, m = 8, uniform
   floor_per_row, floor_shared       the ops of a fused step with no head around them, vs eager torch: no Python could be
                                     faster than that; floor_unfused_...: those of an unfused step, with no optimizer
   context_unigram                   fused step with `context=` given, as `samplex train` gives it on text / without it
-  context_bigram                    fused step with a Bigram sampler and its context / with a Unigram sampler without
+  context_bigram                    fused step with a Bigram sampler, drawn by an op of its own, and its context / the same
   context_text                      context_unigram in the shape of text: h [2, 4, 16], y [2, 4], one context per token
+  trainer_text                      a step of `samplex train` on text (GRU, fused head, a context per token) / the same
+                                    step as a plain loop would write it
   import                            seconds that `import samplex_cuda` takes after `import torch`, in a fresh process
 
 One thread by default: a step this small has nothing to share, but some of torch's operators enter a parallel region all
@@ -31,6 +33,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from _harness import (
@@ -48,6 +51,10 @@ from _harness import (
     write_readme,
 )
 from _steps import SETS, Eager, Ours, RawOps, Sizes, make_inputs, refcheck, timed
+
+import samplex_cuda as sx
+from samplex_cuda import training
+from samplex_cuda.training.step import Stepper
 
 CLASSES, DIM, BATCH, M = 1_000, 16, 8, 8
 TARGETS = {("fused", False): 5.0, ("fused", True): 4.0, ("unfused", False): 3.0, ("unfused", True): 3.0}
@@ -97,7 +104,8 @@ class Bench:
                 row_id = f"floor_{'' if fused else 'unfused_'}{'shared' if shared else 'per_row'}"
                 rows[row_id] = functools.partial(self.floor, row_id, shared, fused)
         rows["context_unigram"] = functools.partial(self.context, "context_unigram", "unigram", target=1.1)
-        rows["context_bigram"] = functools.partial(self.context, "context_bigram", "bigram", target=1.1)
+        rows["context_bigram"] = functools.partial(self.context, "context_bigram", "bigram")
+        rows["trainer_text"] = self.trainer_text
         rows["context_text"] = functools.partial(self.context, "context_text", "unigram", text=True)
         rows["import"] = self.imports
         return rows
@@ -182,6 +190,64 @@ class Bench:
             other_name="ours, without context",
             spread=(low, high),
             config={**sizes.config, "sampler": sampler},
+        )
+
+    def trainer_text(self) -> Row:
+        tokens = torch.randint(CLASSES, (20_000,), generator=torch.Generator().manual_seed(0)).numpy()
+        train = sx.data.Tokens(tokens, CLASSES, window=BATCH // 2, columns=2)
+        settings = [
+            "model.name=gru", f"model.dim={DIM}", f"model.hidden={DIM}", "sampler.name=unigram", "sampler.smoothing=1",
+            f"head.num_samples={M}", "training.clip_norm=0", "training.batch_size=2",
+        ]  # fmt: skip
+        config = training.config.override(training.Config(), settings)
+
+        def model() -> tuple[Any, sx.SampledClassifier, dict[str, torch.optim.Optimizer]]:
+            encoder, head = training.build(config, train)
+            made = training.optimizers(config, encoder, head)
+            head.fuse_optimizer(made["head"])  # type: ignore[arg-type]
+            return encoder, head, made
+
+        trained, plain = model(), model()
+        stepper = Stepper(config, train, 2, torch.tensor([0, 0]), "run")
+        progress = training.Progress()
+        losses: dict[str, list[float]] = {"trainer": [], "plain": []}
+
+        def by_trainer(i: int) -> None:
+            progress.step, progress.batch = i, i % stepper.epoch_batches
+            losses["trainer"].append(stepper.take(progress, *trained).loss)
+
+        batches = sx.data.Batches(train, 2, seed=config.training.seed, epoch=0)
+
+        def by_hand(i: int) -> None:
+            encoder, head, made = plain
+            batch = train.batch(batches.rows(i % len(batches)))
+            loss = head(encoder(batch), batch["y"], context=batch["tokens"], key=torch.tensor([0, i]))
+            loss.backward()
+            losses["plain"].append(float(loss.detach()))
+            for name, optimizer in made.items():
+                if name != "head":
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        for i in range(3):
+            by_trainer(i), by_hand(i)
+        if losses["trainer"] != losses["plain"]:
+            raise AssertionError(f"trainer_text: both sides must make the same steps, got {losses}")
+        got = self.time([Side("trainer", by_trainer), Side("plain", by_hand)])
+        value, low, high = got.ratio("trainer", "plain")
+        return Row(
+            "trainer_text",
+            f"step of `samplex train` on text, GRU, {BATCH} tokens / the same in a plain loop, C = 1,000, d = 16",
+            value,
+            "ratio",
+            "the losses of the first steps are the same bits",
+            sense="<=",
+            note=disturbed(got),
+            ours=got.times["trainer"],
+            other=got.times["plain"],
+            other_name="plain loop",
+            spread=(low, high),
+            config={"C": CLASSES, "d": DIM, "tokens": BATCH, "m": M},
         )
 
     def imports(self) -> Row:
