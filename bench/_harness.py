@@ -2,7 +2,8 @@
 
 A bench makes a `Report`, times its sides with `interleave`, and adds one `Row` per line. A row carries the result of
 its refcheck; a row whose refcheck was not made cannot be added. `Report.finish` prints the table, writes
-`bench/results/<name>.json` (the latest run) and appends one line per row to `bench/results/history.csv`.
+`bench/results/<name>.json` (the latest run) and appends one line per row to `bench/results/history.csv`. A run on
+another processor moves what was stored to `<name>.<processor>.json`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -225,6 +227,11 @@ def _memory_gib() -> int:
         return 0
 
 
+def processor(described: dict[str, Any]) -> str:
+    """Maker and SIMD level of a machine, for the name of a file: figures of another processor are kept beside."""
+    return "-".join(re.findall(r"[a-z0-9]+", f"{described['cpu']} {described['simd']}".lower()))
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """What the numbers depend on. Nothing that names the host."""
     from samplex_cuda import _native
@@ -419,6 +426,9 @@ class Report:
             if old.get("machine") == self.machine:
                 rows = {**{r["id"]: r for r in old["rows"]}, **rows}
                 extra = {**old.get("extra", {}), **extra}
+            elif processor(old["machine"]) != processor(self.machine):
+                os.replace(path, RESULTS / f"{self.name}.{processor(old['machine'])}.json")
+        (RESULTS / f"{self.name}.{processor(self.machine)}.json").unlink(missing_ok=True)
         stored = {
             "bench": self.name,
             **stamp,

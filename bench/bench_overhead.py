@@ -7,7 +7,7 @@ Rows (--only takes any part of a name), C = 1,000, d = 16, B = 8, m = 8, uniform
   floor_per_row, floor_shared       the ops of a fused step with no head around them, vs eager torch: no Python could be
                                     faster than that; floor_unfused_...: those of an unfused step, with no optimizer
   context_unigram                   fused step with `context=` given, as `samplex train` gives it on text / without it
-  context_bigram                    fused step with a Bigram sampler, drawn by an op of its own, and its context / the same
+  context_bigram                    fused step with a Bigram sampler and its context, drawn by a separate op / the same
   context_text                      context_unigram in the shape of text: h [2, 4, 16], y [2, 4], one context per token
   trainer_text                      a step of `samplex train` on text (GRU, fused head, a context per token) / the same
                                     step as a plain loop would write it

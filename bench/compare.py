@@ -3,8 +3,8 @@
     python bench/compare.py OLD NEW [--benches step tree ...] [--rounds 3] [--seconds 1]
 
 OLD and NEW are checkouts that have been built (`make build`), each with its own .venv; their bench/results are
-overwritten, so take clones. A bench that one of them lacks is left out, and so is a row. What is compared is the time of
-our own side, the median over the rounds. The result goes to bench/results/compare.json of this tree; rows that have
+overwritten, so take clones. A bench that one of them lacks is left out, and so is a row. What is compared is the time
+of our own side, the median over the rounds. The result goes to bench/results/compare.json of this tree; rows that have
 become more than 5 % slower are listed last. Run it on an idle machine.
 """
 
@@ -86,8 +86,8 @@ def main() -> int:
     slower = [r for r in rows if r["new_ms"] > LIMIT * r["old_ms"]]
     found = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "old": commit(trees["old"]), "new": commit(trees["new"]), "machine": machine(torch.device("cpu")), "rounds": args.rounds,
-        "seconds": args.seconds, "rows": rows,
+        "old": commit(trees["old"]), "new": commit(trees["new"]), "machine": machine(torch.device("cpu")),
+        "rounds": args.rounds, "seconds": args.seconds, "rows": rows,
     }  # fmt: skip
     (RESULTS / "compare.json").write_text(json.dumps(found, indent=1) + "\n")
     print(f"\n{len(rows)} rows; slower by more than 5 %: {len(slower)}")

@@ -146,6 +146,7 @@ def page() -> str:
     """The whole of docs/benchmarks.md."""
     parts = [HEAD]
     stored_names = {path.stem for path in RESULTS.glob("*.json") if not path.stem.startswith("study_")}
+    stored_names = {name for name in stored_names if "." not in name} - {"compare"}
     for name in [*(name for name in SECTIONS if name in stored_names), *sorted(stored_names - SECTIONS.keys())]:
         stored = _load(name)
         if not stored or not stored.get("rows"):
@@ -158,6 +159,9 @@ def page() -> str:
         if name in PLOTS and (IMAGES / PLOTS[name][0]).exists():
             parts += [f"![{PLOTS[name][1]}](images/{PLOTS[name][0]})", ""]
         parts += [*_table(stored), ""]
+        for path in sorted(RESULTS.glob(f"{name}.*.json")):  # of other processors
+            other = json.loads(path.read_text())
+            parts += [f"*{_provenance(other)}; `bench/results/{path.name}`*", "", *_table(other), ""]
     return "\n".join(parts)
 
 
