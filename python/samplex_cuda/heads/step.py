@@ -100,17 +100,24 @@ class StepOfHead(ClassesOfHead):
         if not (rows.is_contiguous() and target.is_contiguous()):
             return None
         step = self._static_step(spec, weight, bias)
-        sampler: Any = self._modules["sampler"]
-        x = StaticInputs(
-            rows, weight, bias, target, self._buffers["class_weight"], passing_key(sampler._op, key, weight),
-            self.num_samples, self.shared, sampler.law(), step.unit_hidden,
-        )  # fmt: skip
         try:
-            return static_loss(step, x)
+            return static_loss(step, self._static_inputs(step, rows, weight, bias, target, key))
         except RuntimeError as error:
             self._check_batch(h, y, None, None, None)
             self._refuse_targets(target)
             raise op_error(error) from None
+
+    def _static_inputs(
+        self, step: Step, rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, key: Key | Tensor | None,
+        state: Tensor | None = None, index: Tensor | None = None,
+    ) -> StaticInputs:  # fmt: skip
+        """What the op of a loss takes that draws by itself; reserves the key of this step."""
+        sampler: Any = self._modules["sampler"]
+        return StaticInputs(
+            rows, weight, bias, target, self._buffers["class_weight"], passing_key(sampler._op, key, weight),
+            self.num_samples, self.shared, sampler.law(), step.unit_hidden, state,
+            None if index is None else index.contiguous(),
+        )  # fmt: skip
 
     def _static_step(self, spec: LossSpec, weight: Tensor, bias: Tensor | None) -> Step:
         """The constants of a step whose loss draws by itself, made again when the head, a table or the sink changed."""
@@ -231,22 +238,8 @@ class StepOfHead(ClassesOfHead):
             state = self.get_buffer(self._state_name)
             alone = alone and spec.loss.moves_state(weight)
         if spec.draws_static and alone and not follower.active and not compiling and not transformed():
-            sampler: Any = self._modules["sampler"]
             step = static_step(spec.loss, weight, bias, form, self._fusion or self._rows_of(weight, bias))
-            given = StaticInputs(
-                query if query.is_contiguous() else query.contiguous(),
-                weight,
-                bias,
-                target if target.is_contiguous() else target.contiguous(),
-                self._buffers["class_weight"],
-                passing_key(sampler._op, key, weight),
-                self.num_samples,
-                self.shared,
-                sampler.law(),
-                step.unit_hidden,
-                state,
-                None if index is None else index.contiguous(),
-            )
+            given = self._static_inputs(step, query.contiguous(), weight, bias, target.contiguous(), key, state, index)
             try:
                 return run_static_loss(step, given)
             except IndexError:
