@@ -132,6 +132,23 @@ def test_a_tree_alone_is_useless_on_text_and_the_run_says_so(lines, tmp_path):
     assert last.count("│ warning") == 4
 
 
+def test_a_leak_above_a_fifth_is_always_said():
+    torch.manual_seed(0)
+    run, train, _ = case("linear", "uniform", "head.num_samples=1")
+    encoder, head = build(run, train)
+    torch.nn.init.normal_(head.weight, std=3.0)
+    numbers = {}
+    said = [text for text in check_model(encoder, head, train, 16, numbers=numbers) if "of the softmax leaks" in text]
+    assert numbers["leak"] > 0.2
+    assert len(said) == 1
+    # One draw by class frequency leaks as much, so another distribution is no remedy.
+    assert "draws by class frequency: " in said[0]
+    assert "Draw more (head.num_samples)" in said[0]
+    head.num_samples = 4096
+    assert [text for text in check_model(encoder, head, train, 16, numbers=numbers) if "leaks" in text] == []
+    assert numbers["leak"] < 0.2
+
+
 def test_the_default_tree_is_safe(lines, tmp_path):
     found = samplex(*words(lines, tmp_path / "mixed", "--sampler", "tree")).output
     assert "sampler 0.5 tree + 0.5 unigram, 64 draws per row" in found

@@ -83,12 +83,14 @@ def check_model(
     if leak is not None:
         if numbers is not None:
             numbers["leak"] = leak
-        # Few draws leak from any distribution: what counts is whether frequencies would do better.
-        if leak > LEAK and leak > MORE * _leak_of_frequencies(head, h, y, train):
+        if leak > LEAK:
+            # Few draws leak from any distribution: the way out depends on whether frequencies would do better.
+            by_frequency = _leak_of_frequencies(head, h, y, train)
+            mix = "Mix in a fixed distribution (sampler.base = unigram), draw" if leak > MORE * by_frequency else "Draw"
             found.append(
                 f"{leak:.0%} of the softmax leaks: it is on classes that {head.num_samples:,} draws take too rarely to "
-                "push them down. Mix in a fixed distribution (sampler.base = unigram), draw more (head.num_samples), "
-                "or see samplex diagnose"
+                f"push them down (draws by class frequency: {by_frequency:.0%}). {mix} more (head.num_samples), or see "
+                "samplex diagnose"
             )
     if head.sampler is not None:
         best = head.topk(h, 1, features=features)[1]
