@@ -78,7 +78,8 @@ def static_step(loss: Loss, weight: Tensor, bias: Tensor | None, form: Form, sin
         sink: where the weight gradient goes.
     """
     plan = _plan(loss, weight, bias, form, loss.needs.example_index)
-    return Step(loss, form, sink, plan, sink.at_once, loss.static_options(form))
+    # On the sphere the update also leaves out what is along a row, which the op that makes it at once does not.
+    return Step(loss, form, sink, plan, sink.at_once and not form.normalize, loss.static_options(form))
 
 
 def fits(step: Step, weight: Tensor, bias: Tensor | None) -> bool:
