@@ -102,15 +102,16 @@ class SampledSoftmax(Loss):
         self, x: StaticInputs, options: tuple[Any, ...], need_grad: bool, need_hidden: bool
     ) -> StaticForward:
         """See `Loss.forward_static`."""
-        law = x.law
-        if options or law.table is not None or x.class_weight is not None or not (need_grad and need_hidden):
+        hidden, weight, bias, target, class_weight, key, num_samples, shared, law, unit_hidden, _state, _index = x
+        number, table, prefix = law
+        if options or table is not None or class_weight is not None or not (need_grad and need_hidden):
             loss, ids, saved, unit = sampled_softmax_static(
-                x.hidden, x.weight, x.target, x.key, x.num_samples, law.number, x.shared, x.bias, x.unit_hidden,
-                law.table, law.prefix, x.class_weight, *(options or _DEFAULTS), need_grad, need_hidden,
+                hidden, weight, target, key, num_samples, number, shared, bias, unit_hidden, table, prefix,
+                class_weight, *(options or _DEFAULTS), need_grad, need_hidden,
             )  # fmt: skip
         else:  # the op takes its defaults faster than values from here
             loss, ids, saved, unit = sampled_softmax_static(
-                x.hidden, x.weight, x.target, x.key, x.num_samples, law.number, x.shared, x.bias, x.unit_hidden
+                hidden, weight, target, key, num_samples, number, shared, bias, unit_hidden
             )
         return StaticForward(loss, saved, ids, unit if unit.dim() == 2 else None)
 
