@@ -121,7 +121,6 @@ class Diagnosis:
         in_features: d.
         rows: how many rows were examined.
         loss: of the head.
-        of_its_loss: whether bias and std are those of the head's own loss.
         shared: whether targets are masked (shared draws) instead of excluded.
         seed: of the draws.
         gradient_norm: |gradient of the full softmax in the logits|, root mean square over rows.
@@ -132,6 +131,7 @@ class Diagnosis:
         lacking: cores that were missing while steps were timed, because of other processes; None: not known.
         recommendation: in words.
         warnings: in words.
+        of_its_loss: whether bias and std are those of the head's own loss.
 
     Example:
         >>> import torch, samplex_cuda as sx
@@ -151,13 +151,13 @@ class Diagnosis:
     seed: int
     gradient_norm: float
     head_samples: int
-    of_its_loss: bool = True
     laws: list[Law] = dataclasses.field(default_factory=list)
     full_ms: float | None = None
     full_error: float = 0.0
     lacking: float | None = None
     recommendation: str = ""
     warnings: list[str] = dataclasses.field(default_factory=list)
+    of_its_loss: bool = True
 
     @property
     def busy(self) -> bool:
