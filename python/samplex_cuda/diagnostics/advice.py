@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from samplex_cuda import losses
-from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
+from samplex_cuda.diagnostics.report import Diagnosis, SamplerResult, Point
 from samplex_cuda.heads.leak import LEAK
 
 __all__ = ["recommend", "warn"]
@@ -27,15 +27,15 @@ def recommend(found: Diagnosis) -> str:
     """The cheapest sampler and m with the bias of what the head does now (or of Uniform with the largest m).
 
     Example:
-        >>> from samplex_cuda.diagnostics import Diagnosis, Law, Point
+        >>> from samplex_cuda.diagnostics import Diagnosis, SamplerResult, Point
         >>> from samplex_cuda.diagnostics.advice import recommend
         >>> one = lambda m, bias, ms: Point(m, ess=1.0, hit_rate=0.0, bias=bias, bias_leading=bias, std=1.0, step_ms=ms)
-        >>> laws = [Law("Uniform", "Uniform", points=[one(32, 0.8, 1.0), one(2000, 0.04, 50.0)])]
-        >>> laws += [Law("Tree", "Tree", points=[one(32, 0.04, 5.0)])]
+        >>> laws = [SamplerResult("Uniform", "Uniform", points=[one(32, 0.8, 1.0), one(2000, 0.04, 50.0)])]
+        >>> laws += [SamplerResult("Tree", "Tree", points=[one(32, 0.04, 5.0)])]
         >>> recommend(Diagnosis(10**5, 64, 256, "sampled_softmax", False, 0, 1.0, 0, laws))[:66]
         'Tree with m = 32 gives the bias of Uniform with m = 2,000 (4 % of '
     """
-    points = [(law, point) for law in found.laws for point in law.points]
+    points = [(law, point) for law in found.samplers for point in law.points]
     if not points:
         return "Nothing was measured."
     reference = _reference(found)
@@ -76,7 +76,7 @@ def recommend(found: Diagnosis) -> str:
     return " ".join(words)
 
 
-def _comparable(pair: tuple[Law, Point], reference: tuple[Law, Point], timed: bool) -> bool:
+def _comparable(pair: tuple[SamplerResult, Point], reference: tuple[SamplerResult, Point], timed: bool) -> bool:
     """Whether a point may be held against the reference.
 
     Bias and std are of one row. Rows that share their draws also share their noise, which the mean over a batch does
@@ -105,7 +105,7 @@ def _clearly_less(point: Point, base: Point, timed: bool) -> bool:
     return _high(point, timed) < _low(base, timed)
 
 
-def _cheapest(pairs: list[tuple[Law, Point]], timed: bool) -> tuple[Law, Point]:
+def _cheapest(pairs: list[tuple[SamplerResult, Point]], timed: bool) -> tuple[SamplerResult, Point]:
     """The cheapest; of those that the times do not tell apart, the one with the least bias, which does not vary."""
     first = min(pairs, key=lambda pair: _cost(pair[1], timed))
     near = [pair for pair in pairs if not _clearly_less(first[1], pair[1], timed)] if timed else [first]
@@ -116,15 +116,15 @@ def warn(found: Diagnosis) -> list[str]:
     """What to beware of, one sentence each.
 
     Example:
-        >>> from samplex_cuda.diagnostics import Diagnosis, Law
+        >>> from samplex_cuda.diagnostics import Diagnosis, SamplerResult
         >>> from samplex_cuda.diagnostics.advice import warn
-        >>> laws = [Law("Unigram", "Unigram", missing=0.25)]
+        >>> laws = [SamplerResult("Unigram", "Unigram", missing=0.25)]
         >>> warn(Diagnosis(100, 8, 64, "sampled_softmax", False, 0, 1.0, 0, laws))[0][:46]
         'Unigram: 25 % of the softmax is on classes tha'
     """
     out = []
-    uniform = next((law for law in found.laws if law.kind == "Uniform"), None)
-    for law in found.laws:
+    uniform = next((law for law in found.samplers if law.kind == "Uniform"), None)
+    for law in found.samplers:
         if law.missing > 0:
             share = _share(law.missing) if law.missing >= 1e-4 else "less than 0.01 %"
             out.append(
@@ -141,12 +141,12 @@ def warn(found: Diagnosis) -> list[str]:
                 f"by {_share(law.drift)} of their norm; "
                 f"{'head.update_sampler()' if law.own else 'rebuild(head.weight)'} brings it up to date."
             )
-    if any(not law.exact for law in found.laws):
-        names = ", ".join(law.name for law in found.laws if not law.exact)
+    if any(not law.exact for law in found.samplers):
+        names = ", ".join(law.name for law in found.samplers if not law.exact)
         out.append(f"{names}: estimated from draws; what is never drawn is not seen, so the bias may be larger.")
     if found.busy:
         out.append(f"{found.lacking:.1f} cores were missing because of other processes: times are too long and uneven.")
-    strata = [law.name for law in found.laws if law.stratified]
+    strata = [law.name for law in found.samplers if law.stratified]
     if strata:
         out.append(f"{', '.join(strata)}: stratified draws; bias and std are of independent draws, which vary more.")
     if found.loss not in (losses.SampledSoftmax.name, losses.FullSoftmax.name):
@@ -156,7 +156,7 @@ def warn(found: Diagnosis) -> list[str]:
     return out
 
 
-def _leaks(law: Law) -> list[str]:
+def _leaks(law: SamplerResult) -> list[str]:
     """The largest m with which too much of the softmax leaks; a sampler that never draws is reported separately."""
     bad = [point for point in law.points if point.leak - law.missing > LEAK]
     if not bad:
@@ -168,7 +168,7 @@ def _leaks(law: Law) -> list[str]:
     ]
 
 
-def _worse(found: Diagnosis, law: Law, uniform: Law) -> list[str]:
+def _worse(found: Diagnosis, law: SamplerResult, uniform: SamplerResult) -> list[str]:
     flat = {point.num_samples: point for point in uniform.points}
     floor = NEGLIGIBLE * found.gradient_norm
     pairs = [(point, flat[point.num_samples]) for point in law.points if point.num_samples in flat]
@@ -191,17 +191,17 @@ def _exceeds(point: Point, base: Point) -> bool:
     return point.bias > WORSE * base.bias and excess > (WORSE**2 - 1.0) * base.bias**2 + 2.0 * error
 
 
-def _reference(found: Diagnosis) -> tuple[Law, Point]:
-    for law in found.laws:
+def _reference(found: Diagnosis) -> tuple[SamplerResult, Point]:
+    for law in found.samplers:
         for point in law.points:
             if law.own and point.num_samples == found.head_samples:
                 return law, point
-    some = [law for law in found.laws if law.points]
+    some = [law for law in found.samplers if law.points]
     law = next((law for law in some if law.kind == "Uniform"), some[0])
     return law, max(law.points, key=lambda point: point.num_samples)
 
 
-def _compare(found: Diagnosis, law: Law, best: Point, reference: tuple[Law, Point], timed: bool) -> str:
+def _compare(found: Diagnosis, law: SamplerResult, best: Point, reference: tuple[SamplerResult, Point], timed: bool) -> str:
     base = reference[1]
     ratio = best.bias / base.bias if base.bias > 0 else 1.0
     small = found.relative(best.bias) <= NEGLIGIBLE and found.relative(base.bias) <= NEGLIGIBLE
@@ -225,7 +225,7 @@ def _compare(found: Diagnosis, law: Law, best: Point, reference: tuple[Law, Poin
 
 
 def _for_the_same(
-    found: Diagnosis, points: list[tuple[Law, Point]], reference: tuple[Law, Point], best: Point, timed: bool
+    found: Diagnosis, points: list[tuple[SamplerResult, Point]], reference: tuple[SamplerResult, Point], best: Point, timed: bool
 ) -> list[str]:
     """What has far less bias and costs about what the reference does."""
     limit = SAME_COST * _cost(reference[1], timed)[0]
@@ -240,9 +240,9 @@ def _for_the_same(
     return [f"About as cheap as {_name(*reference)}, {_name(law, point)}{cost} has a bias of {_percent(found, point)}."]
 
 
-def _uniform_equivalent(found: Diagnosis, law: Law, best: Point) -> list[str]:
+def _uniform_equivalent(found: Diagnosis, law: SamplerResult, best: Point) -> list[str]:
     """How many samples Uniform would take, since its bias falls as 1/m, where that is more than was tried."""
-    uniform = next((one for one in found.laws if one.kind == "Uniform" and one.points), None)
+    uniform = next((one for one in found.samplers if one.kind == "Uniform" and one.points), None)
     if uniform is None or law is uniform or best.bias <= 0:
         return []
     last = max(uniform.points, key=lambda point: point.num_samples)
@@ -261,7 +261,7 @@ def _cost(point: Point, timed: bool) -> tuple[float, int]:
     return (point.step_ms or 0.0 if timed else float(point.num_samples), point.num_samples)
 
 
-def _name(law: Law, point: Point) -> str:
+def _name(law: SamplerResult, point: Point) -> str:
     return f"{law.name} with m = {point.num_samples:,}"
 
 
