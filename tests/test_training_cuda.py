@@ -207,7 +207,13 @@ def test_diagnose_a_head_in_training():
         head(h, y).backward()
     before = head.weight.detach().clone()
     found = sx.diagnostics.diagnose(head, h, y=y, num_samples=(4,), class_counts=torch.bincount(y, minlength=50))
-    assert [law.name for law in found.samplers] == ["Uniform", "Quadratic", "Unigram", "RandomFourier", "Unigram, shared"]
+    assert [law.name for law in found.samplers] == [
+        "Uniform",
+        "Quadratic",
+        "Unigram",
+        "RandomFourier",
+        "Unigram, shared",
+    ]
     assert any("Quadratic: stale" in text for text in found.warnings)
     assert torch.equal(before, head.weight)
     tree = sx.samplers.Tree.fit(torch.randn(90, 7), torch.randint(50, (90,)), num_classes=50, dim=3, progress=False)

@@ -10,8 +10,8 @@ See docs/diagnostics.md.
 """
 
 from samplex_cuda.diagnostics.candidates import Candidate, default_candidates, other_ways
-from samplex_cuda.diagnostics.report import Diagnosis, SamplerResult, Point
+from samplex_cuda.diagnostics.report import Diagnosis, Point, SamplerResult
 from samplex_cuda.diagnostics.run import diagnose
 from samplex_cuda.heads.leak import leak
 
-__all__ = ["Candidate", "Diagnosis", "SamplerResult", "Point", "default_candidates", "diagnose", "leak", "other_ways"]
+__all__ = ["Candidate", "Diagnosis", "Point", "SamplerResult", "default_candidates", "diagnose", "leak", "other_ways"]

@@ -1,11 +1,11 @@
-"""Words for the numbers: which sampler with how many samples, and what to beware of."""
+"""The recommendation and the warnings of a diagnosis, in words."""
 
 from __future__ import annotations
 
 import math
 
 from samplex_cuda import losses
-from samplex_cuda.diagnostics.report import Diagnosis, SamplerResult, Point
+from samplex_cuda.diagnostics.report import Diagnosis, Point, SamplerResult
 from samplex_cuda.heads.leak import LEAK
 
 __all__ = ["recommend", "warn"]
@@ -60,8 +60,8 @@ def recommend(found: Diagnosis) -> str:
         )
     if (law is reference[0] and best is reference[1]) or not _clearly_less(best, reference[1], timed):
         words.append(
-            f"Keep {_name(*reference)}: bias {_percent(found, reference[1])} of the gradient; nothing that was tried "
-            f"gets there {'in clearly less time' if timed else 'with fewer samples'}."
+            f"Keep {_name(*reference)}: bias {_percent(found, reference[1])} of the gradient; no other setting measured "
+            f"here reaches this {'in clearly less time' if timed else 'with fewer samples'}."
         )
     else:
         words.append(_compare(found, law, best, reference, timed))
@@ -70,9 +70,7 @@ def recommend(found: Diagnosis) -> str:
     chosen = reference[1] if any(word.startswith("Keep") for word in words) else best
     if found.relative(chosen.bias) > LARGE:
         lowest = min(points, key=lambda pair: pair[1].bias)
-        words.append(
-            f"The bias is still large; the lowest that was tried is {_percent(found, lowest[1])}, {_name(*lowest)}."
-        )
+        words.append(f"The bias is still large; the lowest measured is {_percent(found, lowest[1])}, {_name(*lowest)}.")
     return " ".join(words)
 
 
@@ -113,14 +111,14 @@ def _cheapest(pairs: list[tuple[SamplerResult, Point]], timed: bool) -> tuple[Sa
 
 
 def warn(found: Diagnosis) -> list[str]:
-    """What to beware of, one sentence each.
+    """The warnings, one sentence each.
 
     Example:
         >>> from samplex_cuda.diagnostics import Diagnosis, SamplerResult
         >>> from samplex_cuda.diagnostics.advice import warn
         >>> laws = [SamplerResult("Unigram", "Unigram", missing=0.25)]
         >>> warn(Diagnosis(100, 8, 64, "sampled_softmax", False, 0, 1.0, 0, laws))[0][:46]
-        'Unigram: 25 % of the softmax is on classes tha'
+        'Unigram: it never draws classes that hold 25 %'
     """
     out = []
     uniform = next((law for law in found.samplers if law.kind == "Uniform"), None)
@@ -128,8 +126,8 @@ def warn(found: Diagnosis) -> list[str]:
         if law.missing > 0:
             share = _share(law.missing) if law.missing >= 1e-4 else "less than 0.01 %"
             out.append(
-                f"{law.name}: {share} of the softmax is on classes that it never draws, a bias that stays for "
-                "every m; mix it with Uniform."
+                f"{law.name}: it never draws classes that hold {share} of the softmax, a bias that no m removes; mix "
+                "it with Uniform."
             )
         out += _leaks(law)
         if uniform is not None and law is not uniform:
@@ -143,16 +141,16 @@ def warn(found: Diagnosis) -> list[str]:
             )
     if any(not law.exact for law in found.samplers):
         names = ", ".join(law.name for law in found.samplers if not law.exact)
-        out.append(f"{names}: estimated from draws; what is never drawn is not seen, so the bias may be larger.")
+        out.append(f"{names}: estimated from draws, which miss classes that are never drawn; the bias may be larger.")
     if found.busy:
         out.append(f"{found.lacking:.1f} cores were missing because of other processes: times are too long and uneven.")
     strata = [law.name for law in found.samplers if law.stratified]
     if strata:
-        out.append(f"{', '.join(strata)}: stratified draws; bias and std are of independent draws, which vary more.")
+        out.append(f"{', '.join(strata)}: draws are stratified; bias and std are those of independent draws.")
     if found.loss not in (losses.SampledSoftmax.name, losses.FullSoftmax.name):
         out.append(f"The head trains with {found.loss}: bias and std are those of sampled_softmax with these samplers.")
     if found.rows < FEW_ROWS:
-        out.append(f"Only {found.rows} rows: take some hundreds for numbers to rely on.")
+        out.append(f"Only {found.rows} rows were examined; use a few hundred for reliable results.")
     return out
 
 
@@ -163,8 +161,8 @@ def _leaks(law: SamplerResult) -> list[str]:
         return []
     where = "at every m" if len(bad) == len(law.points) else "at m = " + ", ".join(f"{p.num_samples:,}" for p in bad)
     return [
-        f"{law.name}: leaks {where}: of the softmax {_share(bad[-1].leak)} at m = {bad[-1].num_samples:,} is on "
-        "classes drawn too rarely to be pushed down; mix it with class frequencies half and half, or draw more."
+        f"{law.name}: leaks {where}: {_share(bad[-1].leak)} of the softmax at m = {bad[-1].num_samples:,} is on "
+        "classes drawn too rarely to be pushed down; mix it with class frequencies in equal parts, or increase m."
     ]
 
 
@@ -201,12 +199,14 @@ def _reference(found: Diagnosis) -> tuple[SamplerResult, Point]:
     return law, max(law.points, key=lambda point: point.num_samples)
 
 
-def _compare(found: Diagnosis, law: SamplerResult, best: Point, reference: tuple[SamplerResult, Point], timed: bool) -> str:
+def _compare(
+    found: Diagnosis, law: SamplerResult, best: Point, reference: tuple[SamplerResult, Point], timed: bool
+) -> str:
     base = reference[1]
     ratio = best.bias / base.bias if base.bias > 0 else 1.0
     small = found.relative(best.bias) <= NEGLIGIBLE and found.relative(base.bias) <= NEGLIGIBLE
     if small:
-        lead = f"{_name(law, best)} has next to no bias ({_percent(found, best)} of the gradient), as has"
+        lead = f"{_name(law, best)} has almost no bias ({_percent(found, best)} of the gradient), like"
         tail = ""
     elif ratio >= 0.75:
         lead, tail = f"{_name(law, best)} gives the bias of", f" ({_percent(found, best)} of the gradient)"
@@ -225,7 +225,11 @@ def _compare(found: Diagnosis, law: SamplerResult, best: Point, reference: tuple
 
 
 def _for_the_same(
-    found: Diagnosis, points: list[tuple[SamplerResult, Point]], reference: tuple[SamplerResult, Point], best: Point, timed: bool
+    found: Diagnosis,
+    points: list[tuple[SamplerResult, Point]],
+    reference: tuple[SamplerResult, Point],
+    best: Point,
+    timed: bool,
 ) -> list[str]:
     """What has far less bias and costs about what the reference does."""
     limit = SAME_COST * _cost(reference[1], timed)[0]
@@ -237,7 +241,10 @@ def _for_the_same(
     if point is best or not gain:
         return []
     cost = f" ({_ms(point.step_ms)} ms)" if timed else ""
-    return [f"About as cheap as {_name(*reference)}, {_name(law, point)}{cost} has a bias of {_percent(found, point)}."]
+    return [
+        f"At about the same cost as {_name(*reference)}, {_name(law, point)}{cost} has a bias of "
+        f"{_percent(found, point)}."
+    ]
 
 
 def _uniform_equivalent(found: Diagnosis, law: SamplerResult, best: Point) -> list[str]:
@@ -250,7 +257,7 @@ def _uniform_equivalent(found: Diagnosis, law: SamplerResult, best: Point) -> li
     if last.measured or need <= 1.5 * last.num_samples:
         return []
     digits = 10 ** max(0, math.floor(math.log10(need)) - 1)
-    return [f"Uniform would take about m = {round(need / digits) * digits:,.0f} for it."]
+    return [f"Uniform would need about m = {round(need / digits) * digits:,.0f} for the same bias."]
 
 
 def _upper(point: Point) -> float:

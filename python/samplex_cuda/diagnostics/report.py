@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Diagnosis", "SamplerResult", "Point"]
+__all__ = ["Diagnosis", "Point", "SamplerResult"]
 
 BUSY = 0.3  # cores that are missing
 _COLOURS = ("#888888", "#2b6cb0", "#3b8f5a", "#c0392b", "#c27b2b", "#6b46c1", "#d35fb7", "#111111", "#2c9c9c")
@@ -125,7 +125,7 @@ class Diagnosis:
         seed: of the draws.
         gradient_norm: |gradient of the full softmax in the logits|, root mean square over rows.
         head_samples: `num_samples` of the head.
-        laws: one for each sampler.
+        samplers: the result of each sampler.
         full_ms: a step of the full softmax over the same rows, a median; None: not timed.
         full_error: half the distance between the quartiles of its times.
         lacking: cores that were missing while steps were timed, because of other processes; None: not known.
@@ -150,7 +150,7 @@ class Diagnosis:
     seed: int
     gradient_norm: float
     head_samples: int
-    laws: list[SamplerResult] = dataclasses.field(default_factory=list)
+    samplers: list[SamplerResult] = dataclasses.field(default_factory=list)
     full_ms: float | None = None
     full_error: float = 0.0
     lacking: float | None = None
@@ -173,11 +173,11 @@ class Diagnosis:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Diagnosis:
         """The inverse of `as_dict`."""
-        laws = []
+        samplers = []
         for law in values["samplers"]:
             kl = math.inf if law["kl"] is None else law["kl"]
-            laws.append(SamplerResult(**{**law, "kl": kl, "points": [Point(**point) for point in law["points"]]}))
-        return cls(**{**values, "laws": laws, "warnings": list(values["warnings"])})
+            samplers.append(SamplerResult(**{**law, "kl": kl, "points": [Point(**point) for point in law["points"]]}))
+        return cls(**{**values, "samplers": samplers, "warnings": list(values["warnings"])})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `as_dict` as JSON: to a temporary name beside, then renamed."""
@@ -270,9 +270,9 @@ class Diagnosis:
     def _notes(self) -> list[str]:
         notes = ["bias and std: of the gradient in the logits, % of the norm of the full one, root mean square of rows"]
         if any(point.measured for law in self.samplers for point in law.points):
-            notes.append("*: m is too small for the leading term in some rows; measured there from draws")
+            notes.append("*: measured from draws in rows where m is too small for the leading term")
         if not all(law.exact for law in self.samplers):
-            notes.append("draws: estimated from draws; classes that were not drawn are not seen")
+            notes.append("draws: estimated from draws, which miss classes that were not drawn")
         return notes
 
     def table(self) -> str:

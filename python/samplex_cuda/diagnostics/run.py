@@ -15,7 +15,7 @@ from samplex_cuda import functional, samplers
 from samplex_cuda._checks import check_int, describe
 from samplex_cuda.diagnostics import advice, gradient_error, timing
 from samplex_cuda.diagnostics.candidates import Candidate, Candidates, has_tree, in_strata, named
-from samplex_cuda.diagnostics.report import Diagnosis, SamplerResult, Point
+from samplex_cuda.diagnostics.report import Diagnosis, Point, SamplerResult
 from samplex_cuda.heads.checks import refuse_sphere
 from samplex_cuda.heads.leak import leaks
 from samplex_cuda.prediction import valid_targets
@@ -127,7 +127,7 @@ def diagnose(
         ]
         row_laws: list[gradient_error.RowLaw | None] = [None] * len(looks)
         if exact:
-            say("laws")
+            say("distributions")
             for shared in (False, True):
                 places = [place for place, one in enumerate(chosen.values()) if one.shared == shared]
                 pairs = [(used[place], looks[place]) for place in places]
