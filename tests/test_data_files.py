@@ -283,7 +283,7 @@ def test_memmap(tmp_path):
     found = data.open(tmp_path / "x.dat", y=tmp_path / "y.dat", num_features=3, y_dtype="int32")
     assert isinstance(found.x, np.memmap)
     assert found.batch(torch.tensor([1]))["x"].tolist() == [[3, 4, 5]]
-    with pytest.raises(ValueError, match=r"x.dat: it must have a multiple of 20 bytes \(5 float32\), got 48"):
+    with pytest.raises(ValueError, match=r"x.dat: its size must be a multiple of 20 bytes \(5 float32\), got 48"):
         data.open(tmp_path / "x.dat", y=tmp_path / "y.dat", num_features=5)
 
 
@@ -428,7 +428,7 @@ def test_text_bad(tmp_path):
     assert len(data.text_file(path, columns=1, skip_bad=1).tokens) == 3
     with pytest.raises(ValueError, match="vocabulary must have <unk>, got 2 words without it"):
         data.text_file(path, vocabulary=["a", "b"])
-    with pytest.raises(ValueError, match="vocabulary must have every word once, got 1 twice"):
+    with pytest.raises(ValueError, match="vocabulary must have no duplicates, got 1"):
         data.text_file(path, vocabulary=["a", "a", "<unk>"])
 
 

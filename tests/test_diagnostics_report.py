@@ -154,7 +154,7 @@ def test_strata_are_told():
     flat = SamplerResult("Uniform", "Uniform", points=[point(16, 0.4)])
     tree = SamplerResult("Tree", "Tree", stratified=True, points=[point(16, 0.3)])
     assert advice.warn(table(flat, tree)) == [
-        "Tree: stratified draws; bias and std are of independent draws, which vary more."
+        "Tree: draws are stratified; bias and std are those of independent draws."
     ]
 
 

@@ -140,8 +140,7 @@ def mapped_table(
         handle = os.open(path, flags, 0o644)
     except FileExistsError:
         raise FileExistsError(
-            f"{op}: file must be new, got {path}, which is there; remove it, or pass overwrite=True if nothing "
-            "in it is needed"
+            f"{op}: file must be new, got {path}, which exists; remove it, or pass overwrite=True to replace it"
         ) from None
     except OSError as error:
         raise OSError(error.errno, f"{op}: file must be one that can be made, got {path}: {error.strerror}") from None

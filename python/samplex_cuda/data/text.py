@@ -209,7 +209,7 @@ def text_file(
         if UNKNOWN not in words:
             raise ValueError(f"{where}: vocabulary must have {UNKNOWN}, got {len(words)} words without it")
         if len(set(words)) != len(words):
-            raise ValueError(f"{where}: vocabulary must have every word once, got {len(words) - len(set(words))} twice")
+            raise ValueError(f"{where}: vocabulary must have no duplicates, got {len(words) - len(set(words))}")
         options["vocabulary"] = hashlib.sha256("\n".join(words).encode()).hexdigest()
         if extend:
             options["extend"] = True

@@ -60,8 +60,8 @@ def recommend(found: Diagnosis) -> str:
         )
     if (law is reference[0] and best is reference[1]) or not _clearly_less(best, reference[1], timed):
         words.append(
-            f"Keep {_name(*reference)}: bias {_percent(found, reference[1])} of the gradient; no other setting measured "
-            f"here reaches this {'in clearly less time' if timed else 'with fewer samples'}."
+            f"Keep {_name(*reference)}: bias {_percent(found, reference[1])} of the gradient; no other setting "
+            f"measured here reaches this {'in clearly less time' if timed else 'with fewer samples'}."
         )
     else:
         words.append(_compare(found, law, best, reference, timed))

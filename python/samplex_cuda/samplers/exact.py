@@ -188,8 +188,8 @@ class ExactSampler(Sampler):
         if refused := notices.arrived:
             notices.clear()
             raise ValueError(
-                f"{self._op}: ids must be in [0, {self.num_classes}) and rows finite, got {refused} that were not "
-                "in earlier calls, and were skipped; rebuild(weight) reads the whole table"
+                f"{self._op}: ids must be in [0, {self.num_classes}) and rows finite, got {refused} invalid ones in "
+                "earlier calls, which were skipped; call rebuild(weight) to read the whole table"
             )
         outside, unfit = self._replace(ids, rows, bias)
         notices.add(outside | unfit)
@@ -242,7 +242,7 @@ class ExactSampler(Sampler):
             made.bias = None if bias is None else taken_rows(bias, place)
         elif not torch.equal(place, torch.arange(place.shape[0], device=place.device).masked_fill_(place < 0, -1)):
             raise ValueError(
-                f"{self._op}: copy must be True in a sampler without some of the classes, got False: it reads the "
+                f"{self._op}: copy must be True to leave out classes, got False, with which the sampler reads the "
                 "class table itself"
             )
         return made

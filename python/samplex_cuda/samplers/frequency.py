@@ -132,7 +132,9 @@ class StreamingFrequency(nn.Module):
         check_int(_OP, "num_buckets", num_buckets, 1, 1 << 40)
         check_live(_OP, num_buckets, live)
         if self.kind != "gap":
-            raise ValueError(f"{_OP}: kind must be 'gap' to resize, got {self.kind!r}, whose buckets mix ids")
+            raise ValueError(
+                f"{_OP}: kind must be 'gap' to resize, got {self.kind!r}, whose buckets are shared by several ids"
+            )
         kept = min(num_buckets, self.num_buckets)
         for name in ("last", "gap"):
             old = self.get_buffer(name)

@@ -118,7 +118,7 @@ class InBatch(Sampler):
         Args:
             h: [B, d], where the second sampler looks at it.
             num_samples: m, draws of the second sampler; ignored without one.
-            targets: int64 [B]; negative ones are none and do not count.
+            targets: int64 [B]; negative values are ignored.
             shared: must be True.
             key: of the second sampler's draws.
             exclude: must be None: losses mask shared draws.

@@ -50,14 +50,14 @@ class Result:
 
 
 def raise_non_finite(step: int, problem: str, run_dir: Path, left_out: int) -> NoReturn:
-    """NonFiniteLossError for a step, after `left_out` steps in a row that were left out for the same reason."""
+    """NonFiniteLossError for a step, after `left_out` steps in succession that were skipped for the same reason."""
     advice = (
-        f"Go on from the last checkpoint with Trainer.resume({str(run_dir)!r}, settings=...): a smaller "
+        f"Continue from the last checkpoint with Trainer.resume({str(run_dir)!r}, settings=...): a smaller "
         "optimizer.lr, training.clip_norm=1, or training.on_nan=skip"
     )
     if left_out:
         raise NonFiniteLossError(
-            f"trainer: step {step}: {problem}, after {left_out} steps in a row that were left out for the "
-            f"same reason: the weights themselves are no longer good. {advice}"
+            f"trainer: step {step}: {problem}, after {left_out} steps in succession were skipped for the same reason; "
+            f"the weights themselves are no longer usable. {advice}"
         )
     raise NonFiniteLossError(f"trainer: step {step}: {problem}. {advice}")
