@@ -345,7 +345,7 @@ def _with_base(
         if not of_tree >= of_counts:
             share = 1.0
             warnings.warn(
-                f"tree: on {len(held):,} held-out examples its mean log-probability is {of_tree:.4g}, that of the class "
+                f"tree: on {len(held):,} held-out examples its mean log-probability is {of_tree:.4g}, that of class "
                 f"frequencies is {of_counts:.4g}; draws come from sampler.base ({config.sampler.base}) alone until a "
                 "later fit is better",
                 stacklevel=2,
