@@ -79,10 +79,10 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "profile_cuda": (
         "CUDA kernels under emulation",
         "Counts of PTX instructions and memory sectors, made by an emulated CUDA runtime. They are the same on every "
-        "machine and say nothing about time: these kernels have not been run on a GPU.",
+        "machine and are no measure of time: these kernels have not been run on a GPU.",
     ),
 }
-# Plain names of rows whose stored name has a row id in it.
+# Plain names of rows whose stored name is not plain English or has a row id in it.
 ROW_NAMES = {
     (
         "negatives",
@@ -93,6 +93,7 @@ ROW_NAMES = {
     ("negatives", "in_batch_dup"): "two towers, in-batch with duplicates masked, B = 4,096",
     ("negatives", "queue"): "two towers, B = 1,024 and a queue of 4,096 keys",
     ("negatives", "unique"): "256 distinct shared draws, C = 1,000,000, B = 1,024",
+    ("tree_shared", "by_rows"): "2048 draws for 256 rows, C = 2^17, vs a random row for each draw",
     ("sphere", "sphere_per_row"): "64 draws per row, `normalize=True`, ArcFace",
     ("sphere", "sphere_shared"): "4,096 shared draws, `normalize=True`, ArcFace",
 }
