@@ -400,7 +400,7 @@ def test_a_vocabulary_is_extended(tmp_path):
     held = ["b", "<unk>", "a", "<eos>"]
     path = write(tmp_path / "more.tokens", "c a d d\nc d b e\n<unk> f c\n")
     found = data.text_file(path, vocabulary=held, extend=True, columns=1)
-    assert found.vocabulary == [*held, "c", "d", "e", "f"]  # by falling frequency, equal ones as they came
+    assert found.vocabulary == [*held, "c", "d", "e", "f"]  # by decreasing frequency, equal ones as they came
     assert found.tokens.tolist() == [4, 2, 5, 5, 3, 4, 5, 0, 6, 3, 1, 7, 4, 3]
     assert not found.notes
     again = data.text_file(path, vocabulary=found, columns=1)  # all its words are known now

@@ -40,7 +40,7 @@ def step(head, optimizer=None, classes=CLASSES, number=0, key=None):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_larger_table_goes_on_as_if_it_had_always_been_so(name, fused):
-    """Rows and state that were there stay: training on old classes goes on as in a head that had the rows at once."""
+    """Rows and state that were there stay: training on old classes continues as in a head that had the rows at once."""
     small, large = make_head(), make_head(classes=CLASSES + 10)
     with torch.no_grad():
         large.weight[:CLASSES], large.bias[:CLASSES] = small.weight, small.bias

@@ -1,4 +1,4 @@
-"""A run that goes on with more classes: ids and rows of before stay, new rows and their optimizer state begin again."""
+"""A run that continues with more classes: existing ids and rows are kept, new rows and their state are initialized."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_samplers_that_follow_the_class_table(ranks, tmp_path, name):
         assert {rank["status"] for rank in found} == {"finished"}
     if sampler != "softmax":  # of which another number of ranks makes other draws
         same(tmp_path / "1", tmp_path / "3")
-    # One process goes on with it, and two ranks with what that has left.
+    # One process continues with it, and two ranks with what that has left.
     run, data, valid = case("mlp", sampler, *settings)
     encoder, head, _, _ = load_model(tmp_path / "3", "latest")
     assert evaluate(encoder, head, valid, metrics=["nll"]) == pytest.approx(

@@ -170,7 +170,7 @@ def softmax_sums(
     """
     wide = wide_dtype(h, weight)
     lse = _no_mass(h)
-    # nan: what a target out of range keeps, which nobody has checked on a device.
+    # nan: what a target out of range keeps; it has not been checked on a device.
     positive = torch.full(target.shape, torch.nan, dtype=wide, device=h.device)
     total = torch.zeros_like(lse) if with_total else None
     target = target.contiguous()

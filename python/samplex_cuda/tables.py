@@ -39,7 +39,7 @@ def empty_table(
     dtype: torch.dtype | None = None,
     shared: bool = True,
 ) -> Tensor:
-    """An uninitialised table laid out for rows that are gathered at random. `SampledClassifier` uses it for `weight`.
+    """An uninitialized table laid out for rows that are gathered at random. `SampledClassifier` uses it for `weight`.
 
     On the CPU it asks for huge pages, so that the gather misses the TLB less, and starts on a pair of cache lines:
     processors fetch lines in pairs, and a row that begins with the second of one drags in a line of its neighbor at

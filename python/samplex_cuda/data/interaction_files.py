@@ -1,7 +1,7 @@
 """Who took what: lists of items a user, tables of user, item and time, and sequences.
 
 Pairs are written as they come and then brought together by user with a counting sort over the mapped file, so that
-memory holds a few numbers a user and a block of pairs, whatever the size of the file.
+memory holds a few numbers per user and a block of pairs, for any size of the file.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def diagnose(
 
     Args:
         head: a `SampledClassifier`, trained or in training.
-        h: [*, d], some hundreds of rows.
+        h: [*, d], a few hundred rows.
         candidates: samplers (or `Candidate`s) by name, or a list of samplers; Uniform is added for comparison. By
             default `default_candidates(head, class_counts)` and `other_ways` of them.
         num_samples: the m to try; `head.num_samples` is added where the head's own sampler is among the candidates.

@@ -190,7 +190,7 @@ class Sampler(torch.nn.Module):
         """Log-probability of given ids under the distribution of shared draws: the mean of the rows' distributions.
 
         Args:
-            h: [*, d] queries, flattened to B rows; one with a nan or inf has no part in the distribution.
+            h: [*, d] queries, flattened to B rows; one with NaN or inf is left out of the distribution.
             ids: int64 of any shape.
             context: as in `sample`.
 

@@ -403,9 +403,9 @@ class Softmax(ExactSampler):
     """q(k) = softmax of the model's own logits, exactly: with it sampled softmax is unbiased.
 
     With the sampler's `scale` and `absolute` equal to those of the loss, every single sample has the normalizer of the
-    full softmax, whatever `num_samples` is (Blanc & Rendle 2018, Theorem 1). It costs O(C d) per row: the yardstick for
-    the other samplers, and cheaper than a kernel tree that follows the weights up to some 10^5 classes on a CPU and, by
-    the arithmetic of docs/samplers/exact.md, 3 x 10^5 to 4 x 10^6 on a GPU with a 16-bit table.
+    full softmax, for any `num_samples` (Blanc & Rendle 2018, Theorem 1). It costs O(C d) per row. It is the reference
+    for the other samplers, and cheaper than a kernel tree that follows the weights up to about 10^5 classes on a CPU
+    and, by the estimates of docs/samplers/exact.md, 3 x 10^5 to 4 x 10^6 on a GPU with a 16-bit table.
 
     Args:
         weight: [C, d] class table, float32, float64, bfloat16 or float16.

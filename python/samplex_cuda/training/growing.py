@@ -1,4 +1,4 @@
-"""A run that goes on with more classes: a checkpoint of fewer rows in tables of more."""
+"""A run that continues with more classes: a checkpoint of fewer rows in tables of more."""
 
 from __future__ import annotations
 

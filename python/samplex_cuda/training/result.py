@@ -29,7 +29,7 @@ class Result:
         metrics: of the last evaluation.
         best: the best value of the monitored metric, None without evaluation.
         best_step: when that was.
-        message: for a person; after an interruption it says how to go on.
+        message: for a person; after an interruption it says how to resume.
         signal: number of the signal that interrupted it; 0: none.
         warnings: what is wrong with the model by the last evaluation; empty: nothing was found.
 

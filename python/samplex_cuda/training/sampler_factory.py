@@ -453,7 +453,7 @@ def make_sampler(
 
 
 def _check_order(counts: Tensor) -> None:
-    """Warns where ids are not sorted by falling frequency, as log-uniform draws assume.
+    """Warns where ids are not sorted by decreasing frequency, as log-uniform draws assume.
 
     Of sorted ids, the k-th class has a share of at most 1 / (k + 1), so at most about 1.45 log(C + 1) times its
     probability.

@@ -159,7 +159,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def check_meta(
     path: Path, meta: dict[str, Any], config: Config, train: Dataset, device: torch.device, grow: bool = False
 ) -> str:
-    """Refuses a checkpoint that a run with this configuration and data cannot go on from; `grow`: data may be others.
+    """Rejects a checkpoint that a run with this configuration and data cannot continue from; `grow`: allows other data.
 
     Returns what is another now of that which the last bits depend on; empty: nothing.
     """
