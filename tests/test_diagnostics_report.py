@@ -169,7 +169,7 @@ def test_a_head_that_draws_in_strata():
     found = diagnose(head, x[:40], y=y[:40], num_samples=(8,))
     assert [(law.name, law.stratified) for law in found.samplers[:2]] == [("Uniform", False), ("Tree", True)]
     assert (True, True) in calls  # what is timed is what the head does
-    assert any(text.startswith("Tree: stratified draws") for text in found.warnings)
+    assert any(text.startswith("Tree: draws are stratified") for text in found.warnings)
     head.stratified = False
     calls.clear()
     found = diagnose(head, x[:40], y=y[:40], num_samples=(8,))
