@@ -274,7 +274,7 @@ def test_what_is_refused_changes_nothing():
     with pytest.raises(ValueError, match="which is retired already"):
         head.retire_classes(torch.tensor([0, 1]))
     noise = make_head(loss="negative_sampling")
-    with pytest.raises(ValueError, match="loss must not learn scores"):
+    with pytest.raises(ValueError, match="loss must have scores that do not depend"):
         noise.resize(50)
     fused = make_head()
     fused.fuse_optimizer(sx.optim.RowSGD(fused.parameters(), lr=0.1), accumulate=2)

@@ -100,5 +100,5 @@ def test_a_head_on_meta_is_materialized_and_loaded():
     ],
 )
 def test_tables_without_numbers_are_refused(make, message):
-    with torch.device("meta"), pytest.raises(ValueError, match=rf"{message}, got .* on meta; make the sampler outside"):
+    with torch.device("meta"), pytest.raises(ValueError, match=rf"{message}, got .* on meta; create it outside"):
         make()

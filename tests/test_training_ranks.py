@@ -176,7 +176,7 @@ def test_one_rank_refuses_for_all(ranks, tmp_path):
     assert found[1][0].startswith("RanksError: ")
     assert "already contains a run" in found[1][0]
     found = ranks.outcomes(4, "run_trainer", str(tmp_path / "b"), "linear", "uniform", ["training.batch_size=3"])
-    assert all("batch_size must be at least 4" in error for error, _ in found)
+    assert all("batch_size, the total of all ranks, must be at least 4" in error for error, _ in found)
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank(ranks, tmp_path):
