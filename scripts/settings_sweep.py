@@ -4,8 +4,8 @@
 
 A test can hold on one processor only, by the order in which its products add up. Each setting below lowers something
 else, and every value of every variable occurs in one of them. file_sweep.py says what is kept, in build/settings_sweep:
-a file that passed is not run again unless the library, the package or the file has changed. Without --settings the sweep
-takes about as long as `make test` for each of them. The exit status is 1 if a file failed.
+a file that passed is not run again unless the library, the package or the file has changed. Without --settings the
+sweep takes about as long as `make test` for each of them. The exit status is 1 if a file failed.
 """
 
 from __future__ import annotations
