@@ -53,21 +53,21 @@ help: ## Show this list
 
 build: $(STAMPS)/build ## Environment, torch, build tools, the extension (editable, with the test backends)
 
-demo: $(STAMPS)/build ## Train with full and with sampled softmax side by side; a table and a plot
+demo: $(STAMPS)/build ## Train with the full and the sampled softmax, and compare them in a table and a plot
 	$(PY) -m samplex_cuda.demo $(ARGS)
 
-test: $(STAMPS)/build ## The test suite on every backend this machine has, without the slow studies
+test: $(STAMPS)/build ## Run the test suite on every backend of this machine, without slow tests
 	$(PY) -m pytest -m "not slow" $(ARGS)
 
 test-slow: $(STAMPS)/build ## The slow studies: larger statistics, wheel in a clean environment
 	$(PY) -m pytest -m slow $(ARGS)
 
-test-integrations: ## The adapters with the libraries they are for, in the environment INTEGRATIONS
+test-integrations: ## Test the adapters with their libraries, in the environment INTEGRATIONS
 	$(MAKE) build VENV=$(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install $$($(INTEGRATIONS)/bin/python scripts/extra.py integrations)
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)
 
-test-settings: $(STAMPS)/build ## The suite as on other processors, file by file, going on where it stopped; table in build/settings_sweep
+test-settings: $(STAMPS)/build ## The suite as on other processors, file by file, continuing where it stopped; table in build/settings_sweep
 	$(PY) scripts/settings_sweep.py $(ARGS)
 
 sanitize: $(STAMPS)/build ## The op suite under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -76,7 +76,7 @@ sanitize: $(STAMPS)/build ## The op suite under AddressSanitizer and UndefinedBe
 test-emulated: $(STAMPS)/build ## The op suite on nvcc's code under an emulated CUDA runtime; needs PTXRUN=dir
 	$(PY) scripts/side_build.py emulated --ptxrun "$(PTXRUN)" $(ARGS)
 
-sweep-emulated: $(STAMPS)/build ## The same file by file for three seeds, going on where it stopped; table in build/emulated_sweep
+sweep-emulated: $(STAMPS)/build ## The same file by file for three seeds, continuing where it stopped; table in build/emulated_sweep
 	$(PY) scripts/emulated_sweep.py --ptxrun "$(PTXRUN)" $(ARGS)
 
 fuzz: $(STAMPS)/build ## Random calls of every op and public function; ARGS="--calls 1000000", SANITIZE=1 for the sanitizer build

@@ -131,7 +131,10 @@ def main() -> int:
                 table.copy_(head.weight)
                 one = head(hs[0], ys[0], **{k: f(0) for k, f in how.items()})
                 worst = check_close("loss", one, loss_of(0), 1e-4)
-            what = f"step, {row_id}, C = {CLASSES:,}, B = {BATCH}, vs eager with Adagrad"
+            kind = {"own_ragged": "own negatives in lists", "in_batch_head": "in-batch negatives"}.get(
+                row_id, "hard negatives"
+            )
+            what = f"step, {kind}, C = {CLASSES:,}, B = {BATCH:,}, vs eager with Adagrad"
             row(
                 row_id, what, lambda i, how=how: ours(i, **how), lambda i, f=loss_of: eager(i, f), worst, target, config
             )

@@ -396,41 +396,41 @@ def page() -> str:
     ]
     return "\n".join(
         [
-            "# Times on a GPU, by arithmetic",
+            "# Estimated times on a GPU",
             "",
             wrapped(
-                """**Computed, not measured.** No part of this project has been run on a GPU by its authors. This
-                page says what the steps should take if each kernel is bound by memory or by arithmetic and by
-                nothing else, so that the first owner of a GPU can hold it against a clock: `make gpu` writes a
-                report. The page is written by `python bench/gpu_model.py`; every formula is in that file."""
+                """**Estimated, not measured.** The authors have not run this project on a GPU. The times on this page
+                assume that each kernel is limited only by memory bandwidth or by arithmetic. If you have a GPU, `make
+                gpu` writes a report that compares them with measured times. The page is written by `python
+                bench/gpu_model.py`, which contains all formulas."""
             ),
             "",
             "## Steps",
             "",
             wrapped(
                 """B = 1024, d = 128, C = 1,000,000, log-uniform draws, Adagrad, fp32 unless the row says otherwise.
-                Training steps hold forward, backward and update of the head, with the budget of launches that
-                `tests/emulated` checks. *Bytes* is traffic of device memory, caches not counted; *host without a
-                graph* is what Python and torch need to launch the step, which bounds it from below unless it is
-                captured."""
+                Training steps consist of forward, backward and update of the head, with the numbers of launches that
+                `tests/emulated` checks. *Bytes* is the traffic of device memory, without caches; *host without a
+                graph* is the time that Python and torch need to launch the step, a lower bound for its time unless it
+                is captured in a CUDA graph."""
             ),
             "",
             *step_table(),
             "",
-            "What follows from it:",
+            "Conclusions:",
             "",
             bullet(
-                "A sampled step takes some tens of microseconds, less than the host needs to launch it: capture it."
+                "A sampled step takes tens of microseconds, less than the host needs to launch it: use a CUDA graph."
             ),
             bullet(
                 "Shared draws cost a few matrix products; several hundred of them are cheaper than 64 draws per row."
             ),
             bullet(
-                f"""Exact draws from the softmax grow with C, draws from trees with log C. On an H100 with a bf16
-                table they are cheaper than a kernel tree that follows its rows up to some
-                {even_classes(kernel_draws, 2):,} classes with D = 128 features and up to some
+                f"""The time of exact draws from the softmax grows with C, that of draws from trees with log C. On an
+                H100 with a bf16 table, exact draws are cheaper than a kernel tree that follows its rows up to about
+                {even_classes(kernel_draws, 2):,} classes with D = 128 features and up to about
                 {even_classes(functools.partial(kernel_draws, features=1024), 2):,} with D = 1024, the default of
-                `RandomFourier`; with an fp32 table, whose logits pass through device memory, up to some
+                `RandomFourier`; with an fp32 table, whose logits pass through device memory, up to about
                 {even_classes(kernel_draws, 4):,} and
                 {even_classes(functools.partial(kernel_draws, features=1024), 4):,}. A decision tree does not
                 follow the rows, and its draws are cheaper at any C."""
@@ -455,8 +455,8 @@ def page() -> str:
             *fp64_table(),
             "",
             wrapped(
-                """Only the kernel tree is held up by much. It stays as it is: cheaper arithmetic would change the
-                draws. On a consumer GPU, use another sampler where that time matters."""
+                """Only the kernel tree is slowed down considerably. Cheaper arithmetic would change its draws. On a
+                consumer GPU, use another sampler if that time matters."""
             ),
             "",
             "## Assumptions",
@@ -471,8 +471,7 @@ def page() -> str:
                 Python. Logits are cut into chunks of {CHUNK >> 20} MiB. A kernel takes the longer of its memory and
                 arithmetic time; kernels do not overlap. Data sheet figures are the vendor's; fp32 products do not
                 use TF32. The L2 cache has {L2:g} times the bandwidth of the memory, and the product kernel of exact
-                draws, which is not cuBLAS, reaches {OF_TENSOR_OWN:.0%} of the tensor cores: both are guesses that a
-                clock should replace first."""
+                draws, which is not cuBLAS, reaches {OF_TENSOR_OWN:.0%} of the tensor cores: both are guesses."""
             ),
             "",
         ]

@@ -1,7 +1,7 @@
 """Negative sampling with uniform, frequency and adversarial (tree) noise at equal steps (Bamler & Mandt 2020).
 
 The protocol is that of the paper's section 5 and appendix A.2: a linear model with bias on K features, Adagrad, one
-negative an example, weights that start at zero. Learning rate and lambda (Eq. 6) are chosen for each noise by itself,
+negative per example, weights that start at zero. Learning rate and lambda (Eq. 6) are chosen for each noise by itself,
 by the corrected accuracy on a validation part after the last step: from the middle of a grid to the best neighbor,
 until none is better. With these, runs of other seeds are measured on a test part that no choice has seen, after several
 numbers of steps, with log p_n added back (Eq. 5) and without. The tree's regularizer is chosen by its log p_n on the

@@ -4,7 +4,7 @@ One LSTM layer of 200 units, embeddings of 200, untied; C = 33,278; windows of 3
 LSTM, Adagrad for both tables (`--rate`; a method may have its own, and first sums of squares); `--epochs` passes
 over the first `--part` of the training tokens. m draws per token (per row, m <= 200). Perplexity is exact, by the
 chunked softmax over all classes, at eight points on the way on the first quarter of each column of the validation file
-(`--valid-part`), and at the end on all of it too; the state goes on from window to window. Points are stored at once.
+(`--valid-part`), and at the end on all of it too; the state continues from window to window. Points are stored at once.
 
   python bench/study_wikitext.py [--data DIR]  bench/results/study_wikitext.json, docs/images/study_wikitext.png; about
                                                half an hour of one core for the full softmax, minutes for the others

@@ -41,6 +41,14 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "overhead": ("Small steps and import", "C = 1,000, d = 16, B = 8, m = 8: time outside the kernels dominates."),
     "entry_loss": ("Other sampled losses", ""),
     "contrastive": ("Contrastive loss", ""),
+    "negatives": (
+        "Kinds of negatives",
+        "A training step with negatives from other sources than a sampler: see [Negatives](negatives.md). d = 128.",
+    ),
+    "sphere": (
+        "Normalized heads and weighted targets",
+        "`normalize=True` with a margin, and `target_weight=`; C = 1,000,000. See [Cosine heads](faces.md).",
+    ),
     "attention_pool": ("Attention pooling", ""),
     "static_sample": ("Static samplers", "Draws [256, 64] with `log_q`."),
     "bigram_sample": ("Bigram sampler", ""),
@@ -53,6 +61,10 @@ SECTIONS: dict[str, tuple[str, str]] = {
         "Kernel trees: `Quadratic` and `RandomFourier`",
         "TV is the total variation distance to the softmax.",
     ),
+    "midx_sample": (
+        "MIDX sampler",
+        "Times relative to `Tree` and `LogUniform`: MIDX is faster if the result is below 1.",
+    ),
     "rff": ("Random feature maps", ""),
     "row_reduce": ("Sums of duplicate rows", ""),
     "row_rules": ("Row optimizers", ""),
@@ -61,14 +73,29 @@ SECTIONS: dict[str, tuple[str, str]] = {
         "gloo on one machine of two cores: bytes, memory and balance are meaningful, times of several ranks are not.",
     ),
     "busy": (
-        "Beside other processes",
+        "Running beside other processes",
         "A step while DataLoader workers or other busy processes use the same two cores.",
     ),
     "profile_cuda": (
         "CUDA kernels under emulation",
         "Counts of PTX instructions and memory sectors, made by an emulated CUDA runtime. They are the same on every "
-        "machine and say nothing about time: no GPU has run these kernels.",
+        "machine and are no measure of time: these kernels have not been run on a GPU.",
     ),
+}
+# Plain names of rows whose stored name is not plain English or has a row id in it.
+ROW_NAMES = {
+    (
+        "negatives",
+        "own_ragged",
+    ): "own negatives in lists of different lengths, 64 per row on average, C = 1,000,000, B = 1,024",
+    ("negatives", "hard"): "64 draws and 8 hard negatives per row, C = 1,000,000, B = 1,024",
+    ("negatives", "in_batch_head"): "in-batch negatives with a streaming estimate of log q, C = 1,000,000, B = 1,024",
+    ("negatives", "in_batch_dup"): "two towers, in-batch with duplicates masked, B = 4,096",
+    ("negatives", "queue"): "two towers, B = 1,024 and a queue of 4,096 keys",
+    ("negatives", "unique"): "256 distinct shared draws, C = 1,000,000, B = 1,024",
+    ("tree_shared", "by_rows"): "2048 draws for 256 rows, C = 2^17, vs a random row for each draw",
+    ("sphere", "sphere_per_row"): "64 draws per row, `normalize=True`, ArcFace",
+    ("sphere", "sphere_shared"): "4,096 shared draws, `normalize=True`, ArcFace",
 }
 PLOTS = {
     "step": ("bench_step.png", "Time of a training step against the number of classes"),
@@ -79,15 +106,15 @@ HEAD = """\
 
 <!-- Written by bench/update_readme.py from bench/results/*.json; do not edit by hand. -->
 
-All times are CPU times. **No GPU has run this code**: [CUDA](cuda.md) says what was checked instead, and
-[GPU model](gpu_model.md) has estimates by arithmetic. Accuracy on real data, and the time to reach it, is in
-[Quality](quality.md).
+All times were measured on CPUs. **The code has not been run on a GPU yet**: [CUDA](cuda.md) describes how it was tested
+instead, and [GPU model](gpu_model.md) has estimates from a cost model. [Quality](quality.md) has the accuracy on real
+data and the time to reach it.
 
-Each section has the machine, commit and date of its own run; figures of different sections come from different machines
-and should not be compared. A time is the median of interleaved runs, so that drift of the machine affects both sides. A
-row is stored only after both sides agree with a float64 reference. *Result* is the time of the other side divided by
-ours where it ends in "x"; otherwise the row says what it is. A commit with a `+` had uncommitted changes. `make bench`
-repeats everything; `bench/README.md` has the method.
+Each section names the machine, commit and date of its run. Figures of different sections come from different machines
+and should not be compared. Both sides of a row are timed in turn, and the median is reported, so that changes of the
+machine's speed affect both. A row is stored only if both sides agree with a float64 reference. *Result* is the speedup,
+the time of the other side divided by the time of samplex, if it ends in "x"; otherwise the row states what it is. A
+commit with a `+` had uncommitted changes. `make bench` repeats everything; `bench/README.md` describes the method.
 """
 
 
@@ -125,7 +152,7 @@ def _provenance(stored: dict[str, Any]) -> str:
     )
 
 
-def _table(stored: dict[str, Any]) -> list[str]:
+def _table(name: str, stored: dict[str, Any]) -> list[str]:
     """All rows. The columns with times are there if a row has times."""
     rows = stored["rows"]
     timed = any(row["ours"] or row["other"] for row in rows)
@@ -134,11 +161,12 @@ def _table(stored: dict[str, Any]) -> list[str]:
     )
     for row in rows:
         result = format_value(row["value"], row["unit"])
+        what = ROW_NAMES.get((name, row["id"]), row["what"])
         if timed:
             other = f"{_ms(row['other'])} ({row['other_name']})" if row["other"] else row["note"]
-            lines.append(f"| {row['what']} | {other} | {_ms(row['ours'])} | {result} |")
+            lines.append(f"| {what} | {other} | {_ms(row['ours'])} | {result} |")
         else:
-            lines.append(f"| {row['what']} | {result} |")
+            lines.append(f"| {what} | {result} |")
     return lines
 
 
@@ -158,10 +186,10 @@ def page() -> str:
         parts += [f"*{_provenance(stored)}; `bench/results/{name}.json`*", ""]
         if name in PLOTS and (IMAGES / PLOTS[name][0]).exists():
             parts += [f"![{PLOTS[name][1]}](images/{PLOTS[name][0]})", ""]
-        parts += [*_table(stored), ""]
+        parts += [*_table(name, stored), ""]
         for path in sorted(RESULTS.glob(f"{name}.*.json")):  # of other processors
             other = json.loads(path.read_text())
-            parts += [f"*{_provenance(other)}; `bench/results/{path.name}`*", "", *_table(other), ""]
+            parts += [f"*{_provenance(other)}; `bench/results/{path.name}`*", "", *_table(name, other), ""]
     return "\n".join(parts)
 
 

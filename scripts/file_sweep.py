@@ -95,8 +95,8 @@ def sweep(
 ) -> bool:
     """Run what is not done yet, one setting after another, short files first; True if all that was asked for is good.
 
-    `source_of(file)` is the digest that decides whether a stored result still holds, `run_file(file, setting, source,
-    log)` runs one file, and `size_of(file)` guesses seconds for files that have not run yet.
+    `source_of(file)` is the digest that decides whether a stored result is still valid, `run_file(file, setting,
+    source, log)` runs one file, and `size_of(file)` estimates the seconds of files that have not run yet.
     """
     folder.mkdir(parents=True, exist_ok=True)
     store = folder / "results.json"

@@ -506,10 +506,10 @@ def test_diagnose_writes_table_plot_and_json(run_dir):
     found = as_json("diagnose", run_dir, "--rows", 32, "--num-samples", 4, "--num-samples", 16)
     assert found["recommendation"]
     saved = json.loads((run_dir / "diagnosis.json").read_text())
-    assert [law["name"] for law in saved["laws"]] == [law["name"] for law in found["laws"]]
-    assert {"Uniform", "Unigram", "Tree + Uniform"} <= {law["name"] for law in found["laws"]}
+    assert [law["name"] for law in saved["samplers"]] == [law["name"] for law in found["samplers"]]
+    assert {"Uniform", "Unigram", "Tree + Uniform"} <= {law["name"] for law in found["samplers"]}
     few = as_json("diagnose", run_dir, "--rows", 16, "--num-samples", 4, "--no-timed", "--tree-rows", 0)
-    assert "Tree + Uniform" not in {law["name"] for law in few["laws"]}
+    assert "Tree + Uniform" not in {law["name"] for law in few["samplers"]}
     pytest.importorskip("matplotlib")
     assert (run_dir / "plots" / "diagnosis.png").stat().st_size > 1000
     assert "Uniform" in samplex("diagnose", run_dir, "--rows", 16, "--num-samples", 4, "--no-timed").stdout

@@ -110,9 +110,9 @@ REFUSED = {
     "must end with .pt2": ("dense", ["--out", "x.onnx"]),
     "-k must be at most the 40 classes": ("dense", ["-k", "41"]),
     "needs a model whose sampler has a tree": ("dense", ["--candidates", "tree"]),
-    "torch.export must have a loss without a prior, got one with it; export candidates='tree'": ("prior", []),
+    "for torch.export, prior must be None, got a loss with one; export with candidates='tree'": ("prior", []),
     "--length must be given for a model of text": ("text", []),
-    "and only there": ("dense", ["--length", "3"]),
+    "and for no other": ("dense", ["--length", "3"]),
     "there is no folder": ("dense", ["--out", "no/such/x.pt2"]),
 }
 

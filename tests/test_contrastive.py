@@ -94,7 +94,7 @@ def test_other_dtypes(backend, dtype):
 
 @pytest.mark.parametrize("sparse", [None, True, False])
 def test_gradcheck(backend, sparse):
-    """Through encoders, so that nothing is a leaf (sparse gradients cannot go on from there)."""
+    """Through encoders, so that nothing is a leaf (sparse gradients cannot continue from there)."""
     queries, keys, positives, negatives, log_q = case(backend)
 
     def loss(q, k):

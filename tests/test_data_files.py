@@ -283,7 +283,7 @@ def test_memmap(tmp_path):
     found = data.open(tmp_path / "x.dat", y=tmp_path / "y.dat", num_features=3, y_dtype="int32")
     assert isinstance(found.x, np.memmap)
     assert found.batch(torch.tensor([1]))["x"].tolist() == [[3, 4, 5]]
-    with pytest.raises(ValueError, match=r"x.dat: it must have a multiple of 20 bytes \(5 float32\), got 48"):
+    with pytest.raises(ValueError, match=r"x.dat: its size must be a multiple of 20 bytes \(5 float32\), got 48"):
         data.open(tmp_path / "x.dat", y=tmp_path / "y.dat", num_features=5)
 
 
@@ -400,7 +400,7 @@ def test_a_vocabulary_is_extended(tmp_path):
     held = ["b", "<unk>", "a", "<eos>"]
     path = write(tmp_path / "more.tokens", "c a d d\nc d b e\n<unk> f c\n")
     found = data.text_file(path, vocabulary=held, extend=True, columns=1)
-    assert found.vocabulary == [*held, "c", "d", "e", "f"]  # by falling frequency, equal ones as they came
+    assert found.vocabulary == [*held, "c", "d", "e", "f"]  # by decreasing frequency, equal ones as they came
     assert found.tokens.tolist() == [4, 2, 5, 5, 3, 4, 5, 0, 6, 3, 1, 7, 4, 3]
     assert not found.notes
     again = data.text_file(path, vocabulary=found, columns=1)  # all its words are known now
@@ -428,7 +428,7 @@ def test_text_bad(tmp_path):
     assert len(data.text_file(path, columns=1, skip_bad=1).tokens) == 3
     with pytest.raises(ValueError, match="vocabulary must have <unk>, got 2 words without it"):
         data.text_file(path, vocabulary=["a", "b"])
-    with pytest.raises(ValueError, match="vocabulary must have every word once, got 1 twice"):
+    with pytest.raises(ValueError, match="vocabulary must have no duplicates, got 1"):
         data.text_file(path, vocabulary=["a", "a", "<unk>"])
 
 

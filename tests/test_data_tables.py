@@ -108,7 +108,7 @@ def test_a_stray_user_does_not_take_all_memory(tmp_path):
     """Tables have a place for each number below the largest: 2 * 10^9 of them for one wrong id."""
     path = write(tmp_path / "a.txt", "0 4 3\n2000000000 1 2\n")
     with pytest.raises(
-        ValueError, match=r"a.txt: user ids must not have .* got user 2000000000 in 4 interactions; relabel"
+        ValueError, match=r"a.txt: user ids must be .* got user 2000000000 in 4 interactions; pass relabel"
     ):
         data.interactions_file(path)
     found = data.interactions_file(path, relabel=True)

@@ -42,7 +42,7 @@ def run_script(*arguments):
 
 
 def test_sharded_example(tmp_path):
-    """Two ranks train and save, three go on with what they saved."""
+    """Two ranks train and save, three continue with what they saved."""
     found = []
     for ranks, steps, more in ((2, 50, ()), (3, 10, ("--resume",))):
         text = run_script(

@@ -192,8 +192,8 @@ def test_softmax_sampler_is_perfect():
     h = torch.randn(40, D)
     oracle = sx.samplers.Softmax(head.weight, head.bias, copy=False)
     found = diagnose(head, h, candidates={"Softmax": oracle}, num_samples=(1, 32), timed=False)
-    assert [law.name for law in found.laws] == ["Uniform", "Softmax"]
-    law = found.laws[1]
+    assert [law.name for law in found.samplers] == ["Uniform", "Softmax"]
+    law = found.samplers[1]
     assert law.tv < 1e-5
     assert law.kl < 1e-9
     for point in law.points:
@@ -201,14 +201,14 @@ def test_softmax_sampler_is_perfect():
         assert found.relative(point.bias) < 1e-4
         assert point.measured == 0
         assert point.std > 0
-    assert found.laws[0].tv > 0.1
-    assert found.laws[0].points[0].ess < 1
+    assert found.samplers[0].tv > 0.1
+    assert found.samplers[0].points[0].ess < 1
 
 
 def test_hit_rate():
     head, h, _ = make(classes=50)
     found = diagnose(head, h, num_samples=(10,), candidates=[sx.samplers.Uniform(50)], timed=False)
-    assert found.laws[0].points[0].hit_rate == pytest.approx(1 - 0.98**10, rel=1e-5)
+    assert found.samplers[0].points[0].hit_rate == pytest.approx(1 - 0.98**10, rel=1e-5)
 
 
 def test_small_m_is_measured_and_bounded():
@@ -216,7 +216,7 @@ def test_small_m_is_measured_and_bounded():
     head, _, _ = make(classes=2000, spread=3.0)
     h = torch.randn(64, D)
     found = diagnose(head, h, candidates=[sx.samplers.Uniform(2000)], num_samples=(2, 8), timed=False)
-    for point in found.laws[0].points:
+    for point in found.samplers[0].points:
         assert point.measured > 0.5
         assert point.bias_leading > 3
         assert point.bias < 1.5
@@ -247,7 +247,7 @@ def test_the_head_stays_as_it_was():
     assert head.training == mode
     assert head.staleness() == stale
     assert head.weight.grad is None
-    for law in found.laws:
+    for law in found.samplers:
         for point in law.points:
             assert point.step_ms > 0
             assert (point.update_ms is not None) == law.follows
@@ -261,23 +261,23 @@ def test_staleness_is_seen_and_told():
     sampler.rebuild(head.weight)
     h = torch.randn(40, D)
     fresh = diagnose(head, h, num_samples=(4,), timed=False)
-    law = next(law for law in fresh.laws if law.own)
+    law = next(law for law in fresh.samplers if law.own)
     assert (law.stale_rows, law.drift) == (0.0, 0.0)
     assert not any("stale" in text for text in fresh.warnings)
     with torch.no_grad():
         head.weight[:50] += 1.0
     stale = diagnose(head, h, num_samples=(4,), timed=False)
-    law = next(law for law in stale.laws if law.own)
+    law = next(law for law in stale.samplers if law.own)
     assert law.stale_rows == 0.25
     moved = head.weight.detach() - sampler.rows[:, :D]
     assert law.drift == pytest.approx(float(moved.norm() / head.weight.detach().norm()), rel=1e-5)
     assert any("Quadratic: stale" in text and "25 % of its class rows" in text for text in stale.warnings)
     mixed = sx.samplers.Mixture([(sampler, 0.5), (sx.samplers.Uniform(200), 0.5)])
     found = diagnose(head, h, candidates={"mix": mixed}, num_samples=(4,), timed=False)
-    assert found.laws[1].drift == law.drift
+    assert found.samplers[1].drift == law.drift
     copied = sx.samplers.Softmax(torch.randn(200, D))
     found = diagnose(head, h, candidates={"copy": copied}, num_samples=(4,), timed=False)
-    assert found.laws[1].stale_rows == 1.0
+    assert found.samplers[1].stale_rows == 1.0
 
 
 def test_trees_get_the_features_and_bigrams_the_context():
@@ -291,7 +291,7 @@ def test_trees_get_the_features_and_bigrams_the_context():
         head, torch.randn(40, D), y=y[:40], features=x[:40], context=y[40:80],
         candidates={"Tree": tree, "Mixture": mixed, "Bigram": bigram}, num_samples=(4,),
     )  # fmt: skip
-    assert [law.name for law in found.laws] == ["Uniform", "Tree", "Mixture", "Bigram"]
+    assert [law.name for law in found.samplers] == ["Uniform", "Tree", "Mixture", "Bigram"]
     with pytest.raises(ValueError, match=r"diagnose: context must be int64 \[\*\] for Bigram, got None"):
         diagnose(head, torch.randn(40, D), candidates=[bigram])
 
@@ -313,15 +313,15 @@ def test_default_candidates():
     found = diagnose(head, h, class_counts=torch.arange(50), num_samples=(8,), timed=False)
     names = ["Uniform", "LogUniform", "Unigram", "Quadratic", "RandomFourier", "MIDX"]
     names += ["LogUniform, shared", "Unigram, shared"]
-    assert [law.name for law in found.laws] == names
-    assert [law.own for law in found.laws] == [False, True, False, False, False, False, False, False]
-    assert all(law.missing == 0 for law in found.laws)
-    assert [point.num_samples for point in found.laws[1].points] == [4, 8]  # the head's own m, too
-    assert [point.num_samples for point in found.laws[0].points] == [8]
+    assert [law.name for law in found.samplers] == names
+    assert [law.own for law in found.samplers] == [False, True, False, False, False, False, False, False]
+    assert all(law.missing == 0 for law in found.samplers)
+    assert [point.num_samples for point in found.samplers[1].points] == [4, 8]  # the head's own m, too
+    assert [point.num_samples for point in found.samplers[0].points] == [8]
     head, h, _ = make(classes=50, loss=sx.losses.SampledSoftmax(absolute=True))
-    assert [law.name for law in diagnose(head, h, timed=False).laws] == ["Uniform", "Quadratic"]
+    assert [law.name for law in diagnose(head, h, timed=False).samplers] == ["Uniform", "Quadratic"]
     plain = sx.SampledClassifier(D, 50, loss="full_softmax")
-    assert diagnose(plain, h, num_samples=(8,), timed=False).laws[0].name == "Uniform"
+    assert diagnose(plain, h, num_samples=(8,), timed=False).samplers[0].name == "Uniform"
 
 
 def test_targets():
@@ -329,7 +329,7 @@ def test_targets():
     head, h, y = make(classes=50)
     one = diagnose(head, h, y=y, num_samples=(4,), timed=False)
     several = torch.stack([torch.full_like(y, -100), y, (y + 1) % 50], 1)
-    assert diagnose(head, h, y=several, num_samples=(4,), timed=False).laws == one.laws
+    assert diagnose(head, h, y=several, num_samples=(4,), timed=False).samplers == one.samplers
     y = y.clone()
     y[0] = -100
     assert diagnose(head, h, y=y, num_samples=(4,), timed=False).rows == B - 1
@@ -341,14 +341,14 @@ def test_estimates_where_classes_are_too_many(monkeypatch):
     h = torch.randn(40, D)
     found = diagnose(head, h, num_samples=(16,), timed=False, exact=False)
     sure = diagnose(head, h, num_samples=(16,), timed=False)
-    assert not any(law.exact for law in found.laws)
+    assert not any(law.exact for law in found.samplers)
     assert "draws" in found.table()
     assert any("estimated from draws" in text for text in found.warnings)
-    for guess, law in zip(found.laws, sure.laws, strict=True):
+    for guess, law in zip(found.samplers, sure.samplers, strict=True):
         assert guess.tv == pytest.approx(law.tv, rel=0.1)
     assert found.gradient_norm == pytest.approx(sure.gradient_norm, rel=0.02)
     monkeypatch.setattr(sx.diagnostics.run, "ENUMERATE_UP_TO", 40 * 500 - 1)
-    assert not diagnose(head, h, num_samples=(16,), timed=False).laws[0].exact
+    assert not diagnose(head, h, num_samples=(16,), timed=False).samplers[0].exact
 
 
 def test_memory_is_bounded(monkeypatch):
@@ -358,7 +358,7 @@ def test_memory_is_bounded(monkeypatch):
     whole = diagnose(head, h, num_samples=(4,), timed=False)
     monkeypatch.setattr(gradient_error, "ELEMENTS", 6000)
     parts = diagnose(head, h, num_samples=(4,), timed=False)
-    for a, b in zip(whole.laws, parts.laws, strict=True):
+    for a, b in zip(whole.samplers, parts.samplers, strict=True):
         assert a.points[0].bias == pytest.approx(b.points[0].bias, rel=1e-5)
         assert a.kl == pytest.approx(b.kl, rel=1e-5)
 
@@ -368,14 +368,14 @@ def test_one_class_and_sure_rows():
     with torch.no_grad():
         head.weight.fill_(1.0)
     found = diagnose(head, torch.randn(4, D), num_samples=(2,), timed=False)
-    assert found.laws[0].points[0].bias == 0
+    assert found.samplers[0].points[0].bias == 0
     json.dumps(found.as_dict(), allow_nan=False)
     head, h, _ = make(classes=20)
     with torch.no_grad():
         head.weight.mul_(1e4)  # the target has all of the probability
     found = diagnose(head, h, num_samples=(2,), timed=False)
-    assert all(math.isfinite(point.bias) for law in found.laws for point in law.points)
-    assert [law.name for law in found.laws] == ["Uniform", "Quadratic", "MIDX"]
+    assert all(math.isfinite(point.bias) for law in found.samplers for point in law.points)
+    assert [law.name for law in found.samplers] == ["Uniform", "Quadratic", "MIDX"]
     assert "RandomFourier" not in sx.diagnostics.default_candidates(head)  # its features leave float32
     json.dumps(found.as_dict(), allow_nan=False)
 

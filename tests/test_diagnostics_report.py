@@ -12,7 +12,7 @@ import torch
 from diagnostics_cases import D, make
 
 import samplex_cuda as sx
-from samplex_cuda.diagnostics import Diagnosis, Law, Point, advice, diagnose, timing
+from samplex_cuda.diagnostics import Diagnosis, Point, SamplerResult, advice, diagnose, timing
 
 
 # ------------------------------------------------------------------------------------------------ words
@@ -25,8 +25,8 @@ def table(*found, norm=1.0, samples=0, full=None, **more):
 
 
 def test_recommendation_names_the_cheapest_of_equal_bias():
-    uniform = Law("Uniform", "Uniform", points=[point(32, 0.8, 1.0), point(2000, 0.04, 50.0)])
-    tree = Law("Tree", "Tree", points=[point(32, 0.04, 5.0), point(2000, 0.001, 70.0)])
+    uniform = SamplerResult("Uniform", "Uniform", points=[point(32, 0.8, 1.0), point(2000, 0.04, 50.0)])
+    tree = SamplerResult("Tree", "Tree", points=[point(32, 0.04, 5.0), point(2000, 0.001, 70.0)])
     assert advice.recommend(table(uniform, tree)) == (
         "Tree with m = 32 gives the bias of Uniform with m = 2,000 (4 % of the gradient) at a tenth of the time "
         "(5 against 50 ms per step)."
@@ -36,32 +36,33 @@ def test_recommendation_names_the_cheapest_of_equal_bias():
 
 
 def test_recommendation_holds_against_what_the_head_does():
-    own = Law("Unigram", "Unigram", own=True, points=[point(64, 0.05, 9.0), point(128, 0.02, 20.0)])
-    uniform = Law("Uniform", "Uniform", points=[point(64, 0.5, 8.0), point(128, 0.25, 19.0)])
+    own = SamplerResult("Unigram", "Unigram", own=True, points=[point(64, 0.05, 9.0), point(128, 0.02, 20.0)])
+    uniform = SamplerResult("Uniform", "Uniform", points=[point(64, 0.5, 8.0), point(128, 0.25, 19.0)])
     assert advice.recommend(table(uniform, own, samples=64)) == (
-        "Keep Unigram with m = 64: bias 5 % of the gradient; nothing that was tried gets there in clearly less time."
+        "Keep Unigram with m = 64: bias 5 % of the gradient; no other setting measured here reaches this in clearly "
+        "less time."
     )
-    better = Law("Tree", "Tree", points=[point(16, 0.02, 3.0)])
+    better = SamplerResult("Tree", "Tree", points=[point(16, 0.02, 3.0)])
     text = advice.recommend(table(uniform, own, better, samples=64))
     assert text.startswith(
         "Tree with m = 16 has 0.40 of the bias of Unigram with m = 64 (2 % of the gradient against 5 %)"
     )
     assert "at a third of the time (3 against 9 ms per step)." in text
-    assert text.endswith("Uniform would take about m = 1,600 for it.")
+    assert text.endswith("Uniform would need about m = 1,600 for the same bias.")
 
 
 def test_recommendation_names_what_is_better_for_the_same_cost():
-    uniform = Law("Uniform", "Uniform", points=[point(16, 0.5, 2.0), point(64, 0.4, 4.0)])
-    tree = Law("Tree", "Tree", points=[point(16, 0.35, 3.0), point(64, 0.1, 4.5), point(256, 0.01, 9.0)])
+    uniform = SamplerResult("Uniform", "Uniform", points=[point(16, 0.5, 2.0), point(64, 0.4, 4.0)])
+    tree = SamplerResult("Tree", "Tree", points=[point(16, 0.35, 3.0), point(64, 0.1, 4.5), point(256, 0.01, 9.0)])
     text = advice.recommend(table(uniform, tree))
     assert text.startswith("Tree with m = 16 gives the bias of Uniform with m = 64 (35 % of the gradient)")
-    assert "About as cheap as Uniform with m = 64, Tree with m = 64 (4.5 ms) has a bias of 10 %." in text
+    assert "At about the same cost as Uniform with m = 64, Tree with m = 64 (4.5 ms) has a bias of 10 %." in text
 
 
 def test_recommendation_without_times_counts_samples_and_leaves_oracles_out():
-    uniform = Law("Uniform", "Uniform", points=[point(16, 0.5), point(64, 0.125)])
-    oracle = Law("Softmax", "Softmax", points=[point(16, 0.0)])
-    tree = Law("Tree", "Tree", points=[point(16, 0.12)])
+    uniform = SamplerResult("Uniform", "Uniform", points=[point(16, 0.5), point(64, 0.125)])
+    oracle = SamplerResult("Softmax", "Softmax", points=[point(16, 0.0)])
+    tree = SamplerResult("Tree", "Tree", points=[point(16, 0.12)])
     assert "Keep Uniform with m = 64" in advice.recommend(table(uniform, oracle))
     assert (
         "Tree with m = 16 gives the bias of Uniform with m = 64 (12 % of the gradient) with a quarter of the samples"
@@ -70,38 +71,38 @@ def test_recommendation_without_times_counts_samples_and_leaves_oracles_out():
 
 
 def test_recommendation_full_softmax_and_large_bias():
-    uniform = Law("Uniform", "Uniform", points=[point(16, 0.5, 2.0), point(64, 0.4, 4.0)])
+    uniform = SamplerResult("Uniform", "Uniform", points=[point(16, 0.5, 2.0), point(64, 0.4, 4.0)])
     text = advice.recommend(table(uniform, full=1.5))
     assert text.startswith("The full softmax takes 1.5 ms per step here")
     assert "full softmax" not in advice.recommend(table(uniform, full=40.0))
-    assert "The bias is still large; the lowest that was tried is 40 %, Uniform with m = 64." in text
+    assert "The bias is still large; the lowest measured is 40 %, Uniform with m = 64." in text
 
 
 def test_a_noisy_bias_is_no_recommendation():
-    uniform = Law("Uniform", "Uniform", points=[point(64, 0.05, 4.0)])
-    lucky = Law("Tree", "Tree", points=[point(8, 0.0, 1.0, bias_error=0.01, measured=1.0)])
+    uniform = SamplerResult("Uniform", "Uniform", points=[point(64, 0.05, 4.0)])
+    lucky = SamplerResult("Tree", "Tree", points=[point(8, 0.0, 1.0, bias_error=0.01, measured=1.0)])
     assert "Keep Uniform" in advice.recommend(table(uniform, lucky))
     assert advice.recommend(table()) == "Nothing was measured."
 
 
 def test_warnings():
-    uniform = Law("Uniform", "Uniform", points=[point(16, 0.4), point(64, 0.2)])
-    bad = Law("Tree", "Tree", points=[point(16, 0.5), point(64, 0.45)])
+    uniform = SamplerResult("Uniform", "Uniform", points=[point(16, 0.4), point(64, 0.2)])
+    bad = SamplerResult("Tree", "Tree", points=[point(16, 0.5), point(64, 0.45)])
     assert advice.warn(table(uniform, bad)) == [
         "Tree: worse than Uniform at every m (bias 45 % of the gradient against 20 % at m = 64)."
     ]
-    late = Law("Tree", "Tree", points=[point(16, 0.1), point(64, 0.45)])
+    late = SamplerResult("Tree", "Tree", points=[point(16, 0.1), point(64, 0.45)])
     assert "at m = 64 (" in advice.warn(table(uniform, late))[0]
-    good = Law("Tree", "Tree", points=[point(16, 0.1), point(64, 0.05)])
+    good = SamplerResult("Tree", "Tree", points=[point(16, 0.1), point(64, 0.05)])
     assert advice.warn(table(uniform, good)) == []
-    gaps = Law("Unigram", "Unigram", missing=0.125, points=[])
-    assert "12 % of the softmax is on classes that it never draws" in advice.warn(table(uniform, gaps))[0]
-    old = Law("Quadratic", "Quadratic", own=True, drift=0.2, stale_rows=0.5, stale_steps=7)
+    gaps = SamplerResult("Unigram", "Unigram", missing=0.125, points=[])
+    assert "it never draws classes that hold 12 % of the softmax" in advice.warn(table(uniform, gaps))[0]
+    old = SamplerResult("Quadratic", "Quadratic", own=True, drift=0.2, stale_rows=0.5, stale_steps=7)
     assert "stale, 7 training steps behind: 50 % of its class rows" in advice.warn(table(uniform, old))[0]
     assert "head.update_sampler()" in advice.warn(table(uniform, old))[0]
     few = table(uniform)
     few.rows = 8
-    assert advice.warn(few) == ["Only 8 rows: take some hundreds for numbers to rely on."]
+    assert advice.warn(few) == ["Only 8 rows were examined; use a few hundred for reliable results."]
 
 
 def test_a_sampler_worse_than_uniform_is_told():
@@ -116,9 +117,8 @@ def test_a_sampler_worse_than_uniform_is_told():
     found = diagnose(head, h, candidates={"wrong": wrong, "never": never}, num_samples=(64, 256), timed=False)
     text = "\n".join(found.warnings)
     assert "wrong: worse than Uniform at every m" in text
-    assert "never: " in text
-    assert "of the softmax is on classes that it never draws" in text
-    assert math.isinf(found.laws[2].kl)
+    assert "never: it never draws classes that hold" in text
+    assert math.isinf(found.samplers[2].kl)
     assert "warning: wrong" in found.table()
 
 
@@ -131,7 +131,7 @@ def test_noise_is_not_worse_than_uniform():
         with torch.no_grad():
             head.weight.mul_(8)
         found = diagnose(head, torch.randn(128, 8), candidates=twin, num_samples=(256, 1024), timed=False, seed=seed)
-        for a, b in zip(found.laws[1].points, found.laws[0].points, strict=True):
+        for a, b in zip(found.samplers[1].points, found.samplers[0].points, strict=True):
             assert a.measured > 0.2
             assert abs(a.excess) < 4 * a.excess_error
             different += a.bias > 1.05 * b.bias
@@ -143,7 +143,7 @@ def test_excess_is_the_bias_beyond_uniform_in_the_same_rows():
     head, _, _ = make(classes=200, spread=0.7)
     other = {"other": sx.samplers.LogUniform(200), "Uniform": sx.samplers.Uniform(200)}
     found = diagnose(head, torch.randn(48, D), candidates=other, num_samples=(2048, 4096), timed=False)
-    for a, b in zip(found.laws[0].points, found.laws[1].points, strict=True):
+    for a, b in zip(found.samplers[0].points, found.samplers[1].points, strict=True):
         assert (a.measured, b.measured) == (0, 0)
         assert a.excess == pytest.approx(a.bias**2 - b.bias**2, rel=1e-9)
         assert a.excess_error == 0
@@ -151,10 +151,10 @@ def test_excess_is_the_bias_beyond_uniform_in_the_same_rows():
 
 
 def test_strata_are_told():
-    flat = Law("Uniform", "Uniform", points=[point(16, 0.4)])
-    tree = Law("Tree", "Tree", stratified=True, points=[point(16, 0.3)])
+    flat = SamplerResult("Uniform", "Uniform", points=[point(16, 0.4)])
+    tree = SamplerResult("Tree", "Tree", stratified=True, points=[point(16, 0.3)])
     assert advice.warn(table(flat, tree)) == [
-        "Tree: stratified draws; bias and std are of independent draws, which vary more."
+        "Tree: draws are stratified; bias and std are those of independent draws."
     ]
 
 
@@ -167,14 +167,18 @@ def test_a_head_that_draws_in_strata():
     tree.sample = lambda *a, **k: calls.append((k.get("shared", False), k.get("stratified", False))) or sample(*a, **k)
     head = sx.SampledClassifier(D, 40, tree, 8, shared=True, stratified=True)
     found = diagnose(head, x[:40], y=y[:40], num_samples=(8,))
-    assert [(law.name, law.stratified) for law in found.laws[:2]] == [("Uniform", False), ("Tree", True)]
+    assert [(law.name, law.stratified) for law in found.samplers[:2]] == [("Uniform", False), ("Tree", True)]
     assert (True, True) in calls  # what is timed is what the head does
-    assert any(text.startswith("Tree: stratified draws") for text in found.warnings)
+    assert any(text.startswith("Tree: draws are stratified") for text in found.warnings)
     head.stratified = False
     calls.clear()
     found = diagnose(head, x[:40], y=y[:40], num_samples=(8,))
-    assert [law.name for law in found.laws if law.stratified] == ["Tree, stratified"]  # offered, not what the head does
-    assert not any(law.stratified for law in diagnose(head, x[:40], y=y[:40], candidates=[tree], num_samples=(8,)).laws)
+    assert [law.name for law in found.samplers if law.stratified] == [
+        "Tree, stratified"
+    ]  # offered, not what the head does
+    assert not any(
+        law.stratified for law in diagnose(head, x[:40], y=y[:40], candidates=[tree], num_samples=(8,)).samplers
+    )
 
 
 def test_the_first_round_does_not_count(monkeypatch):
@@ -220,9 +224,9 @@ def timed(m, bias, ms, error=0.0):
 
 
 def test_no_recommendation_inside_the_noise():
-    own = Law("Unigram", "Unigram", own=True, points=[timed(64, 0.3, 10.0, 1.0)])
-    near = Law("Tree", "Tree", points=[timed(64, 0.3, 8.0, 1.0)])
-    sure = Law("Tree", "Tree", points=[timed(64, 0.3, 3.0, 1.0)])
+    own = SamplerResult("Unigram", "Unigram", own=True, points=[timed(64, 0.3, 10.0, 1.0)])
+    near = SamplerResult("Tree", "Tree", points=[timed(64, 0.3, 8.0, 1.0)])
+    sure = SamplerResult("Tree", "Tree", points=[timed(64, 0.3, 3.0, 1.0)])
     found = table(own, near)
     found.head_samples = 64
     assert advice.recommend(found).startswith("Keep Unigram with m = 64")
@@ -237,19 +241,19 @@ def test_no_recommendation_inside_the_noise():
 
 
 def test_what_the_times_do_not_tell_apart_is_told_by_bias():
-    own = Law("Unigram", "Unigram", own=True, points=[timed(64, 0.3, 50.0, 1.0)])
+    own = SamplerResult("Unigram", "Unigram", own=True, points=[timed(64, 0.3, 50.0, 1.0)])
     for fast, slow in ((3.0, 3.5), (3.5, 3.0)):  # noise that swaps them
-        a = Law("A", "Tree", points=[timed(64, 0.2, fast, 0.4)])
-        b = Law("B", "Tree", points=[timed(64, 0.1, slow, 0.4)])
+        a = SamplerResult("A", "Tree", points=[timed(64, 0.2, fast, 0.4)])
+        b = SamplerResult("B", "Tree", points=[timed(64, 0.1, slow, 0.4)])
         found = table(own, a, b)
         found.head_samples = 64
         assert advice.recommend(found).startswith("B with m = 64")
 
 
 def test_shared_draws_are_proposed_where_they_are_many_enough():
-    own = Law("Unigram", "Unigram", own=True, points=[timed(64, 0.3, 50.0, 1.0)])
-    few = Law("Unigram, shared", "Unigram", shared=True, points=[timed(64, 0.3, 1.0)])
-    many = Law("Unigram, shared", "Unigram", shared=True, points=[timed(64, 0.3, 1.0), timed(1024, 0.1, 5.0)])
+    own = SamplerResult("Unigram", "Unigram", own=True, points=[timed(64, 0.3, 50.0, 1.0)])
+    few = SamplerResult("Unigram, shared", "Unigram", shared=True, points=[timed(64, 0.3, 1.0)])
+    many = SamplerResult("Unigram, shared", "Unigram", shared=True, points=[timed(64, 0.3, 1.0), timed(1024, 0.1, 5.0)])
     found = table(own, few)
     found.head_samples = 64
     assert advice.recommend(found).startswith("Keep Unigram")
@@ -266,7 +270,7 @@ def test_candidates_are_drawn_from_in_other_ways_too():
     tree = sx.samplers.Tree.fit(x, y, num_classes=40, dim=3, progress=False)
     head = sx.SampledClassifier(D, 40, tree, 8)
     found = diagnose(head, x[:40], y=y[:40], num_samples=(8,), class_counts=torch.arange(40))
-    laws = {law.name: law for law in found.laws}
+    laws = {law.name: law for law in found.samplers}
     assert {"Tree, shared", "Tree, stratified", "Unigram, shared"} <= set(laws)
     assert [p.num_samples for p in laws["Unigram, shared"].points] == [128]
     assert (laws["Tree"].shared, laws["Tree, shared"].shared, laws["Tree, stratified"].stratified) == (
@@ -274,15 +278,15 @@ def test_candidates_are_drawn_from_in_other_ways_too():
         True,
         True,
     )
-    assert all(p.step_ms > 0 for law in found.laws for p in law.points)
-    assert [law.name for law in found.laws if law.own] == ["Tree"]
+    assert all(p.step_ms > 0 for law in found.samplers for p in law.points)
+    assert [law.name for law in found.samplers if law.own] == ["Tree"]
     # The numbers of a way are those of a head that draws so.
     other = sx.SampledClassifier(D, 40, tree, 8, shared=True)
     other.load_state_dict(head.state_dict())
     same = diagnose(other, x[:40], y=y[:40], num_samples=(128,), class_counts=torch.arange(40), timed=False)
-    here = next(law for law in same.laws if law.name == "Unigram").points[0]
+    here = next(law for law in same.samplers if law.name == "Unigram").points[0]
     assert laws["Unigram, shared"].points[0].bias == pytest.approx(here.bias)
-    assert "Unigram, per row" in [law.name for law in same.laws]
+    assert "Unigram, per row" in [law.name for law in same.samplers]
 
 
 def test_warnings_of_samplers_are_kept():
@@ -302,7 +306,7 @@ def test_json_round_trip(tmp_path):
     text = json.dumps(found.as_dict(), allow_nan=False)
     again = Diagnosis.from_dict(json.loads(text))
     assert again == found
-    assert math.isinf(again.laws[1].kl)
+    assert math.isinf(again.samplers[1].kl)
     found.save(tmp_path / "d.json")
     assert Diagnosis.load(tmp_path / "d.json") == found
     assert [path.name for path in tmp_path.iterdir()] == ["d.json"]
@@ -360,12 +364,12 @@ def test_logits_of_thousands_stay_numbers():
     with torch.no_grad():
         head.weight.mul_(1000.0)
     found = diagnose(head, h, y=y, num_samples=(4,), timed=False)
-    for law in found.laws:
+    for law in found.samplers:
         (point,) = law.points
         assert 0 <= point.bias <= 1, law.name
         assert 0 <= point.std <= 1, law.name
         assert 0 <= point.bias_error < 0.1, law.name
-    (uniform,) = found.laws[0].points  # of the 49 classes besides the target one has all of the softmax
+    (uniform,) = found.samplers[0].points  # of the 49 classes besides the target one has all of the softmax
     assert uniform.ess == pytest.approx(4 / 49, rel=1e-6)
     assert uniform.leak == pytest.approx(1 - 4 / 49, rel=1e-6)
     json.dumps(found.as_dict(), allow_nan=False)

@@ -232,12 +232,12 @@ def test_a_sharded_head_inside_ddp_raises(ranks):
 
 # ------------------------------------------------------------------------------------------------ refusals
 REFUSED = {
-    "target": ("IndexError: SampledClassifier: y must be in [0, 203)", "rank 1 of the group refused its batch"),
-    "width": ("ValueError: SampledClassifier: h must be [*, 8]", "rank 1 of the group refused its batch"),
-    "capacity": ("batch_capacity = 12 rows, got 36", "rank 1 of the group refused its batch"),
+    "target": ("IndexError: SampledClassifier: y must be in [0, 203)", "rank 1 of the group rejected its batch"),
+    "width": ("ValueError: SampledClassifier: h must be [*, 8]", "rank 1 of the group rejected its batch"),
+    "capacity": ("batch_capacity = 12 rows, got 36", "rank 1 of the group rejected its batch"),
     "negatives": ("IndexError: SampledClassifier: negatives.ids must be in [0, 203), got 203", "rank 1 of the group"),
     "no negatives": ("RuntimeError: ", "must call the head in the same way"),
-    "hard": ("IndexError: SampledClassifier: hard must be in [0, 203), got 206", "rank 1 of the group refused"),
+    "hard": ("IndexError: SampledClassifier: hard must be in [0, 203), got 206", "rank 1 of the group rejected"),
     "numbers of hard": ("RuntimeError: ", "must call the head in the same way"),
     "mode": ("RuntimeError: ", "must call the head in the same way"),
     "gradients": ("RuntimeError: ", "must call the head in the same way"),

@@ -73,4 +73,4 @@ def test_another_order_is_refused(ranks, tmp_path):
     folder = tmp_path / "step_3"
     ranks.run(2, "save", str(folder), {})
     for message in ranks.run(2, "load_message", str(folder), {"order": "spread"}):
-        assert "must be sharded in the order of the save, 'class', got 'spread'" in message
+        assert "must be sharded with order='class' as it was saved, got 'spread'" in message

@@ -44,7 +44,7 @@ def test_no_batch_on_any_rank(ranks):
 def test_more_batches_than_the_length_says(ranks):
     found = ranks.run(2, "even_cases:walk", [3, 2], [], 0)
     assert [len(seen) for seen, _, _ in found] == [3, 3]  # both end, nobody waits
-    assert "batches must hold as many as len(batches) = 3, got more" in found[0][2]
+    assert "batches must yield at most len(batches) = 3 batches, got more" in found[0][2]
     assert found[1][2] == "no error"
 
 

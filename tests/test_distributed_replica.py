@@ -115,8 +115,8 @@ def test_a_copy_is_a_plain_head(ranks):
 
 
 REFUSED = {
-    "inside": ["RuntimeError: sx.distributed.replicate: DistributedDataParallel must leave head.weight alone"] * 2,
-    "batch": ["rank 1 of the group refused its batch", "IndexError: SampledClassifier: y must be in [0, 203)"],
+    "inside": ["RuntimeError: sx.distributed.replicate: DistributedDataParallel must ignore head.weight"] * 2,
+    "batch": ["rank 1 of the group rejected its batch", "IndexError: SampledClassifier: y must be in [0, 203)"],
     "rounding": ["replicate: an optimizer with stochastic_rounding=True must have a key"] * 2,
 }
 

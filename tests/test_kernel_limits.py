@@ -117,7 +117,7 @@ def test_most_rows_at_once_are_refused_too():
     weight = table()
     sampler, fresh = make("positive", weight), make("positive", weight)
     ids = torch.arange(C)
-    with pytest.raises(ValueError, match=r"rows must have features that sum up within float32.*nu smaller than 0\.5"):
+    with pytest.raises(ValueError, match=r"sums of the features of rows must fit in float32.*nu smaller than 0\.5"):
         sampler.update(ids, weight[ids].sign() * 1e9)
     same_law(sampler, fresh, 1e-5)
 

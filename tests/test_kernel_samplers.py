@@ -315,7 +315,7 @@ ERRORS = {
     "ids shape": (lambda w, s: s.log_prob(w[:3], torch.zeros(2, 2, dtype=torch.int64)), ValueError, "ids must be [B], [B, n] or [n] with B = 3"),
     "update ids": (lambda w, s: s.update(torch.tensor([0, 20]), w[:2]), IndexError, "ids must be in [0, 20), got 20"),
     "update low": (lambda w, s: s.update(torch.tensor([-1, 2]), w[:2]), IndexError, "ids must be in [0, 20), got -1"),
-    "update twice": (lambda w, s: s.update(torch.tensor([4, 2, 4]), w[:3]), ValueError, "ids must be different, got 4 twice"),
+    "update twice": (lambda w, s: s.update(torch.tensor([4, 2, 4]), w[:3]), ValueError, "ids must be unique, got 4 twice"),
     "update type": (lambda w, s: s.update(torch.tensor([4.0]), w[:1]), TypeError, "ids must be int64"),
     "update width": (lambda w, s: s.update(torch.tensor([4]), torch.zeros(1, 5)), ValueError, "rows must be [1, 4] floating point, got [1, 5] float32"),
     "update count": (lambda w, s: s.update(torch.tensor([4, 5]), w[:1]), ValueError, "rows must be [2, 4] floating point, got [1, 4] float32"),

@@ -70,7 +70,7 @@ def test_the_softmax_does_not_leak_and_few_uniform_draws_do():
 def test_diagnose_reports_and_warns():
     head, h, y = make(classes=200, samples=2, spread=3.0)
     found = sx.diagnostics.diagnose(head, h, y=y, candidates=[head.sampler], num_samples=(2, 4000), timed=False)
-    few, many = found.laws[0].points
+    few, many = found.samplers[0].points
     assert few.leak == pytest.approx(float(head.leak(h, y).mean()))
     assert few.leak > 0.2 > many.leak
     assert "leak %" in found.table()

@@ -308,7 +308,7 @@ def test_diagnose_tells_how_many_classes_would_get_other_codes():
 
     def law():
         found = sx.diagnostics.diagnose(head, h, num_samples=(4,), timed=False)
-        return next(one for one in found.laws if one.own), found.warnings
+        return next(one for one in found.samplers if one.own), found.warnings
 
     assert (law()[0].stale_rows, law()[0].drift) == (0.0, 0.0)
     with torch.no_grad():

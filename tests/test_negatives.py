@@ -278,7 +278,7 @@ def test_wrong_log_q_of_data_is_refused(tmp_path):
         (np.full((120, 6), np.nan), "finite and at most 0, got nan"),
         (np.full((120, 6), 0.5), "finite and at most 0, got 0.5"),
         (np.full((120, 6), -1), "array of numbers"),
-        ((np.arange(121), np.full(120, -1.0)), "as many numbers in each row"),
+        ((np.arange(121), np.full(120, -1.0)), "one number per negative"),
     ):
         with pytest.raises(ValueError, match=text):
             train.set_negatives(table(), log_q)

@@ -147,7 +147,7 @@ def test_sizes_and_data(tmp_path):
     assert r.deviations == []
     assert r.folder("imdb") is None
     assert r.deviations == ["The part on imdb was left out: the folder of --data has no imdb/."]
-    with pytest.raises(ValueError, match="full and quick must be given alone"):
+    with pytest.raises(ValueError, match="full and quick must not both be True"):
         reproduce.Run("kernel", tmp_path, full=True, quick=True)
     with pytest.raises(ValueError, match="every row must have 2 cells"):
         r.table("t", ["a", "b"], [[1, 2], [3]])
@@ -197,7 +197,7 @@ def test_a_toy_size_refutes_nothing(tmp_path):
     ("words", "message"),
     [
         (["alchemy"], "NAME must be one of adversarial, kernel, rff, attention, contrastive or all, got 'alchemy'"),
-        (["kernel", "--full", "--quick"], "--full and --quick must be given alone, got both"),
+        (["kernel", "--full", "--quick"], "--full and --quick must not be combined, got both"),
         (["kernel", "--data", "nowhere"], "--data must be a folder, got nowhere"),
     ],
 )

@@ -94,11 +94,11 @@ def test_a_head_on_meta_is_materialized_and_loaded():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Unigram(torch.ones(C)), "unigram: counts must hold numbers"),
-        (lambda: Quadratic(torch.ones(C, D)), "quadratic: weight must hold numbers"),
-        (lambda: Tree(torch.zeros(2, 1), torch.zeros(2), torch.tensor([0, 1])), "tree: weights must hold numbers"),
+        (lambda: Unigram(torch.ones(C)), "unigram: counts must have values"),
+        (lambda: Quadratic(torch.ones(C, D)), "quadratic: weight must have values"),
+        (lambda: Tree(torch.zeros(2, 1), torch.zeros(2), torch.tensor([0, 1])), "tree: weights must have values"),
     ],
 )
 def test_tables_without_numbers_are_refused(make, message):
-    with torch.device("meta"), pytest.raises(ValueError, match=rf"{message}, got .* on meta; make the sampler outside"):
+    with torch.device("meta"), pytest.raises(ValueError, match=rf"{message}, got .* on meta; create it outside"):
         make()

@@ -194,7 +194,7 @@ def test_draws_in_strata_merge_in_their_order():
 def test_strata_are_for_shared_draws_of_a_tree():
     with pytest.raises(ValueError, match="stratified must be False without shared=True, got True"):
         make_tree().sample(rows(), 5, stratified=True)
-    message = "stratified requires shared=True, a Tree or a MIDX and a loss over weighted draws"
+    message = "stratified requires shared=True, a Tree or a MIDX and a loss that weights its draws"
     for sampler, loss in ((Uniform(C), "sampled_softmax"), (make_tree(), "nce")):
         with pytest.raises(ValueError, match=message):
             head_of(sampler, loss, stratified=True)

@@ -188,9 +188,9 @@ def test_the_commands_take_the_device(tmp_path, sampler):
     words = ["diagnose", out, "--rows", 16, "--num-samples", 4, "--json"]
     there = json.loads(samplex(*words, "--device", "cuda").stdout)
     here = json.loads(samplex(*words, "--device", "cpu").stdout)
-    assert [law["name"] for law in there["laws"]] == [law["name"] for law in here["laws"]]
+    assert [law["name"] for law in there["samplers"]] == [law["name"] for law in here["samplers"]]
     assert there["full_ms"] > 0
-    for a, b in zip(there["laws"], here["laws"], strict=True):
+    for a, b in zip(there["samplers"], here["samplers"], strict=True):
         for name in ("kl", "tv", "ess_share", "log_q_min", "log_q_max", "log_ratio_max"):
             assert a[name] == pytest.approx(b[name], rel=2e-3, abs=1e-4), (a["name"], name)
         assert all(point["step_ms"] > 0 for point in a["points"])
@@ -207,7 +207,13 @@ def test_diagnose_a_head_in_training():
         head(h, y).backward()
     before = head.weight.detach().clone()
     found = sx.diagnostics.diagnose(head, h, y=y, num_samples=(4,), class_counts=torch.bincount(y, minlength=50))
-    assert [law.name for law in found.laws] == ["Uniform", "Quadratic", "Unigram", "RandomFourier", "Unigram, shared"]
+    assert [law.name for law in found.samplers] == [
+        "Uniform",
+        "Quadratic",
+        "Unigram",
+        "RandomFourier",
+        "Unigram, shared",
+    ]
     assert any("Quadratic: stale" in text for text in found.warnings)
     assert torch.equal(before, head.weight)
     tree = sx.samplers.Tree.fit(torch.randn(90, 7), torch.randint(50, (90,)), num_classes=50, dim=3, progress=False)
@@ -215,5 +221,5 @@ def test_diagnose_a_head_in_training():
     found = sx.diagnostics.diagnose(
         shared, h, y=y, features=torch.randn(40, 7, device="cuda"), num_samples=(4,), timed=False, exact=False
     )
-    assert found.laws[1].own
-    assert found.laws[1].points[0].bias > 0
+    assert found.samplers[1].own
+    assert found.samplers[1].points[0].bias > 0

@@ -1,4 +1,4 @@
-"""A run that goes on with more classes: ids and rows of before stay, new rows and their optimizer state begin again."""
+"""A run that continues with more classes: existing ids and rows are kept, new rows and their state are initialized."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_what_cannot_grow_is_refused_and_nothing_changes(tmp_path):
     other = data.Dense(dense(MORE).x, (dense(MORE).targets(torch.arange(480)) + 1) % MORE, num_classes=MORE)
     with pytest.raises(RunError, match="a loss whose scores do not depend on its sampler"):
         Trainer.resume(tmp_path / "prior", other, other, grow=True)
-    with pytest.raises(RunError, match="are taken with --grow"):
+    with pytest.raises(RunError, match="pass --grow"):
         Trainer.resume(tmp_path / "fewer", other, other)
     assert files(tmp_path) == before
 

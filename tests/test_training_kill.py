@@ -30,7 +30,7 @@ def check_training(report: dict, number: int, half_written: int) -> None:
     # Half of them come by the clock; of the others most leave a checkpoint that was begun and is not whole.
     assert sum(kill["inside"] for kill in kills) == number // 2
     assert sum(bool(kill["half_written"]) for kill in kills if kill["inside"]) >= half_written, kills
-    # Every start goes on from the newest whole checkpoint, which is not older than the last one that was due.
+    # Every start continues from the newest whole checkpoint, which is not older than the last one that was due.
     assert all(kill["begin"] == kill["newest"] for kill in kills)
     begins = [*(kill["begin"] for kill in kills), report["last"]]
     for kill, (begin, following) in zip(kills, pairwise(begins), strict=True):

@@ -128,7 +128,7 @@ def test_samplers_that_follow_the_class_table(ranks, tmp_path, name):
         assert {rank["status"] for rank in found} == {"finished"}
     if sampler != "softmax":  # of which another number of ranks makes other draws
         same(tmp_path / "1", tmp_path / "3")
-    # One process goes on with it, and two ranks with what that has left.
+    # One process continues with it, and two ranks with what that has left.
     run, data, valid = case("mlp", sampler, *settings)
     encoder, head, _, _ = load_model(tmp_path / "3", "latest")
     assert evaluate(encoder, head, valid, metrics=["nll"]) == pytest.approx(
@@ -176,7 +176,7 @@ def test_one_rank_refuses_for_all(ranks, tmp_path):
     assert found[1][0].startswith("RanksError: ")
     assert "already contains a run" in found[1][0]
     found = ranks.outcomes(4, "run_trainer", str(tmp_path / "b"), "linear", "uniform", ["training.batch_size=3"])
-    assert all("batch_size must be at least 4" in error for error, _ in found)
+    assert all("batch_size, the total of all ranks, must be at least 4" in error for error, _ in found)
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank(ranks, tmp_path):

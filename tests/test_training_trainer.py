@@ -281,7 +281,7 @@ def test_too_many_skips_end_it(tmp_path):
     trainer = Trainer(run, train, None, tmp_path / "run")
     with torch.no_grad():
         trainer.encoder.body[0].weight.fill_(math.nan)
-    with pytest.raises(NonFiniteLossError, match="after 3 steps in a row that were left out"):
+    with pytest.raises(NonFiniteLossError, match="after 3 steps in succession were skipped"):
         trainer.fit()
     assert trainer.progress.step == 3
 

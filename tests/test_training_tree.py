@@ -46,7 +46,9 @@ def test_a_good_tree_has_half_of_the_draws():
 def test_a_tree_worse_than_frequencies_falls_back_to_the_base(model):
     train = rows(1e9)  # x says nothing of y
     run = settings("sampler.reg=1e-6", f"model.name={model}")
-    with pytest.warns(UserWarning, match=r"tree: on 120 held-out examples its mean log p_n is .* alone until a refit"):
+    with pytest.warns(
+        UserWarning, match=r"tree: on 120 held-out examples its mean log-probability is .* alone until a later fit"
+    ):
         encoder, head = build(run, train)
     assert float(head.sampler.base_share) == 1.0
     base = samplers.Unigram(train.class_counts() + 1)

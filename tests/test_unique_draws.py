@@ -151,7 +151,7 @@ def test_the_same_key_gives_the_same_draw_and_errors_come_first():
     assert torch.equal(first.log_q, second.log_q)
     with pytest.raises(ValueError, match="num_samples must be at most 4 with unique, got 5"):
         Uniform(4).sample(None, 5, unique=True, shared=True)
-    with pytest.raises(ValueError, match="num_samples must be at most 4 with unique, the classes left"):
+    with pytest.raises(ValueError, match="with unique, num_samples must be at most 4, the remaining classes"):
         Unigram([1.0, 0.0, 1.0, 1.0, 1.0]).unique(5, batch_size=1)
     with pytest.raises(ValueError, match="unique mode must be one of"):
         Uniform(4).sample(None, 2, unique="with", shared=True)

@@ -138,9 +138,7 @@ def check_tensor(op: str, name: str, value: object, wanted: str) -> Tensor:
 def check_data(op: str, name: str, t: Tensor) -> Tensor:
     """`t` if it holds numbers; ValueError on the meta device, which has none to build tables from."""
     if t.is_meta:
-        raise ValueError(
-            f"{op}: {name} must hold numbers, got {describe(t)}; make the sampler outside of torch.device('meta')"
-        )
+        raise ValueError(f"{op}: {name} must have values, got {describe(t)}; create it outside of torch.device('meta')")
     return check_dense(op, name, t)
 
 

@@ -170,7 +170,7 @@ def softmax_sums(
     """
     wide = wide_dtype(h, weight)
     lse = _no_mass(h)
-    # nan: what a target out of range keeps, which nobody has checked on a device.
+    # nan: what a target out of range keeps; it has not been checked on a device.
     positive = torch.full(target.shape, torch.nan, dtype=wide, device=h.device)
     total = torch.zeros_like(lse) if with_total else None
     target = target.contiguous()
@@ -432,7 +432,7 @@ def _exported_topk(
     """`exact_topk` for `torch.export`: blocks and chunks must not depend on the number of rows, which stays open."""
     if prior is not None:
         raise NotImplementedError(
-            "exact_topk: torch.export must have a loss without a prior, got one with it; export candidates='tree'"
+            "exact_topk: for torch.export, prior must be None, got a loss with one; export with candidates='tree'"
         )
     if k > MOST_K:
         raise NotImplementedError(f"exact_topk: k must be at most {MOST_K} for torch.export, got {k}")

@@ -40,7 +40,7 @@ _PREDICT_ROWS = 1024
 
 
 class SampledSoftmaxClassifier(ClassifierMixin, BaseEstimator):
-    """Multinomial logistic regression whose training step costs O(num_samples), whatever the number of classes.
+    """Multinomial logistic regression whose training step costs O(num_samples), for any number of classes.
 
     Trained by Adagrad on minibatches; only the rows of the classes that were touched are updated. Predictions are exact
     over all classes and deterministic.
@@ -58,7 +58,7 @@ class SampledSoftmaxClassifier(ClassifierMixin, BaseEstimator):
         batch_size: examples per step.
         fit_intercept: whether there is a bias per class.
         tree_dim: features that a node of the tree looks at.
-        warm_start: `fit` goes on from the last solution; the classes must be the same.
+        warm_start: `fit` continues from the last solution; the classes must be the same.
         random_state: of the order of examples and the draws.
 
     Attributes:

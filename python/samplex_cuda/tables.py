@@ -39,7 +39,7 @@ def empty_table(
     dtype: torch.dtype | None = None,
     shared: bool = True,
 ) -> Tensor:
-    """An uninitialised table laid out for rows that are gathered at random. `SampledClassifier` uses it for `weight`.
+    """An uninitialized table laid out for rows that are gathered at random. `SampledClassifier` uses it for `weight`.
 
     On the CPU it asks for huge pages, so that the gather misses the TLB less, and starts on a pair of cache lines:
     processors fetch lines in pairs, and a row that begins with the second of one drags in a line of its neighbor at
@@ -140,8 +140,7 @@ def mapped_table(
         handle = os.open(path, flags, 0o644)
     except FileExistsError:
         raise FileExistsError(
-            f"{op}: file must be new, got {path}, which is there; remove it, or pass overwrite=True if nothing "
-            "in it is needed"
+            f"{op}: file must be new, got {path}, which exists; remove it, or pass overwrite=True to replace it"
         ) from None
     except OSError as error:
         raise OSError(error.errno, f"{op}: file must be one that can be made, got {path}: {error.strerror}") from None

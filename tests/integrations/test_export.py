@@ -85,5 +85,5 @@ def test_aot_inductor_package(case, tmp_path):
 
 
 def test_refused():
-    with pytest.raises(NotImplementedError, match=r"torch.export must have a loss without a prior"):
+    with pytest.raises(NotImplementedError, match=r"for torch.export, prior must be None"):
         exported(Server(loss="negative_sampling"))

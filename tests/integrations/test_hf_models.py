@@ -92,7 +92,9 @@ def test_other_changes_of_the_logits_are_refused():
     for dtype in (torch.float32, torch.bfloat16):
         model = T.Gemma2ForCausalLM(config).to(dtype)
         hf.replace_lm_head(model, sx.samplers.LogUniform(V), 32)
-        with pytest.raises(ValueError, match=r"one that changes them otherwise \(final_logit_softcapping\?\)"):
+        with pytest.raises(
+            ValueError, match=r"got a model that transforms them \(for example final_logit_softcapping\)"
+        ):
             model(input_ids=tokens(), labels=tokens())
     model = bart()
     model.final_logits_bias[0, 3] = 1.0

@@ -272,7 +272,7 @@ def test_bad_examples_are_named(change, kind, text):
         ({"key": torch.zeros(3, dtype=torch.int64)}, ValueError, "key must be [2]"),
         ({"hidden": torch.zeros(6)}, ValueError, "hidden must be [B, d]"),
         ({"weight": torch.zeros(6)}, ValueError, "weight must be [C, d]"),
-        ({"weight": torch.zeros(0, 8)}, ValueError, "weight must have a class to draw, got [0, 8]"),
+        ({"weight": torch.zeros(0, 8)}, ValueError, "weight must have at least one class, got [0, 8]"),
         ({"kind": 3}, ValueError, "kind must be 0 (negative_sampling), 1 (nce) or 2 (one_vs_each), got 3"),
         ({"reg": 0.1}, ValueError, "reg must be 0, got 0.1"),
     ],

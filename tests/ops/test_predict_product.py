@@ -73,9 +73,15 @@ def test_opcheck():
         (torch.ones(3, 4), torch.ones(3, 2), torch.ones(3, 2), ValueError, "b must be [4, 2], got [3, 2]"),
         (torch.ones(3, 4), torch.ones(4, 2), torch.ones(2, 2), ValueError, "out must be [3, 2], got [2, 2]"),
         (torch.ones(3, 4), torch.ones(4, 2).double(), torch.ones(3, 2), TypeError, "b must be float32"),
-        (torch.ones(3, 0), torch.ones(0, 2), torch.ones(3, 2), ValueError, "a must have a column"),
-        (torch.ones(3, 4), torch.ones(8, 4)[::2, ::2], torch.ones(3, 2), ValueError, "b must have a stride of 1"),
-        (torch.ones(3, 4), torch.ones(4, 2), torch.ones(2, 3).t(), ValueError, "out must have rows of numbers"),
+        (torch.ones(3, 0), torch.ones(0, 2), torch.ones(3, 2), ValueError, "a must have at least one column"),
+        (
+            torch.ones(3, 4),
+            torch.ones(8, 4)[::2, ::2],
+            torch.ones(3, 2),
+            ValueError,
+            "b must have a dimension with stride 1",
+        ),
+        (torch.ones(3, 4), torch.ones(4, 2), torch.ones(2, 3).t(), ValueError, "out must have contiguous rows"),
     ],
     ids=lambda v: v if isinstance(v, str) else None,
 )

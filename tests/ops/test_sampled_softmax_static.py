@@ -161,7 +161,7 @@ def test_an_empty_batch(backend):
         ({"key": torch.zeros(3, dtype=torch.int64)}, ValueError, "key must be [2]"),
         ({"hidden": torch.zeros(6)}, ValueError, "hidden must be [B, d]"),
         ({"weight": torch.zeros(6)}, ValueError, "weight must be [C, d]"),
-        ({"weight": torch.zeros(0, 8)}, ValueError, "weight must have a class to draw, got [0, 8]"),
+        ({"weight": torch.zeros(0, 8)}, ValueError, "weight must have at least one class, got [0, 8]"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
 )  # fmt: skip

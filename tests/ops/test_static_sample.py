@@ -86,7 +86,7 @@ def test_equals_reference(backend, law, form):
 
 @pytest.mark.parametrize("law", LAWS)
 def test_inversion_equals_reference(backend, law):
-    """Several far gaps with next to no mass are left: nearly every draw of a row exhausts its attempts."""
+    """Several far gaps with almost no mass are left: nearly every draw of a row exhausts its attempts."""
     C, left = 1000, [500, 501, 700, 900, 901, 902, 903, 999]
     counts = np.full(C, 10**6)
     counts[left] = [1, 2, 3, 0, 5, 6, 7, 8]

@@ -65,7 +65,7 @@ def test_chi_square(name, excluded, form):
 
 @pytest.mark.parametrize("law", ["uniform", "log_uniform", "unigram"])
 def test_chi_square_of_the_inversion(law):
-    """Several far gaps with next to no mass are left: nearly every draw exhausts its attempts and is inverted."""
+    """Several far gaps with almost no mass are left: nearly every draw exhausts its attempts and is inverted."""
     C, left = 1000, [500, 501, 700, 900, 901, 902, 903, 999]
     counts = np.full(C, 1e6)
     counts[left] = [1, 2, 3, 0, 5, 6, 7, 8]

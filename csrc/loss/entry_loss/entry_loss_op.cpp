@@ -203,7 +203,7 @@ DrawHere drawn_here(const char* op, const Tensor& hidden, const Tensor& weight, 
   check_value(weight.dim() == 2, op, ": weight must be [C, d], got ", describe(weight));
   check_value(hidden.dim() == 2, op, ": hidden must be [B, d], got ", describe(hidden));
   check_tensor(op, "target", target, {hidden.size(0)}, "[B]", ScalarType::Long, weight);
-  check_value(weight.size(0) >= 1, op, ": weight must have a class to draw, got ", describe(weight));
+  check_value(weight.size(0) >= 1, op, ": weight must have at least one class, got ", describe(weight));
   return {key, law, num_samples, shared, table, prefix};
 }
 

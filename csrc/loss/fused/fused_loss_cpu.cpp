@@ -64,7 +64,7 @@ void panel_product_tiles_scalar(const PanelProductParams& p, int64_t begin, int6
 }  // namespace
 
 bool takes_panels(DType dtype, int64_t batch, int64_t draws, int64_t dim) {
-  constexpr int64_t kTiny = 1 << 14;                       // torch's product takes some 5 us before it begins
+  constexpr int64_t kTiny = 1 << 14;                       // torch's product takes about 5 us before it begins
   if (dtype == DType::kFloat64 || dim == 0) return false;  // rows of width 0 have no panels
   return simd_level() != SimdLevel::kScalar || batch * draws * dim <= kTiny;
 }

@@ -217,7 +217,7 @@ StaticForward sampled_softmax_static(const Tensor& hidden, const Tensor& weight,
   check_value(weight.dim() == 2, kOp, ": weight must be [C, d], got ", describe(weight));
   check_value(hidden.dim() == 2, kOp, ": hidden must be [B, d], got ", describe(hidden));
   check_tensor(kOp, "target", target, {hidden.size(0)}, "[B]", ScalarType::Long, weight);
-  check_value(weight.size(0) >= 1, kOp, ": weight must have a class to draw, got ", describe(weight));
+  check_value(weight.size(0) >= 1, kOp, ": weight must have at least one class, got ", describe(weight));
   check_value(ignore_index < 0, kOp, ": ignore_index must be negative if the op draws, got ", ignore_index);
   std::optional<Tensor> d_hidden;
   const DrawHere here{key, law, num_samples, shared, table, prefix, unit_hidden ? &d_hidden : nullptr};

@@ -87,11 +87,11 @@ void predict_product(const Tensor& a, const Tensor& b, const Tensor& out, bool a
   check_factor(op, "a", a, rows, depth);
   check_factor(op, "b", b, depth, columns);
   check_factor(op, "out", out, rows, columns);
-  check_value(depth >= 1, op, ": a must have a column, got ", describe(a));
-  check_value(b.stride(0) == 1 || b.stride(1) == 1, op, ": b must have a stride of 1, got ", b.stride(0), " and ",
-              b.stride(1));
-  check_value(out.stride(1) == 1 && out.stride(0) >= columns, op,
-              ": out must have rows of numbers side by side, got strides ", out.stride(0), " and ", out.stride(1));
+  check_value(depth >= 1, op, ": a must have at least one column, got ", describe(a));
+  check_value(b.stride(0) == 1 || b.stride(1) == 1, op, ": b must have a dimension with stride 1, got ", b.stride(0),
+              " and ", b.stride(1));
+  check_value(out.stride(1) == 1 && out.stride(0) >= columns, op, ": out must have contiguous rows, got strides ",
+              out.stride(0), " and ", out.stride(1));
   if (rows == 0 || columns == 0) return;
   check_apart(op, "a", a, out);
   check_apart(op, "b", b, out);

@@ -243,8 +243,8 @@ void kernel_tree_update(Tensor sums, Tensor phi, Tensor old, Tensor ids, int64_t
     for (int64_t i = 0; i < p.count; ++i) {
       const int64_t before = i == 0 ? -1 : p.ids[i - 1];
       check_index(p.ids[i] >= -1 && p.ids[i] / leaf_size < leaves && (before == -1 || before < p.ids[i]), op,
-                  ": ids must ascend without repeats, -1 for none first, and lie in ", leaves, " leaves of ", leaf_size,
-                  " classes, got ", p.ids[i], " at position ", i);
+                  ": ids must ascend without repeats, after leading -1 for no id, and lie in ", leaves, " leaves of ",
+                  leaf_size, " classes, got ", p.ids[i], " at position ", i);
       check_index(!rows || p.ids[i] < rows->size(0), op, ": ids must be below the number of rows, ",
                   rows ? rows->size(0) : 0, ", got ", p.ids[i], " at position ", i);
     }
@@ -278,8 +278,8 @@ void kernel_tree_parents(Tensor sums, MaybeTensor leaves) {
     if (ids_on_host(*leaves)) {
       for (int64_t i = 0; i < p.count; ++i) {
         check_index(p.leaves[i] >= -1 && p.leaves[i] < most && (i == 0 || p.leaves[i - 1] <= p.leaves[i]), op,
-                    ": leaves must ascend in [0, ", most, "), -1 for none first, got ", p.leaves[i], " at position ",
-                    i);
+                    ": leaves must ascend in [0, ", most, "), after leading -1 for no leaf, got ", p.leaves[i],
+                    " at position ", i);
       }
     }
   }

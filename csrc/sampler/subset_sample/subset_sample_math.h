@@ -2,7 +2,7 @@
 //
 // Of the N classes left in a row, step j = 0 .. k-1 offers a uniform class t of 0 .. N-k+j and takes it, or N-k+j where
 // t has been taken before. By induction every (j+1)-subset of 0 .. N-k+j is then equally likely: k random numbers and k
-// look-ups, whatever N is, and no step is ever repeated. The order of the ids is not uniform and means nothing.
+// look-ups for any N, and no step is ever repeated. The order of the ids is not uniform and means nothing.
 #pragma once
 
 #include "common/philox.h"

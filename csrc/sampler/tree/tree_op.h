@@ -49,7 +49,8 @@ inline TreeTable tree_table_of(const char* op, const char* arg, const Tensor& x,
 // The base of a tree, or none.
 inline TreeBase tree_base_of(const char* op, const TreeTable& tree, const Tensor& ref,
                              const std::optional<Tensor>& table, const std::optional<Tensor>& prefix, double weight) {
-  check_value(table.has_value() == prefix.has_value(), op, ": base_table and base_prefix must come together, got one");
+  check_value(table.has_value() == prefix.has_value(), op,
+              ": base_table and base_prefix must be given together, got one");
   if (!table) return {};
   const int64_t leaves = int64_t(1) << tree.depth;
   check_tensor(op, "base_table", *table, {leaves, 4}, "[2^depth, 4]", ScalarType::Long, ref);

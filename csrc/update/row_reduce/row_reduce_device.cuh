@@ -6,7 +6,7 @@
 // takes the entries up to the border (s + 1) K - 1; one at each later border s K - 1 has the slot s and takes K
 // entries. So slot s is that of the row which has the border s K - 1, and no warp walks more than 2 K - 1 entries. What
 // they find they leave in `partial`. The same rule with K_1 = 16 K puts those slots together to sums of the next level,
-// with K_2 = 256 K these, until one sum covers the row. Whoever stores the last slot of a sum goes on with it: an
+// with K_2 = 256 K these, until one sum covers the row. Whoever stores the last slot of a sum continues with it: an
 // integer counter per sum says who that is. Which warp it is depends on the schedule; what is added in which order does
 // not.
 //

@@ -17,7 +17,7 @@ bool is_row_type(const Tensor& t, const Tensor& weight) {
   return t.scalar_type() == weight.scalar_type() || t.scalar_type() == acc_type(weight.scalar_type());
 }
 
-// A state of the weight's shape, or of one number a row.
+// A state of the weight's shape, or of one number per row.
 void* state_of(const char* op, const char* arg, const Tensor& state, const Tensor& weight, bool by_row) {
   const int64_t C = weight.size(0);
   const bool flat = by_row || weight.dim() == 1;

@@ -61,20 +61,20 @@ class Part(str, enum.Enum):
     train = "train"
 
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; everything else goes to stderr.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout, and everything else to stderr.")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the configuration; may be given many times."),
+    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the configuration; repeatable."),
 ]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run of samplex train.")]
-WhichOption = Annotated[Which, typer.Option(help="The weights of the best evaluation, or the latest ones.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder of samplex train.")]
+WhichOption = Annotated[Which, typer.Option(help="Use the weights of the best evaluation, or the latest ones.")]
+Device = Annotated[str, typer.Option(help="Device to run on: cpu or cuda.")]
 Trust = Annotated[
     str | None,
     typer.Option(
         "--trust-model",
         metavar="MODULE:CLASS",
-        help="Import and run this model, which the run names in config.toml: only code that you know.",
+        help="Allow the model named in config.toml to be imported and executed; use only for code that you trust.",
     ),
 ]
 
@@ -84,32 +84,39 @@ Trust = Annotated[
     "--out runs/first --set training.epochs=3"
 )
 def train(
-    config: Annotated[Path | None, typer.Argument(help="A TOML file; `samplex config` prints one.")] = None,
-    data: Annotated[str | None, typer.Option(help="File, folder, or builtin:...: data.path.")] = None,
-    valid: Annotated[str | None, typer.Option(help="Validation data: data.valid.")] = None,
-    data_format: Annotated[str | None, typer.Option("--format", help="Of the files: data.format.")] = None,
-    skip_bad: Annotated[int | None, typer.Option(min=0, help="Malformed lines that may be left out.")] = None,
-    model: Annotated[str | None, typer.Option(help="The encoder: model.name.")] = None,
-    sampler: Annotated[str | None, typer.Option(help="Where negatives come from: sampler.name.")] = None,
-    loss: Annotated[str | None, typer.Option(help="The loss: head.loss.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="Configuration file in TOML; `samplex config` prints one.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Training data: a file, a folder or builtin:... (sets data.path).")
+    ] = None,
+    valid: Annotated[str | None, typer.Option(help="Validation data (sets data.valid).")] = None,
+    data_format: Annotated[
+        str | None, typer.Option("--format", help="Format of the data files (sets data.format).")
+    ] = None,
+    skip_bad: Annotated[int | None, typer.Option(min=0, help="Skip up to this many malformed lines.")] = None,
+    model: Annotated[str | None, typer.Option(help="Encoder (sets model.name).")] = None,
+    sampler: Annotated[str | None, typer.Option(help="Sampler of the negatives (sets sampler.name).")] = None,
+    loss: Annotated[str | None, typer.Option(help="Loss function (sets head.loss).")] = None,
     shard: Annotated[
-        Shard | None, typer.Option(help="Spread the class table over the ranks of torchrun: training.shard.")
+        Shard | None,
+        typer.Option(help="Distribute the class table over the ranks of torchrun (sets training.shard)."),
     ] = None,
     setting: Set = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder; by default runs/run-NNN.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Go on with this run.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder to create; default: runs/run-NNN.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Resume this run.")] = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="With --resume: begin at step 0 if every checkpoint is damaged.")
+        bool, typer.Option("--restart", help="With --resume: start again from step 0 if every checkpoint is damaged.")
     ] = False,
     grow: Annotated[
-        bool, typer.Option("--grow", help="With --resume: the data may have grown, by rows and by new classes.")
+        bool, typer.Option("--grow", help="With --resume: allow data with additional rows and classes.")
     ] = False,
     trust_model: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Train a model and keep a run folder: configuration, metrics, curves, checkpoints.
+    """Train a model and write a run folder with configuration, metrics, learning curves and checkpoints.
 
-    Ctrl-C saves a checkpoint and says how to go on.
+    Ctrl-C saves a checkpoint and prints how to resume.
 
     On several ranks: torchrun --nproc_per_node 4 --no-python samplex train --shard classes --out RUN_DIR ...
     """
@@ -158,30 +165,37 @@ def train(
 @app.command(epilog="Example: samplex evaluate runs/first --metrics nll,accuracy,precision@5")
 def evaluate(
     run_dir: RunDir,
-    data: Annotated[str | None, typer.Option(help="File to measure on; by default the run's validation data.")] = None,
-    data_format: Annotated[str | None, typer.Option("--format", help="Of the file.")] = None,
-    part: Annotated[Part, typer.Option(help="Of the run's data, without --data.")] = Part.valid,
+    data: Annotated[str | None, typer.Option(help="File to evaluate on; default: the run's validation data.")] = None,
+    data_format: Annotated[str | None, typer.Option("--format", help="Format of the file.")] = None,
+    part: Annotated[
+        Part, typer.Option(help="Part of the run's data to evaluate on if --data is not given.")
+    ] = Part.valid,
     metrics: Annotated[
         str | None,
-        typer.Option(help="nll, perplexity, accuracy, mrr, precision@K, recall@K, ndcg@K, psp@K, with commas between."),
+        typer.Option(
+            help="Metrics, separated by commas: nll, perplexity, accuracy, mrr, precision@K, recall@K, ndcg@K, psp@K."
+        ),
     ] = None,
     which: WhichOption = Which.best,
-    rows: Annotated[int, typer.Option(min=0, help="Only so many first examples; 0: all.")] = 0,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Examples at a time.")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Evaluate only this many examples from the start; 0: all.")] = 0,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Number of examples per batch.")] = None,
     exclude_history: Annotated[
-        bool | None, typer.Option(help="Interactions: known items are not answers; by default as in the run.")
+        bool | None,
+        typer.Option(help="Leave out items that a user already knows (interactions); default: as in the run."),
     ] = None,
     propensity_a: Annotated[
-        float | None, typer.Option(help="psp@K: A; by default as in the run (0.5 Wikipedia, 0.6 Amazon).")
+        float | None,
+        typer.Option(help="Parameter A of psp@K; default: as in the run (0.5 for Wikipedia, 0.6 for Amazon data)."),
     ] = None,
     propensity_b: Annotated[
-        float | None, typer.Option(help="psp@K: B; by default as in the run (0.4 Wikipedia, 2.6 Amazon).")
+        float | None,
+        typer.Option(help="Parameter B of psp@K; default: as in the run (0.4 for Wikipedia, 2.6 for Amazon data)."),
     ] = None,
     device: Device = "cpu",
     trust_model: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Exact metrics of a trained model: over all classes, nothing sampled."""
+    """Compute exact metrics of a trained model, over all classes."""
     from samplex_cuda.cli.predict import evaluate as work
 
     common.run(
@@ -211,22 +225,27 @@ def predict(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="INPUT", help="npy, npz, parquet, any format of training, or builtin:...; no labels needed."
+            metavar="INPUT",
+            help="Input data: an npy, npz or parquet file, any format that training accepts, or builtin:.... "
+            "Labels are not needed.",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Ends with .jsonl, .npz, .npy or .parquet.")],
-    k: Annotated[int, typer.Option("-k", min=1, help="Classes for each row.")] = 5,
-    data_format: Annotated[str | None, typer.Option("--format", help="Of INPUT.")] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="Output file, with the extension .jsonl, .npz, .npy or .parquet.")
+    ],
+    k: Annotated[int, typer.Option("-k", min=1, help="Number of classes per row.")] = 5,
+    data_format: Annotated[str | None, typer.Option("--format", help="Format of INPUT.")] = None,
     which: WhichOption = Which.best,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of rows per batch.")] = 256,
     exclude_history: Annotated[
-        bool | None, typer.Option(help="Interactions: known items are not answers; by default as in the run.")
+        bool | None,
+        typer.Option(help="Leave out items that a user already knows (interactions); default: as in the run."),
     ] = None,
     device: Device = "cpu",
     trust_model: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """The most probable classes of each row of a file, with their probabilities."""
+    """Predict the most probable classes of each row of a file, with their probabilities."""
     from samplex_cuda.cli.predict import predict as work
 
     common.run(
@@ -251,23 +270,23 @@ def predict(
 @app.command(epilog="Example: samplex export runs/first --out served.pt2 -k 10")
 def export(
     run_dir: RunDir,
-    out: Annotated[Path, typer.Option(metavar="FILE.pt2", help="The program; FILE.json says what it takes.")],
-    k: Annotated[int, typer.Option("-k", min=1, help="Classes for each row.")] = 10,
+    out: Annotated[Path, typer.Option(metavar="FILE.pt2", help="Output file; FILE.json describes its inputs.")],
+    k: Annotated[int, typer.Option("-k", min=1, help="Number of classes per row.")] = 10,
     kind: Annotated[
         ProgramKind,
         typer.Option(
-            "--as", help="A program of torch.export, or a package that AOTInductor compiles for this machine."
+            "--as", help="Write a program of torch.export, or a package compiled by AOTInductor for this machine."
         ),
     ] = ProgramKind.export,
     candidates: Annotated[
-        Candidates, typer.Option(help="Search all classes, or those that the model's tree names.")
+        Candidates, typer.Option(help="Search all classes, or only candidates from the model's tree.")
     ] = Candidates.exact,
-    length: Annotated[int, typer.Option(min=0, help="Text: the tokens of a prompt, always so many.")] = 0,
+    length: Annotated[int, typer.Option(min=0, help="Fixed number of tokens of a prompt (required for text).")] = 0,
     which: WhichOption = Which.best,
     trust_model: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Encoder and top classes of a run as one program with an open batch size."""
+    """Export encoder and top-k of a run as one program with a dynamic batch size."""
     from samplex_cuda.cli.export import export as work
 
     common.run(
@@ -291,18 +310,23 @@ def export(
     "fit-tree", epilog="Example: samplex fit-tree --data builtin:classes=1000,examples=20000 --out tree.safetensors"
 )
 def fit_tree(
-    data: Annotated[str, typer.Option(help="File, folder, or builtin:...: dense or sparse rows with labels.")],
-    out: Annotated[Path, typer.Option(metavar="FILE|FOLDER", help="name.safetensors, or a folder for it.")],
-    data_format: Annotated[str | None, typer.Option("--format", help="Of the file.")] = None,
+    data: Annotated[str, typer.Option(help="Dense or sparse rows with labels: a file, a folder or builtin:....")],
+    out: Annotated[Path, typer.Option(metavar="FILE|FOLDER", help="Output file name.safetensors, or a folder for it.")],
+    data_format: Annotated[str | None, typer.Option("--format", help="Format of the file.")] = None,
     option: Annotated[
-        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Of the reader, e.g. labels=smallest.")
+        list[str] | None,
+        typer.Option("--option", metavar="NAME=VALUE", help="Option of the reader, for example labels=smallest."),
     ] = None,
-    dim: Annotated[int, typer.Option(min=1, help="Features that a node looks at.")] = 16,
-    reg: Annotated[float, typer.Option(min=0.0, help="Strength of the regularizer of a node.")] = 0.1,
-    rows: Annotated[int, typer.Option(min=1, help="Examples that are used, at most.")] = 200_000,
-    held_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="Part that is kept for the report.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Of the split and the choice of rows.")] = 0,
-    unseen: Annotated[bool, typer.Option(help="Classes without an example keep a small probability; else 0.")] = True,
+    dim: Annotated[int, typer.Option(min=1, help="Number of features per node.")] = 16,
+    reg: Annotated[float, typer.Option(min=0.0, help="Regularization strength of the nodes.")] = 0.1,
+    rows: Annotated[int, typer.Option(min=1, help="Maximum number of examples to use.")] = 200_000,
+    held_out: Annotated[
+        float, typer.Option(min=0.0, max=0.9, help="Fraction of the examples that is held out for the report.")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(help="Random seed of the split and of the choice of examples.")] = 0,
+    unseen: Annotated[
+        bool, typer.Option(help="Give classes without an example a small probability, or probability 0.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Fit a tree sampler to data, report how well it fits, and save it."""
@@ -330,24 +354,24 @@ def fit_tree(
 @app.command(epilog="Example: samplex diagnose runs/first --rows 256 --num-samples 16 --num-samples 64")
 def diagnose(
     run_dir: RunDir,
-    data: Annotated[str | None, typer.Option(help="Rows to look at; by default the run's validation data.")] = None,
-    data_format: Annotated[str | None, typer.Option("--format", help="Of the file.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="How many.")] = 256,
+    data: Annotated[str | None, typer.Option(help="Data to examine; default: the run's validation data.")] = None,
+    data_format: Annotated[str | None, typer.Option("--format", help="Format of the file.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows to examine.")] = 256,
     num_samples: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="A number of draws to try; may be given many times [16 64 256 1024]."),
+        typer.Option(min=1, help="Number of draws to try; repeatable [default: 16 64 256 1024]."),
     ] = None,
     which: WhichOption = Which.latest,
     tree_rows: Annotated[
-        int, typer.Option(min=0, help="Training examples that a candidate tree is fitted on; 0: no tree.")
+        int, typer.Option(min=0, help="Number of training examples to fit a candidate tree to; 0: no tree.")
     ] = 20_000,
-    timed: Annotated[bool, typer.Option(help="Time a step of every sampler.")] = True,
-    seed: Annotated[int, typer.Option(help="Of the choice of rows and the draws.")] = 0,
+    timed: Annotated[bool, typer.Option(help="Measure the time per step of every sampler.")] = True,
+    seed: Annotated[int, typer.Option(help="Random seed of the choice of rows and of the draws.")] = 0,
     device: Device = "cpu",
     trust_model: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Which sampler and how many draws: bias, variance and time of the candidates on this model."""
+    """Compare samplers and numbers of draws on a model: bias and variance of the gradient, and time per step."""
     from samplex_cuda.cli.tools import diagnose as work
 
     common.run(
@@ -373,15 +397,16 @@ def diagnose(
 @app.command(epilog="Example: samplex bench --classes 10000 --classes 100000")
 def bench(
     classes: Annotated[
-        list[int] | None, typer.Option(min=2, help="May be given many times [1000 10000 100000].")
+        list[int] | None,
+        typer.Option(min=2, help="Number of classes; repeatable [default: 1000 10000 100000]."),
     ] = None,
     dim: Annotated[int, typer.Option(min=1, help="Width of the class rows.")] = 64,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 256,
-    num_samples: Annotated[int, typer.Option(min=1, help="Draws per row.")] = 64,
-    seconds: Annotated[float, typer.Option(min=0.0, help="For each measurement.")] = 0.5,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of rows per step.")] = 256,
+    num_samples: Annotated[int, typer.Option(min=1, help="Number of draws per row.")] = 64,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Seconds per measurement.")] = 0.5,
     as_json: Json = False,
 ) -> None:
-    """Time a training step on this machine: this library against eager torch."""
+    """Measure the time of a training step on this machine, compared with eager torch."""
     from samplex_cuda.cli.tools import bench as work
 
     common.run(
@@ -396,19 +421,24 @@ def bench(
 @app.command(epilog="Example: samplex reproduce kernel --out runs/reproduce")
 def reproduce(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="adversarial, kernel, rff, attention, contrastive, or all.")
+        str,
+        typer.Argument(metavar="NAME", help="Paper: adversarial, kernel, rff, attention, contrastive, or all."),
     ],
-    out: Annotated[Path, typer.Option(help="NAME/ and index.html go there.")] = Path("runs/reproduce"),
-    full: Annotated[bool, typer.Option("--full", help="The paper's size: hours.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds, to see that it runs.")] = False,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder to write NAME/ and index.html to.")] = Path("runs/reproduce"),
+    full: Annotated[bool, typer.Option("--full", help="Use the size of the paper, which takes hours.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use a tiny size, which takes a few seconds, to check that it runs.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with eurlex4k/, wikitext2/, imdb/, gowalla/; what is not there is left out."),
+        typer.Option(
+            help="Folder with eurlex4k/, wikitext2/, imdb/ and gowalla/; parts without their data are skipped."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the experiments of a paper: what it says beside what is measured here, with figures."""
+    """Run the experiments of a paper and compare the results with those of the paper, with figures."""
     from samplex_cuda.reproduce.command import reproduce as work
 
     common.run(
@@ -420,7 +450,7 @@ def reproduce(
 
 @app.command(epilog="Example: samplex info --json")
 def info(as_json: Json = False) -> None:
-    """What was built and what runs here."""
+    """Show what was built and which devices and SIMD levels are available."""
     from samplex_cuda.info import format_info, gather_info
 
     def work(out: common.Output) -> tuple[dict[str, Any], int]:
@@ -438,11 +468,16 @@ def info(as_json: Json = False) -> None:
 )
 def demo(
     context: typer.Context,
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds only: 5,000 classes, 2 s per run.")] = False,
-    out: Annotated[Path, typer.Option(help="Where the picture and the figures go.")] = Path("runs/demo"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Take only a few seconds: 5,000 classes, 2 s per run.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder to write the plot and the results to.")] = Path("runs/demo"),
     as_json: Json = False,
 ) -> None:
-    """Full and sampled softmax side by side, as `make demo`; further options are those of samplex_cuda.demo."""
+    """Train with the full and the sampled softmax and compare them, like `make demo`.
+
+    Further options are passed to samplex_cuda.demo.
+    """
     from samplex_cuda.demo import main as work
 
     def body(output: common.Output) -> tuple[dict[str, Any], int]:
@@ -459,10 +494,10 @@ def demo(
 @app.command(epilog="Example: samplex config > run.toml && samplex train run.toml --data train.txt --out runs/mine")
 def config(
     setting: Set = None,
-    comments: Annotated[bool, typer.Option(help="Say what each key means.")] = True,
+    comments: Annotated[bool, typer.Option(help="Add a comment with the meaning of each key.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Print a configuration: every key with its default and its meaning, as TOML."""
+    """Print a configuration in TOML, with the default and the meaning of every key."""
     from samplex_cuda.cli.tools import show_config
 
     common.run("config", as_json, lambda out: show_config(out, setting or [], comments))

@@ -262,7 +262,7 @@ def run(name: str, as_json: bool, body: Callable[[Output], tuple[dict[str, Any],
 
 
 def resume_command(run_dir: Path | str, trust_model: str | None = None) -> str:
-    """What to type to go on with a run, whose model was trusted where it has an import path.
+    """What to type to continue with a run, whose model was trusted where it has an import path.
 
     Example:
         >>> from samplex_cuda.cli.common import resume_command

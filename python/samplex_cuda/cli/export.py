@@ -139,10 +139,10 @@ def export(
             )
         data_kind = str(described["kind"])
         if data_kind not in ("dense", "sparse", "text", "interactions"):
-            raise UserError(f"{run_dir}: only models of dense, sparse, text and interactions data export: {data_kind}")
+            raise UserError(f"{run_dir}: data must be dense, sparse, text or interactions to export, got {data_kind}")
         if (data_kind == "text") != bool(length):
             raise UserError(
-                f"{run_dir}: --length must be given for a model of text, and only there (its layers export for one "
+                f"{run_dir}: --length must be given for a model of text, and for no other (it is exported for a fixed "
                 f"length), got {length or 'nothing'}"
             )
     if not head.loss.needs.prior:

@@ -130,7 +130,7 @@ def evaluate(
     out.table([(name, f"{value:.6g}") for name, value in found.items()])
     payload = {"run_dir": str(run_dir), "step": step, "which": which, "data": about, "examples": count}
     if bad:
-        raise UserError(f"evaluate: {', '.join(bad)} must be finite, got {found[bad[0]]}: {about} or the model has nan")
+        raise UserError(f"evaluate: {', '.join(bad)} must be finite, got {found[bad[0]]}: {about} or the model has NaN")
     return {**payload, **about_psp, "metrics": found}, OK
 
 
@@ -211,8 +211,8 @@ def _finite(
         bad = ~np.isfinite(probabilities).all(1)
         if bad.any():
             raise UserError(
-                f"{path}: row {rows[bad][0]} must be finite numbers, got nan or infinity in it or in what the model "
-                f"makes of it ({int(bad.sum())} such rows in this batch); nothing was written. Remove these rows"
+                f"{path}: row {rows[bad][0]} must have finite values, got NaN or infinity in the row or in its "
+                f"prediction ({int(bad.sum())} such rows in this batch); nothing was written. Remove these rows"
             )
         yield rows, ids, probabilities
 

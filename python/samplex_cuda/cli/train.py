@@ -386,7 +386,7 @@ def _not_finite(
     out.console.print(str(error), markup=False, soft_wrap=True, style="red")
     resume = resume_command(folder, trust_model)
     command = f"{resume} --set optimizer.lr=... (or training.clip_norm=1, training.on_nan=skip)"
-    out.say(f"To go on from the last checkpoint: {command}")
+    out.say(f"To continue from the last checkpoint: {command}")
     payload = {"status": "nan", "error": str(error), "run_dir": str(folder), "resume": resume}
     return payload, NOT_FINITE
 

@@ -157,7 +157,9 @@ def memmap_file(
         size = file.stat().st_size
         if not size or size % (kind.itemsize * width):
             row = kind.itemsize * width
-            raise ValueError(f"{where}: {file}: it must have a multiple of {row} bytes ({width} {kind}), got {size}")
+            raise ValueError(
+                f"{where}: {file}: its size must be a multiple of {row} bytes ({width} {kind}), got {size}"
+            )
         return np.memmap(file, dtype=kind, mode="r").reshape(-1, width)
 
     x = bare(Path(path), np.dtype(dtype), num_features)

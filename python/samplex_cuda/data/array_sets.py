@@ -27,7 +27,7 @@ __all__ = ["Dense", "Sparse", "Tokens"]
 
 
 class _Labelled(Dataset):
-    """Rows with labels of their own; `label_rule` says which of them count."""
+    """Rows with labels; `label_rule` says which of them count."""
 
     def _take_labels(self, name: str, argument: str, y: Any, rows: int, num_classes: int | None, rule: str) -> None:
         self._labels = _labels_of(name, argument, y, rows, rule)

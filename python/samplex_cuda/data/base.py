@@ -49,7 +49,7 @@ def _log_q_of(where: str, log_q: Any, indptr: Array, there: Array | None) -> Arr
         if not np.array_equal(offsets, indptr):
             row = int(np.argmax(offsets != indptr)) - 1 if offsets.shape == indptr.shape else len(indptr) - 1
             raise ValueError(
-                f"{where}: log_q must have as many numbers in each row as there are negatives, got others at row {row}"
+                f"{where}: log_q must have one number per negative, got a different number of them in row {row}"
             )
     values = _as_array(where, "log_q", log_q, (1, 2), "f")
     if there is not None and values.shape in (there.shape, there.shape[:1]):

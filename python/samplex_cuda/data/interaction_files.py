@@ -1,7 +1,7 @@
 """Who took what: lists of items a user, tables of user, item and time, and sequences.
 
 Pairs are written as they come and then brought together by user with a counting sort over the mapped file, so that
-memory holds a few numbers a user and a block of pairs, whatever the size of the file.
+memory holds a few numbers per user and a block of pairs, for any size of the file.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class _PairWriter:
         total = self.users.length
         if self.num_users > max(_FEW_USERS, _USERS_PER_PAIR * total):  # before anything of that length is made
             raise ValueError(
-                f"{conversion.where}: {conversion.source}: user ids must not have such large gaps, got user "
-                f"{self.num_users - 1} in {total} interactions; relabel=True of interactions_file numbers them again"
+                f"{conversion.where}: {conversion.source}: user ids must be without large gaps, got user "
+                f"{self.num_users - 1} in {total} interactions; pass relabel=True to renumber them"
             )
         if self.most_item >= max(_FEW_ITEMS, _USERS_PER_PAIR * total):
             raise ValueError(
-                f"{conversion.where}: {conversion.source}: item ids must not have such large gaps, got item "
-                f"{self.most_item} in {total} interactions; relabel=True numbers them again. If that is a time or a "
-                "rating, layout and fields say which columns are user and item"
+                f"{conversion.where}: {conversion.source}: item ids must be without large gaps, got item "
+                f"{self.most_item} in {total} interactions; pass relabel=True to renumber them. If the column is a "
+                "time or a rating, pass layout and fields to select the columns of user and item"
             )
         users, items = conversion.finished("pair_user"), conversion.finished("pair_item")
         times = conversion.finished("pair_time") if self.timed else None

@@ -137,7 +137,7 @@ def open(path: Path | str, *, format: str | None = None, **options: Any) -> Data
         path: a file or folder; or "builtin", "builtin:classes=1000000,dim=64,examples=200000,seed=0,split=train":
             data that are made, see `BuiltIn`.
         format: "xc", "svmlight", "npy", "npz", "memmap", "csr", "text", "interactions", "sequences", "parquet" or
-            "builtin". None: by the name; a file whose name says nothing is taken for "xc" or "svmlight" where its
+            "builtin". None: by the name; a file with another name is taken for "xc" or "svmlight" where its
             first lines are that.
         options: those of the reader, the function of that name with `_file`: `labels`, `num_classes`, `skip_bad`,
             `cache_dir`, `verify`, `y`, `vocabulary`, ...

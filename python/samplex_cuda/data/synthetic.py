@@ -37,7 +37,7 @@ class HierarchicalZipf:
     class is the sum of a random direction for each of its ancestors and for itself, scaled to length 1; an example is
     `x = centre + noise * gaussian / sqrt(dim)`.
 
-    Example i of a split is the same whatever the batch size: data come in blocks of `block_size` examples, each block
+    Example i of a split is the same for any batch size: data come in blocks of `block_size` examples, each block
     from its own `torch.Generator`, and batches are cut from the stream of blocks.
 
     Args:

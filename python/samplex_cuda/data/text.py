@@ -161,7 +161,7 @@ def text_file(
 ) -> Tokens:
     """A text as a stream of words, split at white space, with `<eos>` at the end of each line (empty ones too).
 
-    The vocabulary of a training file is its words by falling frequency (ids are ranks, so `samplers.LogUniform` fits),
+    The vocabulary of a training file has its words by decreasing frequency, as `samplers.LogUniform` assumes,
     equal ones in the order they come. `<unk>` is one of them: words outside of the vocabulary, cut by `min_count` or
     `max_size` or unknown to the vocabulary that is given, become `<unk>` and count for its rank; `notes` says how many.
 
@@ -209,7 +209,7 @@ def text_file(
         if UNKNOWN not in words:
             raise ValueError(f"{where}: vocabulary must have {UNKNOWN}, got {len(words)} words without it")
         if len(set(words)) != len(words):
-            raise ValueError(f"{where}: vocabulary must have every word once, got {len(words) - len(set(words))} twice")
+            raise ValueError(f"{where}: vocabulary must have no duplicates, got {len(words) - len(set(words))}")
         options["vocabulary"] = hashlib.sha256("\n".join(words).encode()).hexdigest()
         if extend:
             options["extend"] = True

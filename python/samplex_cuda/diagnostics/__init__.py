@@ -2,7 +2,7 @@
 
     diagnose        measures every candidate sampler on rows of a trained or training head
     Diagnosis       what it found: `table()`, `plot(path)`, `as_dict()`, `recommendation`, `warnings`
-    Law, Point      one sampler; one sampler with one number of samples
+    SamplerResult, Point      one sampler; one sampler with one number of samples
     leak            the share of the softmax that draws cannot push down, row by row
     Candidate       a sampler with the way it is drawn from: per row, shared, stratified
 
@@ -10,8 +10,8 @@ See docs/diagnostics.md.
 """
 
 from samplex_cuda.diagnostics.candidates import Candidate, default_candidates, other_ways
-from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
+from samplex_cuda.diagnostics.report import Diagnosis, Point, SamplerResult
 from samplex_cuda.diagnostics.run import diagnose
 from samplex_cuda.heads.leak import leak
 
-__all__ = ["Candidate", "Diagnosis", "Law", "Point", "default_candidates", "diagnose", "leak", "other_ways"]
+__all__ = ["Candidate", "Diagnosis", "Point", "SamplerResult", "default_candidates", "diagnose", "leak", "other_ways"]

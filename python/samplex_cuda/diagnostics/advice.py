@@ -1,10 +1,10 @@
-"""Words for the numbers: which sampler with how many samples, and what to beware of."""
+"""The recommendation and the warnings of a diagnosis, in words."""
 
 from __future__ import annotations
 
 import math
 
-from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
+from samplex_cuda.diagnostics.report import Diagnosis, Point, SamplerResult
 from samplex_cuda.heads.leak import LEAK
 
 __all__ = ["recommend", "warn"]
@@ -26,15 +26,15 @@ def recommend(found: Diagnosis) -> str:
     """The cheapest sampler and m with the bias of what the head does now (or of Uniform with the largest m).
 
     Example:
-        >>> from samplex_cuda.diagnostics import Diagnosis, Law, Point
+        >>> from samplex_cuda.diagnostics import Diagnosis, SamplerResult, Point
         >>> from samplex_cuda.diagnostics.advice import recommend
         >>> one = lambda m, bias, ms: Point(m, ess=1.0, hit_rate=0.0, bias=bias, bias_leading=bias, std=1.0, step_ms=ms)
-        >>> laws = [Law("Uniform", "Uniform", points=[one(32, 0.8, 1.0), one(2000, 0.04, 50.0)])]
-        >>> laws += [Law("Tree", "Tree", points=[one(32, 0.04, 5.0)])]
+        >>> laws = [SamplerResult("Uniform", "Uniform", points=[one(32, 0.8, 1.0), one(2000, 0.04, 50.0)])]
+        >>> laws += [SamplerResult("Tree", "Tree", points=[one(32, 0.04, 5.0)])]
         >>> recommend(Diagnosis(10**5, 64, 256, "sampled_softmax", False, 0, 1.0, 0, laws))[:66]
         'Tree with m = 32 gives the bias of Uniform with m = 2,000 (4 % of '
     """
-    points = [(law, point) for law in found.laws for point in law.points]
+    points = [(law, point) for law in found.samplers for point in law.points]
     if not points:
         return "Nothing was measured."
     reference = _reference(found)
@@ -59,8 +59,8 @@ def recommend(found: Diagnosis) -> str:
         )
     if (law is reference[0] and best is reference[1]) or not _clearly_less(best, reference[1], timed):
         words.append(
-            f"Keep {_name(*reference)}: bias {_percent(found, reference[1])} of the gradient; nothing that was tried "
-            f"gets there {'in clearly less time' if timed else 'with fewer samples'}."
+            f"Keep {_name(*reference)}: bias {_percent(found, reference[1])} of the gradient; no other setting "
+            f"measured here reaches this {'in clearly less time' if timed else 'with fewer samples'}."
         )
     else:
         words.append(_compare(found, law, best, reference, timed))
@@ -69,13 +69,11 @@ def recommend(found: Diagnosis) -> str:
     chosen = reference[1] if any(word.startswith("Keep") for word in words) else best
     if found.relative(chosen.bias) > LARGE:
         lowest = min(points, key=lambda pair: pair[1].bias)
-        words.append(
-            f"The bias is still large; the lowest that was tried is {_percent(found, lowest[1])}, {_name(*lowest)}."
-        )
+        words.append(f"The bias is still large; the lowest measured is {_percent(found, lowest[1])}, {_name(*lowest)}.")
     return " ".join(words)
 
 
-def _comparable(pair: tuple[Law, Point], reference: tuple[Law, Point], timed: bool) -> bool:
+def _comparable(pair: tuple[SamplerResult, Point], reference: tuple[SamplerResult, Point], timed: bool) -> bool:
     """Whether a point may be held against the reference.
 
     Bias and std are of one row. Rows that share their draws also share their noise, which the mean over a batch does
@@ -104,7 +102,7 @@ def _clearly_less(point: Point, base: Point, timed: bool) -> bool:
     return _high(point, timed) < _low(base, timed)
 
 
-def _cheapest(pairs: list[tuple[Law, Point]], timed: bool) -> tuple[Law, Point]:
+def _cheapest(pairs: list[tuple[SamplerResult, Point]], timed: bool) -> tuple[SamplerResult, Point]:
     """The cheapest; of those that the times do not tell apart, the one with the least bias, which does not vary."""
     first = min(pairs, key=lambda pair: _cost(pair[1], timed))
     near = [pair for pair in pairs if not _clearly_less(first[1], pair[1], timed)] if timed else [first]
@@ -112,23 +110,23 @@ def _cheapest(pairs: list[tuple[Law, Point]], timed: bool) -> tuple[Law, Point]:
 
 
 def warn(found: Diagnosis) -> list[str]:
-    """What to beware of, one sentence each.
+    """The warnings, one sentence each.
 
     Example:
-        >>> from samplex_cuda.diagnostics import Diagnosis, Law
+        >>> from samplex_cuda.diagnostics import Diagnosis, SamplerResult
         >>> from samplex_cuda.diagnostics.advice import warn
-        >>> laws = [Law("Unigram", "Unigram", missing=0.25)]
+        >>> laws = [SamplerResult("Unigram", "Unigram", missing=0.25)]
         >>> warn(Diagnosis(100, 8, 64, "sampled_softmax", False, 0, 1.0, 0, laws))[0][:46]
-        'Unigram: 25 % of the softmax is on classes tha'
+        'Unigram: it never draws classes that hold 25 %'
     """
     out = []
-    uniform = next((law for law in found.laws if law.kind == "Uniform"), None)
-    for law in found.laws:
+    uniform = next((law for law in found.samplers if law.kind == "Uniform"), None)
+    for law in found.samplers:
         if law.missing > 0:
             share = _share(law.missing) if law.missing >= 1e-4 else "less than 0.01 %"
             out.append(
-                f"{law.name}: {share} of the softmax is on classes that it never draws, a bias that stays for "
-                "every m; mix it with Uniform."
+                f"{law.name}: it never draws classes that hold {share} of the softmax, a bias that no m removes; mix "
+                "it with Uniform."
             )
         out += _leaks(law)
         if uniform is not None and law is not uniform:
@@ -140,37 +138,37 @@ def warn(found: Diagnosis) -> list[str]:
                 f"by {_share(law.drift)} of their norm; "
                 f"{'head.update_sampler()' if law.own else 'rebuild(head.weight)'} brings it up to date."
             )
-    if any(not law.exact for law in found.laws):
-        names = ", ".join(law.name for law in found.laws if not law.exact)
-        out.append(f"{names}: estimated from draws; what is never drawn is not seen, so the bias may be larger.")
+    if any(not law.exact for law in found.samplers):
+        names = ", ".join(law.name for law in found.samplers if not law.exact)
+        out.append(f"{names}: estimated from draws, which miss classes that are never drawn; the bias may be larger.")
     if found.busy:
         out.append(f"{found.lacking:.1f} cores were missing because of other processes: times are too long and uneven.")
-    strata = [law.name for law in found.laws if law.stratified]
+    strata = [law.name for law in found.samplers if law.stratified]
     if strata:
-        out.append(f"{', '.join(strata)}: stratified draws; bias and std are of independent draws, which vary more.")
+        out.append(f"{', '.join(strata)}: draws are stratified; bias and std are those of independent draws.")
     if not found.of_its_loss:
         out.append(
             f"The head trains with {found.loss}: bias and std are those of sampled_softmax without smoothing, with "
             "these samplers."
         )
     if found.rows < FEW_ROWS:
-        out.append(f"Only {found.rows} rows: take some hundreds for numbers to rely on.")
+        out.append(f"Only {found.rows} rows were examined; use a few hundred for reliable results.")
     return out
 
 
-def _leaks(law: Law) -> list[str]:
+def _leaks(law: SamplerResult) -> list[str]:
     """The largest m with which too much of the softmax leaks; a sampler that never draws is reported separately."""
     bad = [point for point in law.points if point.leak - law.missing > LEAK]
     if not bad:
         return []
     where = "at every m" if len(bad) == len(law.points) else "at m = " + ", ".join(f"{p.num_samples:,}" for p in bad)
     return [
-        f"{law.name}: leaks {where}: of the softmax {_share(bad[-1].leak)} at m = {bad[-1].num_samples:,} is on "
-        "classes drawn too rarely to be pushed down; mix it with class frequencies half and half, or draw more."
+        f"{law.name}: leaks {where}: {_share(bad[-1].leak)} of the softmax at m = {bad[-1].num_samples:,} is on "
+        "classes drawn too rarely to be pushed down; mix it with class frequencies in equal parts, or increase m."
     ]
 
 
-def _worse(found: Diagnosis, law: Law, uniform: Law) -> list[str]:
+def _worse(found: Diagnosis, law: SamplerResult, uniform: SamplerResult) -> list[str]:
     flat = {point.num_samples: point for point in uniform.points}
     floor = NEGLIGIBLE * found.gradient_norm
     pairs = [(point, flat[point.num_samples]) for point in law.points if point.num_samples in flat]
@@ -193,22 +191,24 @@ def _exceeds(point: Point, base: Point) -> bool:
     return point.bias > WORSE * base.bias and excess > (WORSE**2 - 1.0) * base.bias**2 + 2.0 * error
 
 
-def _reference(found: Diagnosis) -> tuple[Law, Point]:
-    for law in found.laws:
+def _reference(found: Diagnosis) -> tuple[SamplerResult, Point]:
+    for law in found.samplers:
         for point in law.points:
             if law.own and point.num_samples == found.head_samples:
                 return law, point
-    some = [law for law in found.laws if law.points]
+    some = [law for law in found.samplers if law.points]
     law = next((law for law in some if law.kind == "Uniform"), some[0])
     return law, max(law.points, key=lambda point: point.num_samples)
 
 
-def _compare(found: Diagnosis, law: Law, best: Point, reference: tuple[Law, Point], timed: bool) -> str:
+def _compare(
+    found: Diagnosis, law: SamplerResult, best: Point, reference: tuple[SamplerResult, Point], timed: bool
+) -> str:
     base = reference[1]
     ratio = best.bias / base.bias if base.bias > 0 else 1.0
     small = found.relative(best.bias) <= NEGLIGIBLE and found.relative(base.bias) <= NEGLIGIBLE
     if small:
-        lead = f"{_name(law, best)} has next to no bias ({_percent(found, best)} of the gradient), as has"
+        lead = f"{_name(law, best)} has almost no bias ({_percent(found, best)} of the gradient), like"
         tail = ""
     elif ratio >= 0.75:
         lead, tail = f"{_name(law, best)} gives the bias of", f" ({_percent(found, best)} of the gradient)"
@@ -227,7 +227,11 @@ def _compare(found: Diagnosis, law: Law, best: Point, reference: tuple[Law, Poin
 
 
 def _for_the_same(
-    found: Diagnosis, points: list[tuple[Law, Point]], reference: tuple[Law, Point], best: Point, timed: bool
+    found: Diagnosis,
+    points: list[tuple[SamplerResult, Point]],
+    reference: tuple[SamplerResult, Point],
+    best: Point,
+    timed: bool,
 ) -> list[str]:
     """What has far less bias and costs about what the reference does."""
     limit = SAME_COST * _cost(reference[1], timed)[0]
@@ -239,12 +243,15 @@ def _for_the_same(
     if point is best or not gain:
         return []
     cost = f" ({_ms(point.step_ms)} ms)" if timed else ""
-    return [f"About as cheap as {_name(*reference)}, {_name(law, point)}{cost} has a bias of {_percent(found, point)}."]
+    return [
+        f"At about the same cost as {_name(*reference)}, {_name(law, point)}{cost} has a bias of "
+        f"{_percent(found, point)}."
+    ]
 
 
-def _uniform_equivalent(found: Diagnosis, law: Law, best: Point) -> list[str]:
+def _uniform_equivalent(found: Diagnosis, law: SamplerResult, best: Point) -> list[str]:
     """How many samples Uniform would take, since its bias falls as 1/m, where that is more than was tried."""
-    uniform = next((one for one in found.laws if one.kind == "Uniform" and one.points), None)
+    uniform = next((one for one in found.samplers if one.kind == "Uniform" and one.points), None)
     if uniform is None or law is uniform or best.bias <= 0:
         return []
     last = max(uniform.points, key=lambda point: point.num_samples)
@@ -252,7 +259,7 @@ def _uniform_equivalent(found: Diagnosis, law: Law, best: Point) -> list[str]:
     if last.measured or need <= 1.5 * last.num_samples:
         return []
     digits = 10 ** max(0, math.floor(math.log10(need)) - 1)
-    return [f"Uniform would take about m = {round(need / digits) * digits:,.0f} for it."]
+    return [f"Uniform would need about m = {round(need / digits) * digits:,.0f} for the same bias."]
 
 
 def _upper(point: Point) -> float:
@@ -263,7 +270,7 @@ def _cost(point: Point, timed: bool) -> tuple[float, int]:
     return (point.step_ms or 0.0 if timed else float(point.num_samples), point.num_samples)
 
 
-def _name(law: Law, point: Point) -> str:
+def _name(law: SamplerResult, point: Point) -> str:
     return f"{law.name} with m = {point.num_samples:,}"
 
 

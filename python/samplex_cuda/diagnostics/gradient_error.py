@@ -353,7 +353,7 @@ class Draws:
         log_pi = self.logits - rows.lse_others[:count, None]
         self.pi = torch.where(self.hit, 0.0, log_pi.exp())
         log_s = rows.lse_others[:count] - rows.lse[:count]
-        # Logarithms: with logits of some hundreds the target and all draws of a row may be 0 as numbers.
+        # Logarithms: with logits of several hundred the target and all draws of a row may be 0 as numbers.
         self.log_rho = torch.where(self.hit, -torch.inf, log_pi + log_s[:, None] - self.log_q)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Diagnosis", "Law", "Point"]
+__all__ = ["Diagnosis", "Point", "SamplerResult"]
 
 BUSY = 0.3  # cores that are missing
 _COLOURS = ("#888888", "#2b6cb0", "#3b8f5a", "#c0392b", "#c27b2b", "#6b46c1", "#d35fb7", "#111111", "#2c9c9c")
@@ -63,7 +63,7 @@ class Point:
 
 
 @dataclasses.dataclass
-class Law:
+class SamplerResult:
     """One sampler: how its distribution compares with the model's softmax, both over the classes other than the target.
 
     Attributes:
@@ -88,7 +88,7 @@ class Law:
 
     Example:
         >>> import samplex_cuda.diagnostics as diagnostics
-        >>> diagnostics.Law(name="Uniform", kind="Uniform").exact
+        >>> diagnostics.SamplerResult(name="Uniform", kind="Uniform").exact
         True
     """
 
@@ -125,7 +125,7 @@ class Diagnosis:
         seed: of the draws.
         gradient_norm: |gradient of the full softmax in the logits|, root mean square over rows.
         head_samples: `num_samples` of the head.
-        laws: one for each sampler.
+        samplers: the result of each sampler.
         full_ms: a step of the full softmax over the same rows, a median; None: not timed.
         full_error: half the distance between the quartiles of its times.
         lacking: cores that were missing while steps were timed, because of other processes; None: not known.
@@ -151,13 +151,18 @@ class Diagnosis:
     seed: int
     gradient_norm: float
     head_samples: int
-    laws: list[Law] = dataclasses.field(default_factory=list)
+    samplers: list[SamplerResult] = dataclasses.field(default_factory=list)
     full_ms: float | None = None
     full_error: float = 0.0
     lacking: float | None = None
     recommendation: str = ""
     warnings: list[str] = dataclasses.field(default_factory=list)
     of_its_loss: bool = True
+
+    @property
+    def laws(self) -> list[SamplerResult]:
+        """`samplers` under its name before 0.2."""
+        return self.samplers
 
     @property
     def busy(self) -> bool:
@@ -168,18 +173,19 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         """Everything, as JSON takes it (an infinite KL is null)."""
         out = dataclasses.asdict(self)
-        for law in out["laws"]:
+        for law in out["samplers"]:
             law["kl"] = law["kl"] if math.isfinite(law["kl"]) else None
         return out
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Diagnosis:
         """The inverse of `as_dict`."""
-        laws = []
-        for law in values["laws"]:
+        samplers = []
+        values = {("samplers" if name == "laws" else name): value for name, value in values.items()}  # before 0.2
+        for law in values["samplers"]:
             kl = math.inf if law["kl"] is None else law["kl"]
-            laws.append(Law(**{**law, "kl": kl, "points": [Point(**point) for point in law["points"]]}))
-        return cls(**{**values, "laws": laws, "warnings": list(values["warnings"])})
+            samplers.append(SamplerResult(**{**law, "kl": kl, "points": [Point(**point) for point in law["points"]]}))
+        return cls(**{**values, "samplers": samplers, "warnings": list(values["warnings"])})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `as_dict` as JSON: to a temporary name beside, then renamed."""
@@ -216,7 +222,7 @@ class Diagnosis:
     def _law_table(self) -> tuple[list[str], list[list[str]]]:
         names = ["sampler", "KL", "TV", "ESS/m", "log q", "max log e^o/q", "never drawn", "stale", "from"]
         rows = []
-        for law in self.laws:
+        for law in self.samplers:
             stale = "-" if law.drift is None else "no" if law.drift == 0 else f"{_percent(law.drift)} %"
             rows.append(
                 [
@@ -234,7 +240,7 @@ class Diagnosis:
         return names, rows
 
     def _point_table(self) -> tuple[list[str], list[list[str]]]:
-        timed = any(point.step_ms is not None for law in self.laws for point in law.points)
+        timed = any(point.step_ms is not None for law in self.samplers for point in law.points)
         names = [
             "sampler",
             "m",
@@ -246,7 +252,7 @@ class Diagnosis:
             *(["draw ms", "step ms"] if timed else []),
         ]
         rows = []
-        for law in self.laws:
+        for law in self.samplers:
             for number, point in enumerate(law.points):
                 mark = "*" if point.measured else ""
                 row = [
@@ -271,10 +277,10 @@ class Diagnosis:
 
     def _notes(self) -> list[str]:
         notes = ["bias and std: of the gradient in the logits, % of the norm of the full one, root mean square of rows"]
-        if any(point.measured for law in self.laws for point in law.points):
-            notes.append("*: m is too small for the leading term in some rows; measured there from draws")
-        if not all(law.exact for law in self.laws):
-            notes.append("draws: estimated from draws; classes that were not drawn are not seen")
+        if any(point.measured for law in self.samplers for point in law.points):
+            notes.append("*: measured from draws in rows where m is too small for the leading term")
+        if not all(law.exact for law in self.samplers):
+            notes.append("draws: estimated from draws, which miss classes that were not drawn")
         return notes
 
     def table(self) -> str:
@@ -320,12 +326,12 @@ class Diagnosis:
             raise ImportError(
                 "Diagnosis.plot: matplotlib must be installed, e.g. pip install 'samplex-cuda[demo]'"
             ) from error
-        timed = any(point.step_ms is not None for law in self.laws for point in law.points)
+        timed = any(point.step_ms is not None for law in self.samplers for point in law.points)
         panels = 3 if timed else 2
         figure = Figure(figsize=(4.2 * panels + 1.6, 4.0), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(1, panels)
-        for number, law in enumerate(self.laws):
+        for number, law in enumerate(self.samplers):
             style = {"color": _COLOURS[number % len(_COLOURS)], "marker": "o", "markersize": 3}
             style["linestyle"] = "-" if number < len(_COLOURS) else "--"
             m = [point.num_samples for point in law.points]

@@ -15,7 +15,7 @@ from samplex_cuda import functional, samplers
 from samplex_cuda._checks import check_int, describe
 from samplex_cuda.diagnostics import advice, gradient_error, timing
 from samplex_cuda.diagnostics.candidates import Candidate, Candidates, has_tree, in_strata, named
-from samplex_cuda.diagnostics.report import Diagnosis, Law, Point
+from samplex_cuda.diagnostics.report import Diagnosis, Point, SamplerResult
 from samplex_cuda.heads.checks import refuse_sphere
 from samplex_cuda.heads.leak import leaks
 from samplex_cuda.prediction import valid_targets
@@ -56,7 +56,7 @@ def diagnose(
 
     Args:
         head: a `SampledClassifier`, trained or in training.
-        h: [*, d], some hundreds of rows.
+        h: [*, d], a few hundred rows.
         candidates: samplers (or `Candidate`s) by name, or a list of samplers; Uniform is added for comparison. By
             default `default_candidates(head, class_counts)` and `other_ways` of them.
         num_samples: the m to try; `head.num_samples` is added where the head's own sampler is among the candidates.
@@ -76,9 +76,9 @@ def diagnose(
         >>> import torch, samplex_cuda as sx
         >>> head = sx.SampledClassifier(8, 500, sx.samplers.Uniform(500), num_samples=16)
         >>> found = sx.diagnostics.diagnose(head, torch.randn(64, 8), num_samples=(16, 64), timed=False)
-        >>> [law.name for law in found.laws]
+        >>> [law.name for law in found.samplers]
         ['Uniform', 'Quadratic', 'RandomFourier', 'MIDX']
-        >>> uniform = found.laws[0]
+        >>> uniform = found.samplers[0]
         >>> uniform.points[0].bias > uniform.points[1].bias
         True
     """
@@ -128,7 +128,7 @@ def diagnose(
         ]
         row_laws: list[gradient_error.RowLaw | None] = [None] * len(looks)
         if exact:
-            say("laws")
+            say("distributions")
             for shared in (False, True):
                 places = [place for place, one in enumerate(chosen.values()) if one.shared == shared]
                 pairs = [(used[place], looks[place]) for place in places]
@@ -150,12 +150,12 @@ def diagnose(
                 gradient = float((squares + rows.rest[: squares.shape[0]].square()).mean().sqrt())
             if timed:
                 jobs += _jobs(head, one, law, flat, look, given, target)
-            out.laws.append(law)
+            out.samplers.append(law)
             looked.append((one.sampler, look))
             by_row.append(biases)
-        _against_uniform(out.laws, by_row)
+        _against_uniform(out.samplers, by_row)
         say("leak")
-        _add_leaks(head, out.laws, looked, flat, target, given)
+        _add_leaks(head, out.samplers, looked, flat, target, given)
         out.gradient_norm = gradient or 0.0
         if timed:
             say("times")
@@ -240,7 +240,7 @@ def _one(
     sizes: list[int],
     row_law: gradient_error.RowLaw | None,
     key: Tensor,
-) -> tuple[Law, Tensor, list[Tensor]]:
+) -> tuple[SamplerResult, Tensor, list[Tensor]]:
     """Numbers of a sampler, by the distribution that is used of it.
 
     Also the sum of p^2 over the negatives of the rows, and for each m |bias|^2 of the rows it was found for.
@@ -260,7 +260,7 @@ def _one(
         assert draws is not None
         row_law = gradient_error.estimate_law(used, rows, look, context, draws)
     stale_rows, drift = _lag(head, sampler)
-    law = Law(
+    law = SamplerResult(
         name=name,
         kind=type(sampler).__name__,
         own=own,
@@ -284,7 +284,7 @@ def _one(
     return law, row_law.squares, [squared for _, squared in found]
 
 
-def _against_uniform(found: list[Law], by_row: list[list[Tensor]]) -> None:
+def _against_uniform(found: list[SamplerResult], by_row: list[list[Tensor]]) -> None:
     """`excess` of every point for which Uniform was tried with the same m.
 
     Row by row: rows differ far more than samplers do, and a mean of some rows says nothing beside one of others.
@@ -307,7 +307,7 @@ def _against_uniform(found: list[Law], by_row: list[list[Tensor]]) -> None:
 
 def _add_leaks(
     head: Any,
-    found: list[Law],
+    found: list[SamplerResult],
     looked: list[tuple[Any, Tensor]],
     h: Tensor,
     target: Tensor,
@@ -415,7 +415,7 @@ def _leaves(head: Any, h: Tensor) -> list[Tensor]:
 
 
 def _jobs(
-    head: Any, one: Candidate, law: Law, h: Tensor, look: Tensor, context: Tensor | None, target: Tensor
+    head: Any, one: Candidate, law: SamplerResult, h: Tensor, look: Tensor, context: Tensor | None, target: Tensor
 ) -> list[timing.Job]:
     """What is timed of a candidate: the draw, the step and the update of each point."""
     sampler = one.sampler

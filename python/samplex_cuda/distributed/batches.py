@@ -73,8 +73,8 @@ def _even(batches: Iterable[T], empty: T, group: dist.ProcessGroup) -> Iterator[
         yield empty if batch is _END else batch
     if next(own, _END) is not _END:
         raise RuntimeError(
-            f"{_NAME}: batches must hold as many as len(batches) = {length}, got more; pass iter(batches) if the "
-            "number is not known"
+            f"{_NAME}: batches must yield at most len(batches) = {length} batches, got more; pass iter(batches) if "
+            "the number is not known in advance"
         )
 
 

@@ -311,7 +311,7 @@ def load_checkpoint(
     try:
         for name, order in _orders(modules).items():
             if (saved := manifest["orders"].get(name)) != order:
-                raise CheckpointError(f"{name} must be sharded in the order of the save, {saved!r}, got {order!r}")
+                raise CheckpointError(f"{name} must be sharded with order={saved!r} as it was saved, got {order!r}")
         stored: Any = reader.read_metadata().state_dict_metadata
         wanted = {k: v.detach() for k, v in _tensors_of_modules(modules).items()}
         wanted |= {f"tensors.{k}": v.detach() for k, v in (tensors or {}).items()}

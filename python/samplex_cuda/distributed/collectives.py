@@ -173,8 +173,8 @@ class Exchange:
             return  # its own error is on the way
         if bool(refused.any()):
             raise RuntimeError(
-                f"{_NAME}: rank {int(refused.argmax())} of the group refused its batch, so that no rank can take this "
-                "step; the message of that rank says why"
+                f"{_NAME}: rank {int(refused.argmax())} of the group rejected its batch, so no rank can take this "
+                "step; see the error message of that rank"
             )
         if bool((counts > self.capacity).any()):
             rank = int((counts > self.capacity).to(torch.int8).argmax())

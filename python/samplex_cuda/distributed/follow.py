@@ -91,8 +91,8 @@ def _shard_in_batch(sampler: InBatch, layout: Layout, exchange: Exchange, device
     """The same sampler: the head gives it the targets of all ranks. A second sampler may be spread over them."""
     if sampler.group is not None:
         raise ValueError(
-            f"{_NAME}: group must be None in an InBatch sampler of a head on several ranks, which takes the targets of "
-            "all ranks by itself, got a process group"
+            f"{_NAME}: group must be None in an InBatch sampler of a head on several ranks, which uses the targets of "
+            "all ranks anyway, got a process group"
         )
     extra = None
     if sampler.extra is not None:

@@ -263,7 +263,7 @@ class ShardedClassifier(ShardedAnswers):
             if isinstance(context, Tensor):
                 context = context.reshape(rows.shape[0], *context.shape[len(lead) :])
             elif context is not None:
-                raise TypeError(f"{_NAME}: context must be a tensor with a row for each of h, got {describe(context)}")
+                raise TypeError(f"{_NAME}: context must be a tensor with one row per row of h, got {describe(context)}")
             pair = torch.zeros(2, dtype=torch.int64, device=self.weight.device)
             if self.loss.needs.draws:
                 pair = key_tensor(_NAME, key, self.weight.device)

@@ -486,8 +486,8 @@ class ShardedKernel(ShardedSampler, KernelRows):
         if not _device.host_waits(refused) and float(refused):
             where = f"{own_part} of them on this rank" if own_part else "none of them on this rank"
             raise ValueError(
-                f"{self._op}: class rows must be finite and have features that sum up within float32, got "
-                f"{int(refused)} that do not, {where}; the sampler keeps their old values"
+                f"{self._op}: class rows must be finite, and sums of their features must fit in float32, got "
+                f"{int(refused)} invalid rows, {where}; the sampler keeps their old values"
             )
 
     # -------------------------------------------------------------------------------------------- state

@@ -99,15 +99,15 @@ def replicate(
 
 def _check_head(head: SampledClassifier) -> None:
     if type(head) is not SampledClassifier:
-        raise ValueError(f"{_NAME}: heads must be plain, got a {type(head).__name__}, which has its own exchange")
+        raise ValueError(f"{_NAME}: heads must not be sharded, got a {type(head).__name__}, which needs no replicate()")
     refuse_head(head, _NAME)
     if not head.loss.needs.draws:
         raise ValueError(
             f"{_NAME}: loss must sample classes, got {head.loss!r}, whose gradient is dense: DistributedDataParallel "
-            "takes it unchanged"
+            "supports it without replicate()"
         )
     if head.weight.is_meta:
-        raise ValueError(f"{_NAME}: heads must have numbers, got one on the meta device: call head.to_empty() first")
+        raise ValueError(f"{_NAME}: heads must have values, got one on the meta device; call head.to_empty() first")
     if head.reduction == "none":
         raise ValueError(f'{_NAME}: reduction must be "mean" or "sum", got "none"')
     extra = getattr(head.sampler, "extra", None) if getattr(head.sampler, "takes_targets", False) else None
@@ -235,8 +235,8 @@ class Replica:
             for name, p in active.module.named_parameters():
                 if p is head.weight and name not in active.parameters_to_ignore:
                     raise RuntimeError(
-                        f"{_NAME}: DistributedDataParallel must leave {name} alone: call replicate on the module that "
-                        "it wraps, before it is wrapped"
+                        f"{_NAME}: DistributedDataParallel must ignore {name}; call replicate on the module that it "
+                        "wraps, before wrapping it"
                     )
         if head.fused is not None and head.fused.optimizer.key is None:
             for group in head.fused.optimizer.param_groups:

@@ -63,11 +63,11 @@ def attention_pool(
     rounding noise there: beyond score differences of 16 (float32) or 36 (float64) it has no correct digit.
 
     Args:
-        ids: int64 [*, T] rows of `embedding`. An id of -1 or -100 is padding: it takes no part.
+        ids: int64 [*, T] rows of `embedding`. An id of -1 or -100 is padding and is ignored.
         embedding: E, [S, d] in float32, float64, float16 or bfloat16; sums run in float32 (float64 for float64).
         p: query [d], in the dtype of `embedding` or float32.
         v: value vector [d], the same.
-        mask: bool [*, T], True where a token takes part; padding on top of that in `ids`.
+        mask: bool [*, T], True where a token is used; padding on top of that in `ids`.
         sparse: False gives a dense gradient of `embedding`, which costs O(S d).
 
     Returns:

@@ -286,7 +286,7 @@ def _ways(
             raise ValueError(f"{_OP}: {name} cannot be combined with {_WAYS[how]}, got {describe(value)}")
     if symmetric and (log_q is None) != (query_log_q is None):
         raise ValueError(
-            f"{_OP}: symmetric must be False with log_q alone, which says nothing of the queries, got True; pass "
+            f"{_OP}: symmetric must be False with log_q alone, which does not correct the queries, got True; pass "
             "query_log_q, or neither"
         )
     if query_log_q is not None and not symmetric:

@@ -196,7 +196,7 @@ def one_vs_each(
     .. math::
         \frac{1}{m} \sum_{k=1}^m \frac{1}{q_k} \text{softplus}(s_k - s_y).
 
-    A draw that equals a target of its row, or one of its known `positives`, takes no part. The variance is small if q
+    A draw that equals a target of its row, or one of its known `positives`, is ignored. The variance is small if q
     is about proportional to softplus(s_k - s_y): a class with a large score and a small q is rarely drawn and then
     counts 1 / (m q) times. The loss of an untrained model is about C log 2, not log C: choose the learning rate for it.
 
@@ -268,7 +268,7 @@ def augment_reduce(
     :math:`1 + \frac{1}{m} \sum_k \frac{1}{q_k} e^{s_k - s_y}` loss and gradient are unbiased for it. :math:`\eta` is a
     constant here: the caller keeps one per training example and moves it towards R, as `SampledClassifier` does.
 
-    A draw that equals a target of its row, or one of its known `positives`, takes no part. The gradient is that of the
+    A draw that equals a target of its row, or one of its known `positives`, is ignored. The gradient is that of the
     softmax times R / eta: too small an eta makes it explode, too large a one makes it vanish.
 
     One pass over the gathered rows, sparse gradients, dtypes and autocast as in `negative_sampling`.

@@ -44,7 +44,7 @@ def sampled_softmax(
 
     With logits :math:`s_k = \text{scale}\,(h \cdot w_k + b_k)`, the target keeps :math:`s_y` and a draw enters as
     :math:`s_k - \log q_k - \log m` (Blanc & Rendle 2018), so that the sampled normalizer estimates the full one. A draw
-    that equals a target of its row, or one of its known `positives`, takes no part.
+    that equals a target of its row, or one of its known `positives`, is ignored.
 
     One pass over the gathered rows, forward and backward: no [B, m, d] and no [C, d] tensor is made. Gradients of
     `weight` and `bias` are coalesced sparse COO tensors, good for `torch.optim.SGD`, `Adagrad` and `SparseAdam`.

@@ -90,12 +90,12 @@ def check_sampler(
         )
     if shared and needs.prior and getattr(sampler, "conditional", False):
         raise ValueError(
-            f"{_NAME}: shared must be False with {loss!r} and a sampler whose distribution differs per row: scores "
-            "would be relative to the distribution of a batch, which prediction does not know; got True"
+            f"{_NAME}: shared must be False with {loss!r} and a sampler whose distribution differs per row, because "
+            "prediction cannot correct for the distribution of a training batch, got True"
         )
     if stratified and not (shared and getattr(sampler, "stratifies", False) and needs.weighted_draws):
         raise ValueError(
-            f"{_NAME}: stratified requires shared=True, a Tree or a MIDX and a loss over weighted draws, got "
+            f"{_NAME}: stratified requires shared=True, a Tree or a MIDX and a loss that weights its draws, got "
             f"shared={shared!r}, {type(sampler).__name__} and {loss!r}"
         )
     if follows and getattr(sampler, "has_bias", False) and not bias:
@@ -109,8 +109,8 @@ def check_unique(sampler: Any, loss: Loss, unique: Any) -> None:
         raise ValueError(f"{_NAME}: unique must be False, True or 'tf', got {unique!r}")
     if unique and not (hasattr(sampler, "log_inclusion") and loss.needs.weighted_draws and not loss.needs.target_log_q):
         raise ValueError(
-            f"{_NAME}: unique must be False unless the sampler is Uniform, LogUniform or Unigram and the loss is one "
-            f"over weighted draws, got {type(sampler).__name__} and {loss!r}"
+            f"{_NAME}: unique must be False unless the sampler is Uniform, LogUniform or Unigram and the loss weights "
+            f"its draws, got {type(sampler).__name__} and {loss!r}"
         )
 
 

@@ -71,7 +71,7 @@ class ClassesOfHead(HeadModule):
             kept = min(num_classes, self.num_classes)
             live[:kept] = self.live[:kept]
             if not bool(live.any()):
-                raise ValueError(f"{where}: num_classes must leave a live class, got {num_classes}")
+                raise ValueError(f"{where}: num_classes must keep at least one live class, got {num_classes}")
         fresh = torch.arange(min(num_classes, self.num_classes), num_classes, device=self.weight.device)
         self._change(where, num_classes, live, fresh, optimizer, sampler)
 
@@ -140,7 +140,7 @@ class ClassesOfHead(HeadModule):
             raise ValueError(f"{where}: ids must be live, got {int(ids[~live[ids]][0])}, which is retired already")
         live[ids] = False
         if not bool(live.any()):
-            raise ValueError(f"{where}: ids must leave a live class, got all {self.num_live} of them")
+            raise ValueError(f"{where}: ids must leave at least one live class, got all {self.num_live} of them")
         check_signed(where, self.loss, self.scale)
         self._change(where, self.num_classes, live, ids, optimizer, sampler, zero=True)
 
@@ -166,13 +166,16 @@ class ClassesOfHead(HeadModule):
             )
         if self.loss.needs.prior or self._state_name is not None:
             raise ValueError(
-                f"{where}: loss must not learn scores relative to its sampler or keep values per example, got "
+                f"{where}: loss must have scores that do not depend on its sampler, and no values per example, got "
                 f"{self.loss!r}"
             )
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
         if self._fusion is not None:
             if self._fusion.pending:
-                raise RuntimeError(f"{where}: accumulated backwards must be applied first, got {self._fusion.pending}")
+                raise RuntimeError(
+                    f"{where}: no accumulated backward may be pending, got {self._fusion.pending}; call "
+                    "head.fused.flush() first"
+                )
             optimizers.append(self._fusion.optimizer)
         tables = [own[name] for name in ("weight", "bias") if name in own]
         for p in tables:

@@ -105,7 +105,7 @@ def make_host_table(head: SampledClassifier, file: str | Path | None, compute: s
     others = [name for name, t in (*head.named_parameters(), *head.named_buffers()) if t.is_meta]
     if set(others) - {"weight", "bias"}:
         raise ValueError(
-            f"{where}: nothing but weight and bias must be on the meta device, got {', '.join(others)}; make the "
+            f"{where}: only weight and bias may be on the meta device, got {', '.join(others)}; create the "
             'sampler outside of torch.device("meta")'
         )
     rows, width = weight.shape

@@ -290,8 +290,8 @@ class StepOfHead(ClassesOfHead):
         needs = spec.needs
         if not (needs.draws and needs.excludes_target) or needs.target_log_q or needs.prior:
             raise ValueError(
-                f"{_NAME}: negatives must be None with {spec.loss!r}, which needs draws of its sampler or none, got "
-                f"{type(given).__name__}; sampled_softmax and one_vs_each take them"
+                f"{_NAME}: negatives must be None with {spec.loss!r}, which does not support them, got "
+                f"{type(given).__name__}; sampled_softmax and one_vs_each do"
             )
         acc = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
         draw = flat_negatives(_NAME, given, target, lead, self.ignore_index, acc, width)

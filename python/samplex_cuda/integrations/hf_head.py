@@ -57,9 +57,9 @@ class LMHead(SampledClassifier):
         low, high = (logits.detach().reshape(-1, len(_PROBE))[0] / logits.new_tensor(_PROBE)).tolist()
         if abs(low - high) > 0.02 * abs(low):
             raise ValueError(
-                "replace_lm_head: model must use the logits of its output layer as they are, or times a constant, got "
-                "one that changes them otherwise (final_logit_softcapping?), which a sampled head does not do: switch "
-                "that off in its configuration"
+                "replace_lm_head: model must use the logits of its output layer unchanged or times a constant, got a "
+                "model that transforms them (for example final_logit_softcapping), which a sampled head does not "
+                "support; disable it in the configuration of the model"
             )
         if abs(low - self.scale) > 0.02 * abs(low):
             raise ValueError(

@@ -15,7 +15,7 @@ _MOST_M1, _MOST_M2, _MOST_M3 = 4.0, 1.5, 1.0
 class Margin:
     """The cosine of a target, cos t, becomes cos(m1 t + m2) - m3 in training (Deng et al. 2019).
 
-    Beyond an angle of pi the function goes on falling, (-1)^k cos(m1 t + m2) - 2k - m3 with
+    Beyond an angle of pi the function continues to decrease, (-1)^k cos(m1 t + m2) - 2k - m3 with
     k = floor((m1 t + m2) / pi), so that a target on the far side is still pulled over. The gradient is that of this
     function.
 

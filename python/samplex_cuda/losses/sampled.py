@@ -27,7 +27,7 @@ class SampledSoftmax(Loss):
         margin: a `Margin` on the positive, `ArcFace(0.5)` or `CosFace(0.35)`; training only. Requires a head with
             `normalize=True`. See docs/faces.md.
         corrected: False leaves log q out, so that draws count as they are, as in Partial FC: the loss is then no
-            estimate of the full softmax, whatever the number of draws.
+            estimate of the full softmax, for any number of draws.
 
     Example:
         >>> import torch, samplex_cuda as sx

@@ -169,7 +169,7 @@ class RowGradient(Tensor):
         elif func in (_aten.add_.Tensor, _aten.add.Tensor) and kwargs.get("alpha", 1) == 1:
             return _sum(first, args[1], in_place=func is _aten.add_.Tensor)
         raise NotImplementedError(
-            f"RowGradient: the operation must be one that works on touched rows, got {func}: take grad.touched(), "
+            f"RowGradient: the operation must be one that row gradients support, got {func}; use grad.touched(), "
             "grad.coo() or grad.to_dense()"
         )
 
@@ -210,8 +210,8 @@ def _sum(first: Tensor, second: Any, in_place: bool) -> RowGradient:
             parts.append((t._indices().reshape(-1), t._values()))
         else:
             raise TypeError(
-                f"RowGradient: what is added must be row gradients or sparse, got {describe(t)}: a table with row "
-                "gradients got a dense one too; an embedding tied to it needs sparse=True"
+                f"RowGradient: an added gradient must be a row gradient or sparse, got {describe(t)}; pass "
+                "sparse=True to an embedding that is tied to the class table"
             )
     if in_place and isinstance(first, RowGradient):
         first._held.parts, first._held.distinct = parts, False

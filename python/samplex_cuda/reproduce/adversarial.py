@@ -528,8 +528,8 @@ def eurlex_part(r: Run, folder: Path) -> None:
         "others get noise."
     )
     r.deviation(
-        "EURLex-4K: rows of length 1 before the PCA (randomised), which the paper does not tell; lambda_n = 1 for the "
-        "tree, by its validation log p_n among 0.1, 1, 5 and 20. The appendix has no tree, NCE, A&R or OVE: "
+        "EURLex-4K: rows of length 1 before the (randomized) PCA, which the paper does not specify; lambda_n = 1 for "
+        "the tree, by its validation log p_n among 0.1, 1, 5 and 20. The appendix has no tree, NCE, A&R or OVE: "
         "they are added here."
     )
 
@@ -551,7 +551,7 @@ def deviations(r: Run) -> None:
         )
     )
     r.deviation(
-        "A&R and OVE are this library's losses with 16 uniform draws an example and Adagrad, without the prior "
+        "A&R and OVE are this library's losses with 16 uniform draws per example and Adagrad, without the prior "
         "variance, not the authors' program; A&R keeps eta of each example. NCE has no regularizer here: Eq. 6 pulls "
         "corrected scores to 0, which for NCE are not corrected."
     )

@@ -44,7 +44,7 @@ class Data:
         """
         source = self.source
         if source is None:
-            raise ValueError("log_posterior: the data must be built in, got other data")
+            raise ValueError("log_posterior: data must be the built-in data set, got another one")
         centres = source.centres(torch.arange(source.num_classes))
         # |x - c|^2 up to what all classes share; centers have length 1.
         logits = (x / self.factor) @ centres.T * (source.dim / source.noise**2)

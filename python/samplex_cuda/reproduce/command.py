@@ -54,7 +54,7 @@ def reproduce(
     """
     names = _names(name)
     if full and quick:
-        raise UserError("--full and --quick must be given alone, got both")
+        raise UserError("--full and --quick must not be combined, got both")
     with checked():
         if len(names) == 1:
             load(names[0])  # refused before anything is written

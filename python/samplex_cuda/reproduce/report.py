@@ -162,7 +162,7 @@ class Run:
         console: Any = None,
     ) -> None:
         if full and quick:
-            raise ValueError("reproduce: full and quick must be given alone, got both")
+            raise ValueError("reproduce: full and quick must not both be True, got True for both")
         self.name, self.out, self.full, self.quick, self.seed = name, Path(out), full, quick, seed
         self.data = Path(data) if data is not None else None
         self.console = console
@@ -400,7 +400,7 @@ def load(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != path:
             raise
-        raise ImportError(f"reproduce: {name} is not in this build of samplex-cuda: pip install a newer one") from None
+        raise ImportError(f"reproduce: {name} is not in this build of samplex-cuda; install a newer version") from None
 
 
 def run_paper(

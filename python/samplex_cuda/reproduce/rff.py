@@ -324,7 +324,7 @@ def ratios(r: Run, s: estimates.Sphere, features: list[int]) -> None:
     four, top = shares["rff, 4"], shares[f"rff, {s.tau:.3g}"]
     r.claim(
         "Negative estimates",
-        "the supplement puts absolute values around e^o / q and says nothing on estimates below 0",
+        "the supplement puts absolute values around e^o / q and does not mention estimates below 0",
         f"plain, nu = 4: {100 * four[0]:.0f} % at D = {features[0]}, {100 * four[-1]:.0f} % at {features[-1]}; "
         f"nu = tau: {100 * top[0]:.0f} % and {100 * top[-1]:.0f} %; positive: "
         f"{100 * max(max(v) for k, v in shares.items() if k.startswith('positive')):.0f} %",
@@ -478,7 +478,7 @@ def deviations(r: Run) -> None:
         "holds with a factor 2, the upper one with Z^2 in place of Z^2 + sum e^2/q."
     )
     r.deviation(
-        "Negative estimates, of which the supplement says nothing, count as 0; one percent of the draws is uniform; "
+        "Negative estimates, which the supplement does not mention, count as 0; one percent of the draws is uniform; "
         "log q is always that of the distribution drawn from."
     )
     r.deviation(

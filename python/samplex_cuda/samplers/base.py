@@ -92,7 +92,7 @@ def check_live(op: str, num_classes: int, live: Tensor | None) -> None:
     if not isinstance(live, Tensor) or live.dtype != torch.bool or live.shape != (num_classes,):
         raise ValueError(f"{op}: live must be [{num_classes}] bool, got {describe(live)}")
     if not bool(live.any()):
-        raise ValueError(f"{op}: live must have a class that is drawn, got none")
+        raise ValueError(f"{op}: live must contain at least one class that can be drawn, got none")
 
 
 def refuse_classes(
@@ -189,7 +189,7 @@ class Sampler(torch.nn.Module):
         """Log-probability of given ids under the distribution of shared draws: the mean of the rows' distributions.
 
         Args:
-            h: [*, d] queries, flattened to B rows; one with a nan or inf has no part in the distribution.
+            h: [*, d] queries, flattened to B rows; one with NaN or inf is left out of the distribution.
             ids: int64 of any shape.
             context: as in `sample`.
 
@@ -361,7 +361,7 @@ class Sampler(torch.nn.Module):
 
     def _taken(self, place: Tensor) -> Sampler:
         """A sampler of the same kind over classes that were `place` [n] in this one; -1: new ones."""
-        raise NotImplementedError(f"{self._op}: a {type(self).__name__} cannot be resized; make another one")
+        raise NotImplementedError(f"{self._op}: a {type(self).__name__} cannot be resized; create a new one")
 
     def resize(self, num_classes: int) -> None:
         """The same kind of distribution over another number of classes, in place; see `over`.

@@ -33,7 +33,7 @@ class Bigram(Sampler):
     log_q is that of the mixture. A context without counts, or context -1, has the unigram distribution. Contexts are
     classes (the word before) or anything else with an id (the user's last item, a query cluster).
 
-    48 bytes a pair and 40 per class. Weights are integers inside, as in `Unigram`: exclusion is exact, and draws have
+    48 bytes per pair and 40 per class. Weights are integers inside, as in `Unigram`: exclusion is exact, and draws have
     the same bits on every backend.
 
     Args:

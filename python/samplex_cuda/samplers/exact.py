@@ -188,8 +188,8 @@ class ExactSampler(Sampler):
         if refused := notices.arrived:
             notices.clear()
             raise ValueError(
-                f"{self._op}: ids must be in [0, {self.num_classes}) and rows finite, got {refused} that were not "
-                "in earlier calls, and were skipped; rebuild(weight) reads the whole table"
+                f"{self._op}: ids must be in [0, {self.num_classes}) and rows finite, got {refused} invalid ones in "
+                "earlier calls, which were skipped; call rebuild(weight) to read the whole table"
             )
         outside, unfit = self._replace(ids, rows, bias)
         notices.add(outside | unfit)
@@ -242,7 +242,7 @@ class ExactSampler(Sampler):
             made.bias = None if bias is None else taken_rows(bias, place)
         elif not torch.equal(place, torch.arange(place.shape[0], device=place.device).masked_fill_(place < 0, -1)):
             raise ValueError(
-                f"{self._op}: copy must be True in a sampler without some of the classes, got False: it reads the "
+                f"{self._op}: copy must be True to leave out classes, got False, with which the sampler reads the "
                 "class table itself"
             )
         return made
@@ -403,9 +403,9 @@ class Softmax(ExactSampler):
     """q(k) = softmax of the model's own logits, exactly: with it sampled softmax is unbiased.
 
     With the sampler's `scale` and `absolute` equal to those of the loss, every single sample has the normalizer of the
-    full softmax, whatever `num_samples` is (Blanc & Rendle 2018, Theorem 1). It costs O(C d) per row: the yardstick for
-    the other samplers, and cheaper than a kernel tree that follows the weights up to some 10^5 classes on a CPU and, by
-    the arithmetic of docs/samplers/exact.md, 3 x 10^5 to 4 x 10^6 on a GPU with a 16-bit table.
+    full softmax, for any `num_samples` (Blanc & Rendle 2018, Theorem 1). It costs O(C d) per row. It is the reference
+    for the other samplers, and cheaper than a kernel tree that follows the weights up to about 10^5 classes on a CPU
+    and, by the estimates of docs/samplers/exact.md, 3 x 10^5 to 4 x 10^6 on a GPU with a 16-bit table.
 
     Args:
         weight: [C, d] class table, float32, float64, bfloat16 or float16.

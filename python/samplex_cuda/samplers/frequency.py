@@ -20,7 +20,7 @@ _GROWTH = 20.0  # log of the growth of a sketch's increments before it is scaled
 class StreamingFrequency(nn.Module):
     """An estimate of log q for negatives that come from the stream of training examples itself (in-batch negatives).
 
-    Nobody knows the distribution of such negatives; this module estimates it. Its numbers are never exact: they lag
+    The distribution is unknown for such negatives; this module estimates it. Its numbers are never exact: they lag
     behind a stream that changes, and ids that share a bucket are counted together.
 
     `kind="gap"` keeps two arrays (Yi et al. 2019): when an id last came, and the mean number of *examples* between two
@@ -33,7 +33,7 @@ class StreamingFrequency(nn.Module):
     is the smallest share, which collisions can only raise.
 
     `update` runs on the device of the ids without waiting for it. The arrays are in `state_dict()`, so that a resumed
-    run goes on with the same numbers; with `group`, every rank makes the update of all ranks' ids and stays equal.
+    run continues with the same numbers; with `group`, every rank makes the update of all ranks' ids and stays equal.
 
     Args:
         num_buckets: size of each array; the number of classes, where memory allows.
@@ -132,7 +132,9 @@ class StreamingFrequency(nn.Module):
         check_int(_OP, "num_buckets", num_buckets, 1, 1 << 40)
         check_live(_OP, num_buckets, live)
         if self.kind != "gap":
-            raise ValueError(f"{_OP}: kind must be 'gap' to resize, got {self.kind!r}, whose buckets mix ids")
+            raise ValueError(
+                f"{_OP}: kind must be 'gap' to resize, got {self.kind!r}, whose buckets are shared by several ids"
+            )
         kept = min(num_buckets, self.num_buckets)
         for name in ("last", "gap"):
             old = self.get_buffer(name)

@@ -41,7 +41,7 @@ class InBatch(Sampler):
             None: `StreamingFrequency(num_classes)`, at most 2^26 buckets.
         extra: a sampler over the same classes, or None.
         group: a process group: the batch is that of all its ranks, which must all call `sample` at the same time.
-            For loops of your own: a sharded or replicated head takes the targets of all ranks and needs None.
+            For your own training loop: a sharded or replicated head takes the targets of all ranks and needs None.
 
     Example:
         >>> import torch, samplex_cuda as sx
@@ -118,7 +118,7 @@ class InBatch(Sampler):
         Args:
             h: [B, d], where the second sampler looks at it.
             num_samples: m, draws of the second sampler; ignored without one.
-            targets: int64 [B]; negative ones are none and do not count.
+            targets: int64 [B]; negative values are ignored.
             shared: must be True.
             key: of the second sampler's draws.
             exclude: must be None: losses mask shared draws.

@@ -78,7 +78,7 @@ class RandomFourier(KernelSampler):
     "positive" estimates exp(nu c . h) itself, for rows of any length. Softmax over logits tau c . h is best matched by
     nu = tau, if num_features allows: the estimates of "rff" and "orf" scatter around their mean, and where they fall
     below zero they count as 0. `epsilon` keeps every class possible. log_q is that of the distribution that was really
-    drawn from, whatever the estimates are.
+    drawn from, for any estimates.
 
     Args:
         weight: [C, d] class rows, floating point; copied.

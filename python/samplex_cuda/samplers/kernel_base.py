@@ -269,7 +269,7 @@ class KernelSampler(DeviceFollowing):
             raise IndexError(f"{self._op}: ids must be in [0, {self.num_classes}), got {bad}")
         same = ids[1:] == ids[:-1]
         if bool(same.any()):
-            raise ValueError(f"{self._op}: ids must be different, got {int(ids[1:][same][0])} twice")
+            raise ValueError(f"{self._op}: ids must be unique, got {int(ids[1:][same][0])} twice")
         self._check_finite("rows", rows, bias)
         with torch.no_grad(), self._held():
             self._change(ids, rows, bias, order)

@@ -171,14 +171,14 @@ class KernelRows(Sampler):
                     raise ValueError(f"{self._op}: {what} must be finite, got nan or inf in row {bad + begin}")
                 most = float(part[bad].abs().amax())
                 raise ValueError(
-                    f"{self._op}: {what} must hold numbers up to {MOST_ROW:g}, got {most:g} in row {bad + begin}. "
+                    f"{self._op}: {what} must have values up to {MOST_ROW:g}, got {most:g} in row {bad + begin}. "
                     f"{self._way_out()}"
                 )
 
     def _refuse_rows(self, name: str, rows: Tensor, bias: Tensor | None) -> None:
         most = max(float(t.detach().abs().amax()) for t in (rows, bias) if t is not None and t.numel())
         raise ValueError(
-            f"{self._op}: {name} must have features that sum up within float32, got numbers up to {most:g}. "
+            f"{self._op}: sums of the features of {name} must fit in float32, got features up to {most:g}. "
             f"{self._way_out()}"
         )
 

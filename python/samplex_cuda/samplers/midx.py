@@ -42,7 +42,7 @@ class MIDX(Sampler):
 
         q(y | h) = (1 - epsilon) exp(s1[k1] + s2[k2]) omega_y / Z + epsilon / C,
 
-    where Z sums over the K x K cells, not over the classes: O(K d + K^2) per query and O(K) per draw, whatever C is.
+    where Z sums over the K x K cells, not over the classes: O(K d + K^2) per query and O(K) per draw for any C.
     log_q is exact for the codes as they are. Codes that lag behind the class table cost variance, never a bias:
     `update` re-assigns rows to the codes there are, `refresh` makes new codes. A head does both by itself.
 

@@ -393,7 +393,7 @@ class Uniform(StaticSampler):
 
 
 class LogUniform(StaticSampler):
-    """P(k) = log((k+2)/(k+1)) / log(C+1): about Zipf's law, for classes numbered by falling frequency.
+    """P(k) = log((k+2)/(k+1)) / log(C+1): about Zipf's law, for classes numbered by decreasing frequency.
 
     Closed form, no table: memory and time do not depend on C. Class probabilities are right to a relative C * 5e-16.
 
@@ -427,7 +427,7 @@ class LogUniform(StaticSampler):
 
 
 class Unigram(StaticSampler):
-    """P(k) proportional to counts[k] ** power, by an alias table: one memory access a draw, whatever C is.
+    """P(k) proportional to counts[k] ** power, by an alias table: one memory access per draw for any C.
 
     The weights are turned into integers whose sum is just below 2^61, so that the table, the distribution after an
     exclusion and log_q agree exactly; counts with a sum below 2^53 and power 1 keep their exact ratios. A class of

@@ -1,7 +1,7 @@
 """Checks the tables of a state dict once, when they are loaded: the ops rely on them.
 
 Each function returns what is wrong, or None. The ops check every index they read and stay inside their buffers whatever
-a table says, but a damaged table would give draws of another distribution in silence.
+a table says, but a damaged table would give draws of another distribution without an error.
 """
 
 from __future__ import annotations

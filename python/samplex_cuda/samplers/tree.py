@@ -158,7 +158,7 @@ class Tree(Sampler):
             reg: strength of the quadratic regularizer on the weights and bias of a node.
             whiten: scale the principal components to unit variance.
             dtype: of the stored nodes.
-            seed: of the randomised PCA.
+            seed: of the randomized PCA.
             progress: show a progress bar on a terminal.
             base: a `Unigram` that is mixed in, as in the constructor: `Unigram(counts + 1)` for sampled softmax.
             base_weight: its share.

@@ -130,7 +130,9 @@ def _finish(
         seen = ids[row][first[row]][:count]
         left = int(there.sum())
         if left < count:
-            raise ValueError(f"{op}: num_samples must be at most {left} with unique, the classes left, got {count}")
+            raise ValueError(
+                f"{op}: with unique, num_samples must be at most {left}, the remaining classes, got {count}"
+            )
         if mode == "tf" and left > seen.shape[0] and seen.shape[0] < count:
             raise ValueError(
                 f"{op}: unique='tf' must find {count} distinct classes in {ids.shape[1]} tries, got {seen.shape[0]}: "

@@ -104,7 +104,7 @@ class InputMap(nn.Module):
 
 
 class Encoder(nn.Module):
-    """What the encoders here share; a module of your own may have any of it.
+    """What the built-in encoders share; your own module may have any of it.
 
     Attributes:
         out_features: d.
@@ -294,7 +294,7 @@ class EmbeddingBag(Encoder):
 
 
 class LanguageModel(Encoder):
-    """Token embeddings and an LSTM or GRU whose state goes on from batch to batch, detached.
+    """Token embeddings and an LSTM or GRU whose state continues from batch to batch, detached.
 
     Args:
         vocabulary_size: rows of the table.
@@ -453,7 +453,7 @@ class Sequence(Encoder):
 
 
 class Custom(Encoder):
-    """A module of your own: `module(batch)` gives h [*, d]. It may have `carried` and `carry`, and `tables`.
+    """Your own module: `module(batch)` gives h [*, d]. It may have `carried` and `carry`, and `tables`.
 
     Args:
         module: any module; `out_features`, or else `dim` of the configuration, says d.

@@ -136,7 +136,7 @@ def evaluate(
 
 
 def check_metrics(where: str, names: Iterable[str]) -> list[int]:
-    """The k's of metrics by name; ValueError for a name that is none."""
+    """The k's of metrics by name; ValueError for an unknown name."""
     ks = []
     for name in names:
         match = re.fullmatch(r"(?:precision|recall|ndcg|psp|psp_raw)@([1-9]\d*)", name)

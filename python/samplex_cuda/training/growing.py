@@ -1,4 +1,4 @@
-"""A run that goes on with more classes: a checkpoint of fewer rows in tables of more."""
+"""A run that continues with more classes: a checkpoint of fewer rows in tables of more."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_growth(trainer: Trainer, path: Path, old: dict[str, Any]) -> None:
         raise RunError(f"{where}: grow must be False with several ranks or training.shard, got True")
     if train.kind not in _KINDS or train.kind != old["kind"]:
         raise RunError(
-            f"{where}: grow needs {old['kind']} data as before, of a kind whose class numbers stay "
+            f"{where}: grow needs {old['kind']} data as before, of a kind with stable class ids "
             f"({', '.join(_KINDS)}), got {train.kind}"
         )
     if train.kind == "text":

@@ -42,7 +42,8 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
     first, second = data.split(train, (1.0 - d.valid_fraction, d.valid_fraction), seed=d.seed)
     if not len(first) or not len(second):
         raise ConfigError(
-            f"config: [data] valid_fraction must leave examples on both sides of {len(train)}, got {d.valid_fraction}"
+            f"config: [data] valid_fraction must leave examples for training and validation, got {d.valid_fraction} of "
+            f"{len(train)}"
         )
     return first, second
 

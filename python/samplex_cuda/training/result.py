@@ -29,7 +29,7 @@ class Result:
         metrics: of the last evaluation.
         best: the best value of the monitored metric, None without evaluation.
         best_step: when that was.
-        message: for a person; after an interruption it says how to go on.
+        message: for a person; after an interruption it says how to resume.
         signal: number of the signal that interrupted it; 0: none.
         warnings: what is wrong with the model by the last evaluation; empty: nothing was found.
 
@@ -50,14 +50,14 @@ class Result:
 
 
 def raise_non_finite(step: int, problem: str, run_dir: Path, left_out: int) -> NoReturn:
-    """NonFiniteLossError for a step, after `left_out` steps in a row that were left out for the same reason."""
+    """NonFiniteLossError for a step, after `left_out` steps in succession that were skipped for the same reason."""
     advice = (
-        f"Go on from the last checkpoint with Trainer.resume({str(run_dir)!r}, settings=...): a smaller "
+        f"Continue from the last checkpoint with Trainer.resume({str(run_dir)!r}, settings=...): a smaller "
         "optimizer.lr, training.clip_norm=1, or training.on_nan=skip"
     )
     if left_out:
         raise NonFiniteLossError(
-            f"trainer: step {step}: {problem}, after {left_out} steps in a row that were left out for the "
-            f"same reason: the weights themselves are no longer good. {advice}"
+            f"trainer: step {step}: {problem}, after {left_out} steps in succession were skipped for the same reason; "
+            f"the weights themselves are no longer usable. {advice}"
         )
     raise NonFiniteLossError(f"trainer: step {step}: {problem}. {advice}")

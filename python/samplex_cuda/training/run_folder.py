@@ -179,7 +179,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def trim_metrics(run_dir: Path, last_log: int, last_eval: int) -> None:
-    """Forgets records that the checkpoint which training goes on from does not know of: they will come again."""
+    """Forgets records that the checkpoint which training continues from does not know of: they will come again."""
     path = run_dir / "metrics.jsonl"
     if path.exists():
         known = {"train": last_log, "eval": last_eval}

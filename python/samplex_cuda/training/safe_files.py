@@ -220,7 +220,7 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
         path: of the file. Nothing in it is executed; a header that does not fit the file is an error.
 
     Raises:
-        CheckpointError: the only error, whatever the file holds or lacks.
+        CheckpointError: the only error, for any content of the file.
 
     Example:
         >>> import tempfile, torch

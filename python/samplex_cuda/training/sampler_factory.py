@@ -182,8 +182,8 @@ def _stored_tree(config: Config, dataset: Dataset, encoder: Encoder, fit: bool) 
     mapped = look == "the input" and not raw
     if _beside(config) and look == "the input" and not (raw and not isinstance(encoder, MLP)):
         raise ConfigError(
-            f"config: [sampler] path must be empty in a mixture with {_beside(config)}, which looks at h where the "
-            f"tree looks at the input, got {s.path!r}"
+            f"config: [sampler] path must be empty in a mixture with {_beside(config)}, which uses h where the "
+            f"tree uses the input, got {s.path!r}"
         )
     dim = min(s.dim, width)
     if mapped:
@@ -345,8 +345,9 @@ def _with_base(
         if not of_tree >= of_counts:
             share = 1.0
             warnings.warn(
-                f"tree: on {len(held):,} held-out examples its mean log p_n is {of_tree:.4g}, class frequencies have "
-                f"{of_counts:.4g}; draws come from sampler.base ({config.sampler.base}) alone until a refit is better",
+                f"tree: on {len(held):,} held-out examples its mean log-probability is {of_tree:.4g}, that of class "
+                f"frequencies is {of_counts:.4g}; draws come from sampler.base ({config.sampler.base}) alone until a "
+                "later fit is better",
                 stacklevel=2,
             )
     tree.set_base(_base_of(config, dataset, fit=True), share)
@@ -452,7 +453,7 @@ def make_sampler(
 
 
 def _check_order(counts: Tensor) -> None:
-    """Warns where ids are not sorted by falling frequency, as log-uniform draws assume.
+    """Warns where ids are not sorted by decreasing frequency, as log-uniform draws assume.
 
     Of sorted ids, the k-th class has a share of at most 1 / (k + 1), so at most about 1.45 log(C + 1) times its
     probability.

@@ -176,8 +176,8 @@ class Ranks(Alone):
         device = torch.device(config.training.device)
         if batch_size < self.world:
             raise RanksError(
-                f"config: [training] batch_size must be at least {self.world}, a row for each rank: it is that of all "
-                f"of them, got {batch_size}"
+                f"config: [training] batch_size, the total of all ranks, must be at least {self.world}, one row per "
+                f"rank, got {batch_size}"
             )
         encoder, whole = models.build(config, train, fit=fit, trust_model=trust_model, head_device="meta")
         if fit:

@@ -159,7 +159,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def check_meta(
     path: Path, meta: dict[str, Any], config: Config, train: Dataset, device: torch.device, grow: bool = False
 ) -> str:
-    """Refuses a checkpoint that a run with this configuration and data cannot go on from; `grow`: data may be others.
+    """Rejects a checkpoint that a run with this configuration and data cannot continue from; `grow`: allows other data.
 
     Returns what is another now of that which the last bits depend on; empty: nothing.
     """
@@ -175,8 +175,7 @@ def check_meta(
     if got != wanted and not grow:
         raise RunError(
             f"{where}: the training data must be those of the run (fingerprint {wanted[:12]}), got others "
-            f"({got[:12]}); data that have grown, with the same ids and maybe more classes, are taken with --grow "
-            "(in Python grow=True)"
+            f"({got[:12]}); for data with more examples or classes but the same ids, pass --grow (in Python grow=True)"
         )
     for key, owner in (("name", "head"), ("encoder", "encoder")):
         asked = getattr(config.optimizer, key)

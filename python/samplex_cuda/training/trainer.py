@@ -82,7 +82,7 @@ class Trainer:
         config: the configuration.
         train: the training data; None: opened from `config.data`.
         valid: the validation data; None with `train` given: no evaluation.
-        run_dir: the run folder; must not hold a run yet (`Trainer.resume` goes on with one).
+        run_dir: the run folder; must not hold a run yet (`Trainer.resume` continues with one).
         trust_model: `model.name` again, where it is an import path; see `build`.
         on_event: called with a dict for everything that happens: event = "start", "progress" (each step), "train" (a
             record), "eval", "eval_progress", "checkpoint", "checkpoint_failed", "refused" (a damaged checkpoint),
@@ -136,7 +136,7 @@ class Trainer:
         grow: bool = False,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> Trainer:
-        """A trainer that goes on from the newest whole checkpoint of a run; from the start if it never saved one.
+        """A trainer that continues from the newest whole checkpoint of a run; from the start if it never saved one.
 
         Newer checkpoints that are damaged are moved to `damaged/`. If every checkpoint is damaged, it raises `RunError`
         and leaves the folder unchanged.
@@ -151,7 +151,7 @@ class Trainer:
             trust_model: as in the class.
             restart: begin at step 0 where every checkpoint is damaged; they are moved to `damaged/`.
             grow: the training data may be others, with the same ids and maybe more classes: their rows and optimizer
-                state begin again, all others go on, in a new epoch. See docs/changing_classes.md.
+                state are initialized, all others are kept; a new epoch begins. See docs/changing_classes.md.
             on_event: as in the class.
 
         Example:
@@ -603,7 +603,9 @@ class Trainer:
     def _interrupted(self) -> Result:
         self.save()
         step = self.progress.step
-        message = f"step {step} is saved; go on with samplex_cuda.training.Trainer.resume({str(self.run_dir)!r}).fit()"
+        message = (
+            f"step {step} is saved; continue with samplex_cuda.training.Trainer.resume({str(self.run_dir)!r}).fit()"
+        )
         self._event("interrupted", step=step, signal=self._signal, message=message)
         result = self._result("interrupted", message)
         result.signal = self._signal

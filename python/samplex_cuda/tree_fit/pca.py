@@ -14,7 +14,7 @@ __all__ = ["fit_pca", "project"]
 
 _CHUNK_NUMBERS = 2**22  # of a chunk of dense rows, in fp64: 32 MiB
 _CHUNK_SPARSE_ROWS = 16384
-_EXACT_WIDTH = 512  # up to here the whole covariance costs less than the passes of the randomised way
+_EXACT_WIDTH = 512  # up to here the whole covariance costs less than the passes of the randomized way
 _OVERSAMPLE = 16
 _SETTLED = 1e-5  # relative change of the variance of any component between two passes
 
@@ -106,7 +106,7 @@ def fit_pca(
 ) -> tuple[Tensor, Tensor]:
     """Mean and first principal components, read in chunks of rows, several times over.
 
-    Up to 512 columns the covariance is formed whole. Beyond that a randomised subspace iteration finds the first
+    Up to 512 columns the covariance is formed whole. Beyond that a randomized subspace iteration finds the first
     components: each pass over the rows multiplies a [K, dim + 16] basis by the covariance. Sparse rows are never made
     dense beyond a chunk.
 
@@ -115,7 +115,7 @@ def fit_pca(
         dim: number of components, at most K.
         whiten: divide each component by its standard deviation, so that projected features have variance 1.
         seed: of the random start basis; the result is the same for the same seed.
-        passes: the most of the randomised way, each two products with x. It ends earlier where the components have
+        passes: the most of the randomized way, each two products with x. It ends earlier where the components have
             settled. Hundreds of components out of thousands of columns settle late; 6 passes are good enough there.
         chunk_size: rows at a time; by default 32 MiB of dense numbers, or 16,384 sparse rows.
 

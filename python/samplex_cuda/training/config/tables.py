@@ -26,9 +26,7 @@ def _key(
     also: tuple[str, ...] = (),
 ) -> Any:
     """A field: its default, what it means, and which values are good. `also`: words a number or bool may be instead."""
-    rules = {
-        "doc": doc, "choices": choices, "least": least, "most": most, "above": above, "below": below, "also": also
-    }  # fmt: skip
+    rules = {"doc": doc, "choices": choices, "least": least, "most": most, "above": above, "below": below, "also": also}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=rules)
     return dataclasses.field(default=default, metadata=rules)
@@ -44,20 +42,29 @@ class Data:
         0.1
     """
 
-    path: str = _key("", 'the training data: a file, a folder, or "builtin"')
-    format: str = _key("", "of the files; empty: found from the name (see docs on data)")
-    valid: str = _key("", "the validation data; empty: a part of the training data")
-    valid_fraction: float = _key(0.1, "the part, where `valid` is empty; 0: no validation", least=0.0, below=1.0)
-    seed: int = _key(0, "of the split")
+    path: str = _key("", 'Training data: a file, a folder, or "builtin"')
+    format: str = _key("", "Format of the data files; empty: recognized by the file name (see docs/data.md)")
+    valid: str = _key("", "Validation data: a file or a folder; empty: a part of the training data (`valid_fraction`)")
+    valid_fraction: float = _key(
+        0.1,
+        "Fraction of the training data that is used for validation if `valid` is empty; 0: no validation",
+        least=0.0,
+        below=1.0,
+    )
+    seed: int = _key(0, "Random seed of the split into training and validation data")
     negatives: str = _key(
-        "", "negatives that the training data name, instead of the sampler's draws: a column of a parquet or npz file, "
-        "or an npy file [N, m] padded with -100",
-    )  # fmt: skip
+        "",
+        "Negatives from the training data, which replace the sampler's draws: the name of a column of a "
+        "parquet or npz file, or an npy file [N, m] padded with -100",
+    )
     negatives_log_q: str = _key(
-        "", "their log-probabilities under the distribution they were drawn from, in the same layout; empty: "
-        "uncorrected",
-    )  # fmt: skip
-    options: dict[str, Any] = _key({}, "a table of further arguments of `samplex_cuda.data.open`")
+        "",
+        "Log-probabilities of `negatives` under the distribution that they were drawn from, in the same "
+        "layout; empty: negatives are not corrected",
+    )
+    options: dict[str, Any] = _key(
+        {}, "Further arguments for the reader of the data format (a table; see `samplex_cuda.data.open`)"
+    )
 
 
 @dataclasses.dataclass
@@ -72,25 +79,33 @@ class Model:
 
     name: str = _key(
         "linear",
-        'linear, mlp, embedding_bag, lstm, gru, two_tower, sequence; or "package.module:Class", which is imported and '
-        "run: only with --trust-model",
+        "Encoder: linear, mlp, embedding_bag, lstm, gru, two_tower or sequence; or "
+        '"package.module:Class", which is imported and executed and therefore requires --trust-model',
     )
-    dim: int = _key(64, "d, the width of h and of the class rows; linear: the width of the input, whatever this says",
-                    least=1)  # fmt: skip
-    hidden: int = _key(0, "width of the hidden layers; 0: as `dim`", least=0)
+    dim: int = _key(
+        64, "Width d of h and of the class rows; the linear encoder ignores it and uses the width of its input", least=1
+    )
+    hidden: int = _key(0, "Width of the hidden layers; 0: same as `dim`", least=0)
     layers: int = _key(
-        1, "hidden layers (mlp, two_tower, embedding_bag), or layers of the lstm, gru, attention", least=0
+        1, "Number of hidden layers (mlp, two_tower, embedding_bag), or of LSTM, GRU or attention layers", least=0
     )
-    dropout: float = _key(0.0, "share of activations set to 0 in training", least=0.0, below=1.0)
-    pca: int = _key(0, "linear, mlp: reduce the input to so many principal components of the training data; 0: no",
-                    least=0)  # fmt: skip
-    whiten: bool = _key(False, "scale the principal components to variance 1")
-    tied: bool = _key(False, "lstm, gru, sequence, two_tower: the embedding is the class table of the head")
-    sparse: bool = _key(True, "embeddings get row gradients and a row optimizer; false: dense ones")
-    pooling: str = _key("mean", "sequence: how a history becomes one vector", choices=("mean", "gru", "attention"))
-    heads: int = _key(2, "sequence with attention: heads", least=1)
-    normalize: bool = _key(False, "scale h to length 1 (use with `head.scale`)")
-    options: dict[str, Any] = _key({}, "a table of arguments for a class given by its import path")
+    dropout: float = _key(0.0, "Dropout probability", least=0.0, below=1.0)
+    pca: int = _key(
+        0,
+        "Reduce the input to this number of principal components of the training data (linear, mlp); 0: no reduction",
+        least=0,
+    )
+    whiten: bool = _key(False, "Scale the principal components to variance 1")
+    tied: bool = _key(False, "Use the class table of the head as the input embedding (lstm, gru, sequence, two_tower)")
+    sparse: bool = _key(True, "Use row gradients and a row optimizer for embedding tables; false: dense gradients")
+    pooling: str = _key(
+        "mean",
+        "How the history of a user is combined into one vector (sequence encoder)",
+        choices=("mean", "gru", "attention"),
+    )
+    heads: int = _key(2, "Number of attention heads (sequence encoder with attention)", least=1)
+    normalize: bool = _key(False, "Scale h to length 1 (use together with `head.scale`)")
+    options: dict[str, Any] = _key({}, 'Arguments for an encoder that is given as "package.module:Class" (a table)')
 
 
 @dataclasses.dataclass
@@ -104,61 +119,81 @@ class Sampler:
     """
 
     name: str = _key(
-        "auto", "the distribution; auto: unigram, whose draws are shared by the batch", choices=("auto", *SAMPLERS)
+        "auto",
+        "Distribution of the negatives; auto: unigram, with draws shared by the batch",
+        choices=("auto", *SAMPLERS),
     )
     choose_every: int = _key(
-        0, "choose among `candidates` after so many steps, and again, by measured cost and error of the gradient; 0: "
-        "never. See docs/auto.md", least=0,
-    )  # fmt: skip
+        0,
+        "Choose the sampler among `candidates` during training, every so many steps, by the measured cost"
+        " and the error of the gradient; 0: never (see docs/auto.md)",
+        least=0,
+    )
     candidates: list[str] = _key(
-        ["unigram", "tree", "midx", "rff"], "`choose_every`: kinds of samplers to choose among; unigram must be one"
+        ["unigram", "tree", "midx", "rff"], "Kinds of samplers that `choose_every` chooses from; must include unigram"
     )
     update: int | str = _key(
-        "auto", 'quadratic, rff, midx: how often it follows the class table: "auto", "step", "epoch", or a number of '
-        "steps", least=1, also=("auto", "step", "epoch"),
-    )  # fmt: skip
-    power: float = _key(1.0, "unigram, bigram: exponent on the counts", least=0.0)
+        "auto",
+        'How often a sampler that depends on the class table is updated (quadratic, rff, midx): "auto", '
+        '"step", "epoch", or a number of steps',
+        least=1,
+        also=("auto", "step", "epoch"),
+    )
+    power: float = _key(1.0, "Exponent of the class counts (unigram, bigram)", least=0.0)
     smoothing: float = _key(
-        1.0, "unigram, bigram: added to the count of each class; 0: classes without an example are never drawn",
+        1.0,
+        "Number added to the count of each class (unigram, bigram); 0: classes without an example are never drawn",
         least=0.0,
-    )  # fmt: skip
-    backoff: float = _key(0.1, "bigram: share of the unigram distribution", least=0.0, most=1.0)
-    dim: int = _key(16, "tree: features a node looks at", least=1)
-    reg: float = _key(0.1, "tree: strength of the regularizer of a node", above=0.0)
-    unseen: bool = _key(
-        True, "tree: false gives classes without an example probability 0, so that they are never drawn"
     )
-    features: str = _key("auto", "tree: what it looks at, the input or the encoder's h; auto: the input if any",
-                         choices=("auto", "input", "hidden"))  # fmt: skip
-    fit_rows: int = _key(200_000, "tree, PCA: training examples that are used, at most", least=1)
-    path: str = _key("", "tree: a file of `samplex fit-tree` to take instead of a fit; empty: fitted here")
+    backoff: float = _key(0.1, "Weight of the unigram distribution within the bigram sampler", least=0.0, most=1.0)
+    dim: int = _key(16, "Number of features per node of the tree", least=1)
+    reg: float = _key(0.1, "Regularization strength of the nodes of the tree", above=0.0)
+    unseen: bool = _key(True, "Whether the tree can draw classes without a training example")
+    features: str = _key(
+        "auto",
+        "Features of the tree: the input data or the encoder's output h; auto: the input data if possible",
+        choices=("auto", "input", "hidden"),
+    )
+    fit_rows: int = _key(
+        200_000, "Maximum number of training examples used to fit the tree and the principal components", least=1
+    )
+    path: str = _key("", "Use a tree from this file of `samplex fit-tree`; empty: fit one")
     refit_every: int | str = _key(
-        "auto", "tree, also in a mixture: fit again after so many epochs; 0: never; auto: 1 for a tree with a base "
-        "that looks at h of an encoder that is trained (text, or features = hidden), else 0", least=0, also=("auto",),
-    )  # fmt: skip
-    refit_steps: int = _key(0, "the same, after so many steps; 0: never", least=0)
-    base: str = _key(
-        "auto", "tree, rff, quadratic: a fixed distribution that is mixed in, so that every class is drawn; auto: "
-        "unigram (none with head.stratified, except for a tree); in_batch: where `head.num_samples` further draws come "
-        "from; auto: uniform",
-        choices=("auto", "none", "uniform", "log_uniform", "unigram"),
-    )  # fmt: skip
-    base_weight: float = _key(0.5, "share of `base`", above=0.0, below=1.0)
-    alpha: float = _key(100.0, "quadratic: factor of the square", above=0.0)
-    num_features: int = _key(1024, "rff: random features", least=1)
-    nu: float | str = _key(
-        "auto", "rff: sharpness of the kernel; auto: `head.scale`, that of the softmax", above=0.0, also=("auto",)
+        "auto",
+        "Fit the tree again after so many epochs; 0: never; auto: every epoch for a tree with a base that"
+        " uses h of a trained encoder (text, or features = hidden), otherwise never",
+        least=0,
+        also=("auto",),
     )
-    kind: str = _key("positive", "rff: of the features", choices=("rff", "orf", "positive"))
-    num_codes: int = _key(256, "midx: codes of each of its two codebooks", least=1, most=2048)
+    refit_steps: int = _key(0, "Fit the tree again after so many steps; 0: never", least=0)
+    base: str = _key(
+        "auto",
+        "Fixed distribution mixed into tree, rff and quadratic, so that every class can be drawn (auto: "
+        "unigram; none with head.stratified, except for a tree); for in_batch, the distribution of the "
+        "`head.num_samples` additional draws (auto: uniform)",
+        choices=("auto", "none", "uniform", "log_uniform", "unigram"),
+    )
+    base_weight: float = _key(0.5, "Weight of `base` in the mixture", above=0.0, below=1.0)
+    alpha: float = _key(100.0, "Coefficient of the squared term of the quadratic kernel", above=0.0)
+    num_features: int = _key(1024, "Number of random features (rff)", least=1)
+    nu: float | str = _key(
+        "auto",
+        "Inverse temperature of the kernel (rff); auto: `head.scale`, that of the softmax",
+        above=0.0,
+        also=("auto",),
+    )
+    kind: str = _key("positive", "Kind of random features (rff)", choices=("rff", "orf", "positive"))
+    num_codes: int = _key(256, "Number of codes in each of the two codebooks (midx)", least=1, most=2048)
     codes: str = _key(
-        "residual", "midx: the second codebook is fitted to what the first leaves, or each to half of the columns",
+        "residual",
+        "How the second codebook is fitted (midx): to the residual of the first, or each codebook to half"
+        " of the columns",
         choices=("residual", "product"),
-    )  # fmt: skip
-    epsilon: float = _key(0.01, "rff, midx: share of the uniform distribution", least=0.0, below=1.0)
-    normalize: bool = _key(False, "rff: scale rows and queries to length 1")
-    components: list[str] = _key([], 'mixture: names of other samplers, e.g. ["tree", "uniform"]')
-    weights: list[float] = _key([], "mixture: their shares")
+    )
+    epsilon: float = _key(0.01, "Weight of the uniform distribution (rff, midx)", least=0.0, below=1.0)
+    normalize: bool = _key(False, "Scale class rows and h to length 1 in the sampler (rff)")
+    components: list[str] = _key([], 'Names of the samplers in a mixture, for example ["tree", "uniform"]')
+    weights: list[float] = _key([], "Weights of the samplers in a mixture")
 
 
 @dataclasses.dataclass
@@ -171,47 +206,69 @@ class Head:
         'sampled_softmax'
     """
 
-    loss: str = _key("sampled_softmax", "see docs/losses.md", choices=losses.names())
+    loss: str = _key("sampled_softmax", "Loss function (see docs/losses.md)", choices=losses.names())
     num_samples: int | str = _key(
-        "auto", "draws per row, or per batch with `shared`; auto: 64 per row, 1,024 per batch", least=1, also=("auto",)
+        "auto",
+        "Number of draws per row, or per batch if draws are shared; auto: 64 per row, 1,024 per batch",
+        least=1,
+        also=("auto",),
     )
     shared: bool | str = _key(
-        "auto", 'draw once for the whole batch; distributions that differ per row are averaged; auto: with the '
-        'samplers "auto" and in_batch', also=("auto",),
-    )  # fmt: skip
+        "auto",
+        "Draw once for the whole batch, from the mean of the rows' distributions; auto: true for the "
+        'samplers "auto" and in_batch',
+        also=("auto",),
+    )
     stratified: bool = _key(
-        False, "tree, midx with `shared`: stratified draws, which are less noisy than independent ones"
+        False, "Stratified draws, which have less variance than independent ones (tree, midx; requires `shared`)"
     )
     unique: bool | str = _key(
-        False, "uniform, log_uniform, unigram: distinct draws, weighted by their inclusion probability; tf: as "
-        "TensorFlow draws them", also=("tf",),
-    )  # fmt: skip
-    hard: int = _key(0, "hard negatives of each row besides the draws: classes that the model scores high", least=0)
+        False,
+        "Distinct draws, weighted by their inclusion probabilities (uniform, log_uniform, unigram); tf: "
+        "drawn as in TensorFlow",
+        also=("tf",),
+    )
+    hard: int = _key(
+        0,
+        "Number of hard negatives per row in addition to the draws: classes with a high score under the model",
+        least=0,
+    )
     hard_source: str = _key(
-        "pool", "what they are chosen from: `hard_pool` random classes, the beam of a tree sampler, or all classes",
+        "pool",
+        "Classes that hard negatives are chosen from: `hard_pool` random classes, the candidates of a "
+        "tree sampler, or all classes",
         choices=("pool", "tree", "exact"),
-    )  # fmt: skip
-    hard_pool: int = _key(4096, "random classes that a batch chooses from", least=1)
-    bias: bool = _key(True, "a bias per class; none with `normalize`")
-    scale: float = _key(1.0, "inverse temperature: factor of the logits")
-    normalize: bool = _key(False, "h and class rows on the unit sphere, see docs/faces.md (use with `scale`)")
-    margin_m1: float = _key(1.0, "with `normalize`: factor of the target's angle (SphereFace)", least=1.0, most=4.0)
-    margin_m2: float = _key(0.0, "with `normalize`: added to it (ArcFace)", least=0.0, most=1.5)
-    margin_m3: float = _key(0.0, "with `normalize`: subtracted from its cosine (CosFace)", least=0.0, most=1.0)
-    corrected: bool = _key(True, "sampled_softmax: correct draws by log q; false: as in Partial FC")
-    absolute: bool = _key(False, "logits are absolute values")
-    label_smoothing: float = _key(0.0, "as in cross_entropy", least=0.0, most=1.0)
-    reg: float = _key(0.0, "negative_sampling: pulls scores to zero", least=0.0)
-    eta_rate: float = _key(0.5, "augment_reduce: how fast eta moves", above=0.0, most=1.0)
+    )
+    hard_pool: int = _key(4096, "Number of random classes per batch that hard negatives are chosen from", least=1)
+    bias: bool = _key(True, "Use a bias per class (always off with `normalize`)")
+    scale: float = _key(1.0, "Factor of the logits (inverse temperature)")
+    normalize: bool = _key(False, "Scale h and class rows to length 1 (use together with `scale`; see docs/faces.md)")
+    margin_m1: float = _key(
+        1.0, "Margin: factor of the target's angle (SphereFace; requires `normalize`)", least=1.0, most=4.0
+    )
+    margin_m2: float = _key(
+        0.0, "Margin: added to the target's angle (ArcFace; requires `normalize`)", least=0.0, most=1.5
+    )
+    margin_m3: float = _key(
+        0.0, "Margin: subtracted from the target's cosine (CosFace; requires `normalize`)", least=0.0, most=1.0
+    )
+    corrected: bool = _key(True, "Correct draws by log q (sampled_softmax); false: no correction, as in Partial FC")
+    absolute: bool = _key(False, "Use the absolute values of the logits")
+    label_smoothing: float = _key(0.0, "Label smoothing, as in cross_entropy", least=0.0, most=1.0)
+    reg: float = _key(0.0, "Strength of the penalty on scores (negative_sampling)", least=0.0)
+    eta_rate: float = _key(0.5, "Update rate of eta (augment_reduce)", above=0.0, most=1.0)
     mask_known: bool = _key(
-        False, "known positives of an example that are not its target are no negatives: its other labels, the other "
+        False,
+        "Do not use known positives of an example as negatives, such as its other labels or the other "
         "items of its user",
-    )  # fmt: skip
-    dtype: str = _key("float32", "of the class table", choices=("float32", "bfloat16"))
+    )
+    dtype: str = _key("float32", "Data type of the class table", choices=("float32", "bfloat16"))
     table: str = _key(
-        "device", "where the class table and its optimizer state are: with the encoder, or in memory of the host, from "
-        "where touched rows cross", choices=("device", "host"),
-    )  # fmt: skip
+        "device",
+        "Location of the class table and its optimizer state: on the device of the encoder, or in host "
+        "memory, from which only touched rows are copied",
+        choices=("device", "host"),
+    )
 
 
 @dataclasses.dataclass
@@ -224,24 +281,27 @@ class Optimizer:
         'adam'
     """
 
-    name: str = _key("adagrad", "of the head", choices=("sgd", "adagrad", "adam"))
-    lr: float = _key(0.1, "learning rate of the head", above=0.0)
-    weight_decay: float = _key(0.0, "of touched rows", least=0.0)
-    momentum: float = _key(0.0, "sgd", least=0.0, below=1.0)
-    beta1: float = _key(0.9, "adam", least=0.0, below=1.0)
-    beta2: float = _key(0.999, "adam", least=0.0, below=1.0)
-    initial_accumulator: float = _key(0.0, "adagrad: first value of the sums of squares", least=0.0)
-    rowwise: bool = _key(False, "adagrad: one sum a row")
-    stochastic_rounding: bool = _key(False, "bfloat16 class table: round up or down at random")
+    name: str = _key("adagrad", "Optimizer of the head", choices=("sgd", "adagrad", "adam"))
+    lr: float = _key(0.1, "Learning rate of the head", above=0.0)
+    weight_decay: float = _key(0.0, "Weight decay of the touched class rows", least=0.0)
+    momentum: float = _key(0.0, "Momentum of the head (SGD only)", least=0.0, below=1.0)
+    beta1: float = _key(0.9, "Beta1 of the head (Adam only)", least=0.0, below=1.0)
+    beta2: float = _key(0.999, "Beta2 of the head (Adam only)", least=0.0, below=1.0)
+    initial_accumulator: float = _key(0.0, "Initial value of the sums of squares (Adagrad only)", least=0.0)
+    rowwise: bool = _key(False, "Store one sum of squares per row instead of one per number (Adagrad only)")
+    stochastic_rounding: bool = _key(False, "Round updates of a bfloat16 class table stochastically")
     fused: bool | str = _key(
-        "auto", 'update the head inside backward; "auto": wherever that is possible (not with full_softmax, tied '
-        "embeddings, or clip_head)", also=("auto",),
-    )  # fmt: skip
-    encoder: str = _key("adam", "of the encoder", choices=("sgd", "adagrad", "adam", "adamw"))
-    encoder_lr: float = _key(0.001, "learning rate of the encoder", above=0.0)
-    encoder_weight_decay: float = _key(0.0, "of the encoder", least=0.0)
-    encoder_momentum: float = _key(0.0, "sgd", least=0.0, below=1.0)
-    table_lr: float = _key(0.0, "of sparse embeddings, with the optimizer of the head; 0: as `lr`", least=0.0)
+        "auto",
+        "Update the head inside backward; auto: if possible (not with full_softmax, tied embeddings or clip_head)",
+        also=("auto",),
+    )
+    encoder: str = _key("adam", "Optimizer of the encoder", choices=("sgd", "adagrad", "adam", "adamw"))
+    encoder_lr: float = _key(0.001, "Learning rate of the encoder", above=0.0)
+    encoder_weight_decay: float = _key(0.0, "Weight decay of the encoder", least=0.0)
+    encoder_momentum: float = _key(0.0, "Momentum of the encoder (SGD only)", least=0.0, below=1.0)
+    table_lr: float = _key(
+        0.0, "Learning rate of sparse embeddings, which use the optimizer of the head; 0: same as `lr`", least=0.0
+    )
 
 
 @dataclasses.dataclass
@@ -255,11 +315,15 @@ class Schedule:
         [0.1, 0.5, 1.0, 0.5, 0.0]
     """
 
-    name: str = _key("constant", "shape after the warm-up", choices=("constant", "cosine", "linear", "step"))
-    warmup: int = _key(0, "steps over which the rates rise from near 0", least=0)
-    final: float = _key(0.0, "cosine, linear: the factor at the end", least=0.0, most=1.0)
-    step_size: int = _key(1000, "step: steps between two drops", least=1)
-    gamma: float = _key(0.1, "step: factor of each drop", above=0.0, most=1.0)
+    name: str = _key(
+        "constant",
+        "Shape of the learning rate schedule after the warm-up",
+        choices=("constant", "cosine", "linear", "step"),
+    )
+    warmup: int = _key(0, "Number of warm-up steps, in which learning rates increase from near 0", least=0)
+    final: float = _key(0.0, "Factor of the learning rates at the end (cosine, linear)", least=0.0, most=1.0)
+    step_size: int = _key(1000, "Number of steps between two reductions of the learning rates (step schedule)", least=1)
+    gamma: float = _key(0.1, "Factor of each reduction of the learning rates (step schedule)", above=0.0, most=1.0)
 
     def factor(self, step: int, total: int) -> float:
         """The factor of step number `step` (from 0) of `total`."""
@@ -285,61 +349,84 @@ class Training:
         3
     """
 
-    epochs: int = _key(10, "passes over the training data", least=1)
-    steps: int = _key(0, "end after so many steps, if that comes first; 0: no such end", least=0)
-    batch_size: int = _key(256, "examples of a batch, of all ranks together; text: columns read side by side", least=1)
-    accumulate: int = _key(1, "batches of one step", least=1)
-    seed: int = _key(0, "of initial values, data order, draws, dropout", least=0)
-    device: str = _key("cpu", 'where to train, e.g. "cuda"')
+    epochs: int = _key(10, "Number of passes over the training data", least=1)
+    steps: int = _key(0, "Maximum number of steps; 0: no maximum", least=0)
+    batch_size: int = _key(
+        256,
+        "Number of examples per batch, summed over all ranks; for text: number of columns that are read in parallel",
+        least=1,
+    )
+    accumulate: int = _key(1, "Number of batches per step (gradient accumulation)", least=1)
+    seed: int = _key(0, "Random seed of initial values, data order, draws and dropout", least=0)
+    device: str = _key("cpu", 'Device to train on, for example "cuda"')
     shard: str = _key(
-        "none", "classes: the class table is spread over the ranks of torchrun, and each batch too (docs/scale.md)",
+        "none",
+        "classes: distribute the class table and each batch over the ranks of torchrun (see docs/scale.md)",
         choices=("none", "classes"),
-    )  # fmt: skip
+    )
     shard_encoder: str = _key(
-        "ddp", "with `shard`, the encoder is in DistributedDataParallel, or in FSDP2, which spreads it, too",
+        "ddp",
+        "How the encoder is parallelized if `shard` is on: by DistributedDataParallel, or by FSDP2, which"
+        " also shards it",
         choices=("ddp", "fsdp"),
-    )  # fmt: skip
+    )
     rank_timeout: float = _key(
-        1800.0, "with `shard`, seconds that a rank waits for the others before it ends and names the silent ones",
+        1800.0,
+        "Seconds that a rank waits for the others before it stops and names those that do not respond (with `shard`)",
         above=0.0,
-    )  # fmt: skip
-    threads: int = _key(0, "of torch; 0: as it is. The same number is needed for the same bits", least=0)
-    precision: str = _key("float32", "bfloat16: autocast of the encoder", choices=("float32", "bfloat16"))
-    clip_norm: float = _key(0.0, "largest norm of the encoder's gradient; 0: no clipping", least=0.0)
-    clip_head: bool = _key(False, "the norm is of the encoder and the head together; the head is not fused then")
-    log_every: int = _key(50, "steps between two records of the training loss", least=1)
-    eval_every: int = _key(0, "steps between two evaluations; 0: after each epoch", least=0)
-    eval_batch_size: int = _key(0, "examples of a batch in evaluation; 0: as `batch_size`", least=0)
-    eval_rows: int = _key(0, "validation examples that are used; 0: all", least=0)
+    )
+    threads: int = _key(
+        0, "Number of CPU threads of torch; 0: torch's default. Bit-identical results require the same number", least=0
+    )
+    precision: str = _key("float32", "Precision of the encoder; bfloat16: by autocast", choices=("float32", "bfloat16"))
+    clip_norm: float = _key(0.0, "Maximum norm of the encoder's gradient; 0: no clipping", least=0.0)
+    clip_head: bool = _key(False, "Include the head in the norm for gradient clipping; the head is then not fused")
+    log_every: int = _key(50, "Number of steps between two records of the training loss", least=1)
+    eval_every: int = _key(0, "Number of steps between two evaluations; 0: after each epoch", least=0)
+    eval_batch_size: int = _key(0, "Number of examples per batch in evaluation; 0: same as `batch_size`", least=0)
+    eval_rows: int = _key(0, "Maximum number of validation examples; 0: all", least=0)
     metrics: list[str] = _key(
-        ["nll", "accuracy"], "nll, perplexity, accuracy, mrr, precision@k, recall@k, ndcg@k, psp@k"
+        ["nll", "accuracy"], "Metrics to report: nll, perplexity, accuracy, mrr, precision@k, recall@k, ndcg@k, psp@k"
     )
     propensity_a: float = _key(
-        0.55, "psp@k: A of the propensities (Jain et al. 2016); 0.5 for Wikipedia, 0.6 for Amazon data"
+        0.55, "Parameter A of the propensities for psp@k (Jain et al. 2016); 0.5 for Wikipedia, 0.6 for Amazon data"
     )
-    propensity_b: float = _key(1.5, "psp@k: B of them; 0.4 for Wikipedia, 2.6 for Amazon data", above=0.0)
+    propensity_b: float = _key(
+        1.5, "Parameter B of the propensities for psp@k; 0.4 for Wikipedia, 2.6 for Amazon data", above=0.0
+    )
     exclude_history: bool = _key(
-        False, "interactions: items that a user knows are no answers in evaluation and in `samplex predict`"
+        False, "Leave out items that a user already knows, in evaluation and in `samplex predict` (interactions)"
     )
-    monitor: str = _key("nll", "the metric of early stopping and of `best`")
-    monitor_mode: str = _key("auto", "auto: min for nll, perplexity and loss, else max", choices=("auto", "min", "max"))
-    patience: int = _key(0, "evaluations without a better value after which training ends; 0: never", least=0)
-    min_delta: float = _key(0.0, "how much better is better", least=0.0)
-    checkpoint_every: int = _key(0, "steps between two checkpoints; 0: after each epoch", least=0)
-    keep: int = _key(3, "checkpoints that stay", least=1)
-    keep_best: bool = _key(True, "keep the weights of the best evaluation in `best/`")
-    on_save_error: str = _key("stop", "a checkpoint that cannot be written: end, or go on and try the next one",
-                              choices=("stop", "continue"))  # fmt: skip
-    on_nan: str = _key("stop", "a loss that is not finite: end, or leave the step out", choices=("stop", "skip"))
-    max_skipped: int = _key(10, "steps left out in a row after which training ends all the same", least=1)
-    average: str = _key("none", "weight averaging: exponential, or the mean of all from `average_start` on",
-                        choices=("none", "ema", "swa"))  # fmt: skip
-    average_decay: float = _key(0.999, "ema: per step", least=0.0, below=1.0)
-    average_start: int = _key(0, "step from which on weights are averaged", least=0)
-    average_every: int = _key(1, "steps between two updates of the average", least=1)
-    average_head: bool = _key(False, "average the class table too: O(C d) for each update of the average")
-    tensorboard: bool = _key(False, "write TensorBoard files")
-    plot: bool = _key(True, "draw learning curves into plots/ where matplotlib is there")
+    monitor: str = _key("nll", "Metric for early stopping and for selecting the best weights")
+    monitor_mode: str = _key(
+        "auto",
+        "Whether a lower (min) or higher (max) value of `monitor` is better; auto: min for nll, "
+        "perplexity and loss, otherwise max",
+        choices=("auto", "min", "max"),
+    )
+    patience: int = _key(0, "Stop after so many evaluations without improvement; 0: never", least=0)
+    min_delta: float = _key(0.0, "Minimum change of `monitor` that counts as an improvement", least=0.0)
+    checkpoint_every: int = _key(0, "Number of steps between two checkpoints; 0: after each epoch", least=0)
+    keep: int = _key(3, "Number of latest checkpoints to keep", least=1)
+    keep_best: bool = _key(True, "Keep the weights of the best evaluation in `best/`")
+    on_save_error: str = _key(
+        "stop",
+        "If a checkpoint cannot be written: stop, or continue and try the next one",
+        choices=("stop", "continue"),
+    )
+    on_nan: str = _key("stop", "If a loss is not finite: stop, or skip the step", choices=("stop", "skip"))
+    max_skipped: int = _key(10, "Stop after so many skipped steps in succession", least=1)
+    average: str = _key(
+        "none",
+        "Weight averaging: exponential moving average (ema), or the mean of all weights since `average_start` (swa)",
+        choices=("none", "ema", "swa"),
+    )
+    average_decay: float = _key(0.999, "Decay of the exponential moving average, per step", least=0.0, below=1.0)
+    average_start: int = _key(0, "Step at which weight averaging starts", least=0)
+    average_every: int = _key(1, "Number of steps between two updates of the average", least=1)
+    average_head: bool = _key(False, "Also average the class table, at a cost of O(C d) per update of the average")
+    tensorboard: bool = _key(False, "Write TensorBoard files")
+    plot: bool = _key(True, "Plot learning curves into plots/ if matplotlib is installed")
 
 
 @dataclasses.dataclass
