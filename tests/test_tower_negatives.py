@@ -10,6 +10,7 @@ import pytest
 import torch
 from in_batch_cases import random_known
 from host_syncs import no_host_sync
+from test_in_batch import tower, wanted
 
 import samplex_cuda as sx
 from samplex_cuda.functional.contrastive import contrastive, is_known
@@ -149,9 +150,7 @@ def test_drawn_keys_of_a_bank_are_masked_by_their_ids(backend, sampler, with_kno
         got = contrastive(queries, keys, own, num_negatives=8, key=sx.Key(3), key_ids=ids, **options)
     else:
         draw = made.sample(queries, 8, exclude=own, key=sx.Key(3))
-        got = contrastive(
-            queries, keys, own, num_negatives=8, sampler=made, key=sx.Key(3), key_ids=ids, **options
-        )
+        got = contrastive(queries, keys, own, num_negatives=8, sampler=made, key=sx.Key(3), key_ids=ids, **options)
     nothing = torch.zeros(B + 1, dtype=torch.int64, device=backend.device), own[:0]
     out = hits(ids[draw.ids], ids[own], known if with_known else nothing)
     assert bool(out.any())
@@ -262,6 +261,50 @@ def test_an_item_tower_learns_from_all_of_them():
     assert int(sampler.frequency.clock) == 80 * 64
 
 
+# ---------------------------------------------------------------------------------------------------- both directions
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("corrected", [True, False])
+def test_symmetric_masks_known_pairs_in_both_directions(backend, reduction, corrected):
+    queries, keys, ids = make(B, backend)
+    known = tuple(t.to(backend.device) for t in random_known(B, 9))
+    log_q, query_log_q = (-1 - torch.rand(2, B, dtype=torch.float64)).to(backend.device)
+    options = {"log_q": log_q, "query_log_q": query_log_q} if corrected else {}
+    got = contrastive(
+        queries, keys, key_ids=ids, known_positives=known, symmetric=True, reduction=reduction, scale=0.7, **options
+    )
+    s = 0.7 * queries @ keys.T
+    eye = torch.eye(B, dtype=torch.bool, device=backend.device)
+    out = hits(ids.expand(B, -1), ids, known) & ~eye
+    rows, columns = (s - log_q - math.log(B - 1), s - query_log_q[:, None] - math.log(B - 1)) if corrected else (s, s)
+    by_row, by_column = (torch.where(eye, s, t).masked_fill(out, -torch.inf) for t in (rows, columns))
+    want = (by_row.logsumexp(1) + by_column.logsumexp(0)) / 2 - s.diagonal()
+    same(got.sum(), (want if reduction == "none" else want.mean()).sum(), (queries, keys))
+
+
+def test_symmetric_with_a_queue_has_its_keys_in_one_direction():
+    queries, keys, ids = make(B + 9)
+    queue = KeyQueue(20, D, dtype=torch.float64)
+    queue.push(keys[B:], ids[B:])
+    own, keys = keys[:B], keys[:B].detach().requires_grad_()
+    got = contrastive(queries, keys, key_ids=ids[:B], queue=queue, symmetric=True)
+    to = contrastive(queries, keys, key_ids=ids[:B], queue=queue)
+    back = contrastive(keys, queries, key_ids=ids[:B])
+    torch.testing.assert_close(own, keys)
+    same(got, (to + back) / 2, (queries, keys))
+
+
+def test_symmetric_over_ranks_is_one_batch(ranks):
+    found = ranks.run(2, "in_batch_cases:gathered_symmetric")
+    queries, keys, ids, log_q = tower(12, b=12)
+    own = torch.arange(12)
+    want = (wanted(queries, keys, ids, log_q, own) + wanted(keys, queries, ids, log_q + 1, own)) / 2
+    grads = torch.autograd.grad(want, (queries, keys))
+    torch.testing.assert_close(sum(loss for loss, _, _ in found) / 2, want.detach())
+    for rank, (_, d_queries, d_keys) in enumerate(found):  # averaged, as DistributedDataParallel does
+        torch.testing.assert_close(d_queries / 2, grads[0][6 * rank : 6 * rank + 6])
+        torch.testing.assert_close(d_keys / 2, grads[1][6 * rank : 6 * rank + 6])
+
+
 # ---------------------------------------------------------------------------------------------------- errors
 q, bank, own = torch.zeros(3, 4), torch.zeros(9, 4), torch.tensor([0, 1, 2])
 none = torch.zeros(4, dtype=torch.int64), own[:0]
@@ -314,6 +357,16 @@ keys_of = TowerKeys(torch.arange(9), torch.zeros(7), torch.tensor([[7, 8]] * 3))
             "symmetric cannot be combined with TowerKeys",
         ),
         (lambda: contrastive(q, bank[:8], negatives=keys_of), ValueError, r"keys must be \[9, d\], one for each id"),
+        (
+            lambda: contrastive(q, q, key_ids=own, known_positives=none, symmetric=True, queue=KeyQueue(5, 4)),
+            ValueError,
+            "known_positives must be None with symmetric=True and a group, a queue",
+        ),
+        (
+            lambda: contrastive(q, q, symmetric=True, log_q=q[:, 0], query_log_q=q[:2, 0]),
+            ValueError,
+            r"query_log_q must be \[B\] \[3\]",
+        ),
         (lambda: contrastive(q[:2], bank, negatives=keys_of), ValueError, r"queries must be \[3, d\] like the mined"),
         (
             lambda: contrastive(bank, bank, negatives=TowerKeys(torch.arange(9), torch.zeros(7))),

@@ -20,6 +20,7 @@ from samplex_cuda.ops.fused_loss import run_loss
 from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, LossGrad, Sink, acc_dtype
 from samplex_cuda.ops.row_gradients import entries
 from samplex_cuda.ops.subset_sample import subset_sample
+from samplex_cuda.ops.symmetric_softmax import MOST_ROWS, PairMasks, symmetric_softmax
 from samplex_cuda.optim.fusion import fusion_of
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import MAX_SAMPLES
@@ -106,12 +107,12 @@ def contrastive(
         query_log_q: [B], with `symmetric`: log-probability of each query as a draw, for the other direction.
         exact: the expectation over all subsets of `num_negatives` other keys, enumerated; O(B C(n-1, k) k).
         scale: multiplies the scores (1 / temperature), before the correction.
-        symmetric: in-batch with n = B, the mean of this loss and that of the keys against the queries; with `log_q` it
-            also needs `query_log_q`.
+        symmetric: in-batch with n = B, the mean of this loss and that of the keys against the queries, from one matrix
+            of scores; with `log_q` it also needs `query_log_q`. With `group` or `queue` these take two.
         group: in-batch: a process group whose ranks put their keys (with `key_ids` and `log_q`) together, each with the
             same number of queries. The loss is the mean over this rank's queries, and gradients of the keys are summed
             over the ranks: right if the gradients of the encoders are then averaged, as DistributedDataParallel
-            does. Every rank must call it.
+            does. Every rank must call it. With `symmetric`, the queries are put together, too.
         queue: in-batch with `key_ids`: a `sx.samplers.KeyQueue`, whose keys are further negatives; where there is a
             `log_q`, with theirs. It is not changed: push this batch afterwards.
         reduction: "mean" over the queries (0 for none), "sum" or "none".
@@ -152,13 +153,29 @@ def contrastive(
         in_batch, negatives, log_q, num_negatives, sampler, key, key_ids, known_positives, exact, symmetric,
         query_log_q, group,
     )  # fmt: skip
-    _check_queue(queue, how, keys, key_ids, symmetric)
+    _check_queue(queue, how, keys, key_ids)
     batch, first = queries.shape[0], 0
     known = None if known_positives is None else _check_known(known_positives, batch, in_batch, key_ids, keys.device)
     if in_batch and how == "given" and keys.shape[0] != batch:
         raise ValueError(f"{_OP}: positives must be [{batch}] int64 with given negatives of a bank, got None")
-    if symmetric and keys.shape[0] != batch:
-        raise ValueError(f"{_OP}: symmetric must be False if there are more keys than queries, got True")
+    if symmetric:
+        if keys.shape[0] != batch:
+            raise ValueError(f"{_OP}: symmetric must be False if there are more keys than queries, got True")
+        _check_pair_log_q(log_q, query_log_q, queries, keys)
+        if group is None and queue is None and batch <= MOST_ROWS:
+            return _reduce(_symmetric(queries, keys, key_ids, known, log_q, query_log_q, scale), reduction)
+        if known is not None:
+            raise ValueError(
+                f"{_OP}: known_positives must be None with symmetric=True and a group, a queue or more than "
+                f"{MOST_ROWS} queries, got {describe(known_positives)}"
+            )
+        to = contrastive(
+            queries, keys, log_q=log_q, key_ids=key_ids, scale=scale, group=group, queue=queue, reduction=reduction
+        )
+        back = contrastive(
+            keys, queries, log_q=query_log_q, key_ids=key_ids, scale=scale, group=group, reduction=reduction
+        )
+        return (to + back) / 2
     if how == "batch":
         if log_q is not None and tower is None:
             log_q = _check_log_q(log_q, keys[:, 0], "[n]")
@@ -205,16 +222,9 @@ def contrastive(
         else:
             negatives = _without(negatives, _names(key_ids, negatives), own, known, positives)
             known = None
-    loss = _loss(
+    return _loss(
         queries, keys, positives, negatives, log_q, labels, known, scale, reduction, sparse, None if sparse else sink
     )  # fmt: skip
-    if symmetric:
-        if query_log_q is not None:
-            given = _check_log_q(query_log_q, positives, "[B]")
-            query_log_q = given + (math.log((batch - 1) / batch) if batch > 1 else 0.0)
-        back = _loss(keys, queries, positives, negatives, query_log_q, labels, known, scale, reduction, False, sink)
-        return (loss + back) / 2
-    return loss
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -313,8 +323,6 @@ def _ways(
         )
     if query_log_q is not None and not symmetric:
         raise ValueError(f"{_OP}: query_log_q must be None without symmetric=True, got {describe(query_log_q)}")
-    if symmetric and group is not None:
-        raise ValueError(f"{_OP}: symmetric must be False with group, got True: call it once for each direction")
     return how
 
 
@@ -377,19 +385,26 @@ def _check_tower(
         )
 
 
+def _check_pair_log_q(log_q: Tensor | None, query_log_q: Tensor | None, queries: Tensor, keys: Tensor) -> None:
+    if log_q is not None:
+        _check_log_q(log_q, keys[:, 0], "[n]")
+    if query_log_q is not None:
+        _check_log_q(query_log_q, queries[:, 0], "[B]", "query_log_q")
+
+
 def _check_negatives(negatives: Tensor, queries: Tensor, keys: Tensor) -> None:
     _check_ids("negatives", negatives, keys.device, "[B, k] or [k]")
     if negatives.dim() == 0 or negatives.dim() > 2 or (negatives.dim() == 2 and negatives.shape[0] != queries.shape[0]):
         raise ValueError(f"{_OP}: negatives must be [{queries.shape[0]}, k] or [k], got {describe(negatives)}")
 
 
-def _check_queue(queue: Any, how: str, keys: Tensor, key_ids: Tensor | None, symmetric: bool) -> None:
+def _check_queue(queue: Any, how: str, keys: Tensor, key_ids: Tensor | None) -> None:
     if queue is None:
         return
     if not isinstance(queue, KeyQueue):
         raise TypeError(f"{_OP}: queue must be a sx.samplers.KeyQueue, got {describe(queue)}")
-    if how != "batch" or key_ids is None or symmetric:
-        raise ValueError(f"{_OP}: queue must be None unless in-batch, with key_ids and not symmetric, got a KeyQueue")
+    if how != "batch" or key_ids is None:
+        raise ValueError(f"{_OP}: queue must be None unless in-batch, with key_ids, got a KeyQueue")
     queue.check(keys, _OP)
 
 
@@ -402,14 +417,14 @@ _WAYS = {
 }
 
 
-def _check_log_q(log_q: Tensor, negatives: Tensor, shape: str) -> Tensor:
+def _check_log_q(log_q: Tensor, negatives: Tensor, shape: str, name: str = "log_q") -> Tensor:
     if not isinstance(log_q, Tensor) or not log_q.is_floating_point():
         raise TypeError(
-            f"{_OP}: log_q must be floating point of {shape} {list(negatives.shape)}, got {describe(log_q)}"
+            f"{_OP}: {name} must be floating point of {shape} {list(negatives.shape)}, got {describe(log_q)}"
         )
     if log_q.shape != negatives.shape or log_q.device != negatives.device:
         raise ValueError(
-            f"{_OP}: log_q must be {shape} {list(negatives.shape)} on {negatives.device}, got {describe(log_q)}"
+            f"{_OP}: {name} must be {shape} {list(negatives.shape)} on {negatives.device}, got {describe(log_q)}"
         )
     return log_q.detach()
 
@@ -616,6 +631,31 @@ def _loss(
         raise _renamed(error) from None
 
 
+def _symmetric(
+    queries: Tensor,
+    keys: Tensor,
+    key_ids: Tensor | None,
+    known: tuple[Tensor, Tensor] | None,
+    log_q: Tensor | None,
+    query_log_q: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """[B]: both directions from one matrix of scores."""
+    acc, others = acc_dtype(keys.dtype), max(queries.shape[0] - 1, 1)
+
+    def shift(q: Tensor | None) -> Tensor | None:
+        # 0 * inf is nan: a bad log_q must show.
+        return None if q is None else (-q.detach() - math.log(others) + 0.0 * q.detach()).to(acc).contiguous()
+
+    if known is not None:
+        assert key_ids is not None
+        known = _present(known, key_ids)
+    offsets, ids = (None, None) if known is None else (known[0].contiguous(), known[1].contiguous())
+    labels = None if key_ids is None else key_ids.contiguous()
+    masks = PairMasks(labels, offsets, ids, shift(log_q), shift(query_log_q))
+    return symmetric_softmax(queries.contiguous(), keys.contiguous(), masks, scale)
+
+
 def _tower_loss(
     queries: Tensor,
     keys: Tensor,
@@ -638,7 +678,9 @@ def _tower_loss(
     if hard is None:
         return loss
     hard = _without(hard, _names(ids, hard), own, known, positives)
-    return _reduce(join_losses(loss, _loss(queries, keys, positives, hard, None, None, None, scale, each, False)), reduction)
+    return _reduce(
+        join_losses(loss, _loss(queries, keys, positives, hard, None, None, None, scale, each, False)), reduction
+    )
 
 
 def _renamed(error: Exception) -> Exception:
