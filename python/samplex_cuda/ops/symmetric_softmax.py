@@ -1,4 +1,4 @@
-"""The symmetric softmax of a batch: fakes and autograd of `torch.ops.samplex.symmetric_softmax`, and its three products.
+"""The symmetric softmax of a batch: fakes and autograd of the op, and the three products around it.
 
 One matrix of products serves both directions: softmaxes over its rows and its columns, then one matrix of gradients.
 """
