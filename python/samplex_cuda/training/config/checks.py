@@ -252,8 +252,8 @@ def check_together(source: str, c: Config) -> None:
             True,
         )
     if c.head.unique:
-        if c.sampler.name not in ("auto", "uniform", "log_uniform", "unigram"):
-            wanted = f"false with the sampler {c.sampler.name}: uniform, log_uniform and unigram have distinct draws"
+        if c.sampler.name not in ("auto", "uniform", "log_uniform", "unigram", "bigram"):
+            wanted = f"false with the sampler {c.sampler.name}: uniform, log_uniform, unigram and bigram have them"
             fail("head", "unique", wanted, c.head.unique)
         if not needs.weighted_draws or needs.target_log_q or not needs.draws:
             fail("head", "unique", f"false with {named}", c.head.unique)

@@ -183,7 +183,7 @@ class Head:
         False, "tree, midx with `shared`: stratified draws, which are less noisy than independent ones"
     )
     unique: bool | str = _key(
-        False, "uniform, log_uniform, unigram: distinct draws, weighted by their inclusion probability; tf: as "
+        False, "uniform, log_uniform, unigram, bigram: distinct draws, weighted by their inclusion probability; tf: as "
         "TensorFlow draws them", also=("tf",),
     )  # fmt: skip
     hard: int = _key(0, "hard negatives of each row besides the draws: classes that the model scores high", least=0)
