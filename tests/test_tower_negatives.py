@@ -8,8 +8,8 @@ import re
 
 import pytest
 import torch
-from in_batch_cases import random_known
 from host_syncs import no_host_sync
+from in_batch_cases import random_known
 from test_in_batch import tower, wanted
 
 import samplex_cuda as sx

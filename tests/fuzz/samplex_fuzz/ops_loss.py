@@ -11,8 +11,8 @@ from torch import Tensor
 from samplex_cuda.ops.entry_loss import KINDS
 from samplex_cuda.ops.static_sample import build_alias
 from samplex_cuda.reference import attention_pool as pool
-from samplex_cuda.reference.symmetric_softmax import symmetric_softmax as symmetric_reference
 from samplex_cuda.reference.sampled_softmax import sampled_softmax
+from samplex_cuda.reference.symmetric_softmax import symmetric_softmax as symmetric_reference
 from samplex_fuzz.call import Args, Call, Dice, generator, op_call
 from samplex_fuzz.ops_static import alias_counts
 from samplex_fuzz.oracle import acc, all_ordinary, close, drawn, expect, has_form, is_meta, near, ordinary

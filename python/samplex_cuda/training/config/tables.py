@@ -144,6 +144,12 @@ class Sampler:
         choices=("auto", "none", "uniform", "log_uniform", "unigram"),
     )  # fmt: skip
     base_weight: float = _key(0.5, "share of `base`", above=0.0, below=1.0)
+    frequency: str = _key(
+        "gap", "in_batch: how frequencies are estimated: mean gaps between two occurrences, or a count-min sketch",
+        choices=("gap", "sketch"),
+    )  # fmt: skip
+    frequency_rate: float = _key(0.02, "in_batch: weight of the newest observation", above=0.0, most=1.0)
+    frequency_buckets: int = _key(0, "in_batch: size of the arrays; 0: one bucket per class, at most 2^26", least=0)
     alpha: float = _key(100.0, "quadratic: factor of the square", above=0.0)
     num_features: int = _key(1024, "rff: random features", least=1)
     nu: float | str = _key(
@@ -188,12 +194,20 @@ class Head:
     )  # fmt: skip
     hard: int = _key(0, "hard negatives of each row besides the draws: classes that the model scores high", least=0)
     hard_source: str = _key(
-        "pool", "what they are chosen from: `hard_pool` random classes, the beam of a tree sampler, or all classes",
-        choices=("pool", "tree", "exact"),
+        "pool", "what they are chosen from: `hard_pool` random classes, the beam of a tree sampler, all classes, or "
+        "an index of the class rows (FAISS or USearch)",
+        choices=("pool", "tree", "exact", "index"),
     )  # fmt: skip
     hard_pool: int = _key(4096, "random classes that a batch chooses from", least=1)
+    hard_index: str = _key(
+        "flat", 'kind of the index: "flat", "ivf", "hnsw", a string of `faiss.index_factory`, or "usearch"'
+    )
+    hard_refresh: int = _key(100, "steps that share an index; each checkpoint ends one, too", least=1)
     bias: bool = _key(True, "a bias per class; none with `normalize`")
     scale: float = _key(1.0, "inverse temperature: factor of the logits")
+    learn_scale: bool = _key(
+        False, "learn the scale, from `scale` on, with the optimizer of the encoder; there is no bias then"
+    )
     normalize: bool = _key(False, "h and class rows on the unit sphere, see docs/faces.md (use with `scale`)")
     margin_m1: float = _key(1.0, "with `normalize`: factor of the target's angle (SphereFace)", least=1.0, most=4.0)
     margin_m2: float = _key(0.0, "with `normalize`: added to it (ArcFace)", least=0.0, most=1.5)
