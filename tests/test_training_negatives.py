@@ -1,4 +1,4 @@
-"""Keys of a run about negatives: a learned scale, mined negatives from an index, how in-batch frequencies are estimated."""
+"""Keys of a run about negatives: a learned scale, mining from an index, the estimator of in-batch frequencies."""
 
 from __future__ import annotations
 

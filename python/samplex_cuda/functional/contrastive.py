@@ -137,10 +137,10 @@ def contrastive(
         ... )
         True
     """
-    tower = negatives if isinstance(negatives, TowerKeys) else None
+    tower, rows = (negatives, None) if isinstance(negatives, TowerKeys) else (None, negatives)
     if tower is not None:
         _check_tower(tower, queries, keys, positives, log_q, key_ids, num_negatives, group, queue, symmetric)
-        negatives, log_q, key_ids = None, tower.log_q, tower.ids
+        log_q, key_ids = tower.log_q, tower.ids
     in_batch = positives is None
     queries = _check(queries, keys, positives, key_ids, reduction)
     scale = check_number("contrastive", "scale", scale, -math.inf)
@@ -148,9 +148,8 @@ def contrastive(
         raise TypeError(
             f"contrastive: sampler must be a sampler of samplex_cuda.samplers or None, got {describe(sampler)}"
         )
-    assert not isinstance(negatives, TowerKeys)
     how = _ways(
-        in_batch, negatives, log_q, num_negatives, sampler, key, key_ids, known_positives, exact, symmetric,
+        in_batch, rows, log_q, num_negatives, sampler, key, key_ids, known_positives, exact, symmetric,
         query_log_q, group,
     )  # fmt: skip
     _check_queue(queue, how, keys, key_ids)
@@ -198,32 +197,32 @@ def contrastive(
     sink: Sink | None = None
     if how == "batch":
         # Shared by all rows; the loss leaves each row's own out.
-        negatives = positives if n == batch else _range(0, n, keys.device)
+        rows = positives if n == batch else _range(0, n, keys.device)
         if log_q is not None:
             # The loss divides by its n entries, of which one is the positive: n - 1 are draws.
             log_q = log_q + (math.log((n - 1) / n) if n > 1 else 0.0)
         sink = _BatchSink(first)
     elif how == "sampler":
         draw = sampler.sample(queries.detach(), num_negatives, exclude=positives, key=key)
-        negatives, log_q = draw.ids, draw.log_q
+        rows, log_q = draw.ids, draw.log_q
     elif how == "subset":
-        negatives = _subset(positives, num_negatives, n, key)
-    assert negatives is not None
-    _check_negatives(negatives, queries, keys)
+        rows = _subset(positives, num_negatives, n, key)
+    assert rows is not None
+    _check_negatives(rows, queries, keys)
     if how == "given" and log_q is not None:
-        log_q = _check_log_q(log_q, negatives, "the shape of negatives")
+        log_q = _check_log_q(log_q, rows, "the shape of negatives")
     if sparse is None:
         sparse = not in_batch and keys.is_leaf
     sparse, labels = bool(sparse), None
     if key_ids is not None or known is not None:
         own = key_ids if how == "batch" and n == batch and key_ids is not None else _names(key_ids, positives)
-        if negatives.dim() == 1:
-            labels = (key_ids if how == "batch" and key_ids is not None else _names(key_ids, negatives)), own
+        if rows.dim() == 1:
+            labels = (key_ids if how == "batch" and key_ids is not None else _names(key_ids, rows)), own
         else:
-            negatives = _without(negatives, _names(key_ids, negatives), own, known, positives)
+            rows = _without(rows, _names(key_ids, rows), own, known, positives)
             known = None
     return _loss(
-        queries, keys, positives, negatives, log_q, labels, known, scale, reduction, sparse, None if sparse else sink
+        queries, keys, positives, rows, log_q, labels, known, scale, reduction, sparse, None if sparse else sink
     )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ class _Step(torch.autograd.Function):
     """Products, softmaxes and, backward, both gradients from one matrix."""
 
     @staticmethod
-    def forward(queries: Tensor, keys: Tensor, masks: PairMasks, scale: float) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(queries: Tensor, keys: Tensor, masks: PairMasks, scale: float) -> tuple[Tensor, ...]:
         dots = _products(queries, keys)
         return (*_forward(dots, *masks, scale), dots)
 
@@ -103,7 +103,7 @@ class _Step(torch.autograd.Function):
         ctx.save_for_backward(queries, keys, dots, *masks, row_lse, column_lse)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> Any:
         if grad is None:
             return None, None, None, None
         queries, keys, *rest = ctx.saved_tensors
