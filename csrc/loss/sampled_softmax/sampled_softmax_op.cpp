@@ -80,8 +80,7 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   check_value(more.draw_labels.has_value() == more.row_labels.has_value(), kOp,
               ": draw_labels and row_labels must be given together");
   if (more.draw_labels) {
-    check_value(shared && P == 1, kOp,
-                ": draw_labels must be None unless draws are shared, with one target per row");
+    check_value(shared && P == 1, kOp, ": draw_labels must be None unless draws are shared, with one target per row");
     check_tensor(kOp, "draw_labels", *more.draw_labels, {m}, "[m]", ScalarType::Long, weight);
     check_tensor(kOp, "row_labels", *more.row_labels, {B}, "[B]", ScalarType::Long, weight);
   }

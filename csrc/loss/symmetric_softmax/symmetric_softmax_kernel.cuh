@@ -19,9 +19,7 @@ template <typename A>
 struct Pairs {
   const SymmetricSoftmaxParams& p;
 
-  SX_DEVICE A score(int64_t i, int64_t j) const {
-    return A(p.scale) * static_cast<const A*>(p.dots)[i * p.batch + j];
-  }
+  SX_DEVICE A score(int64_t i, int64_t j) const { return A(p.scale) * static_cast<const A*>(p.dots)[i * p.batch + j]; }
   SX_DEVICE bool masked(int64_t i, int64_t j) const {
     if (p.labels == nullptr || i == j) return false;
     const int64_t label = p.labels[j];

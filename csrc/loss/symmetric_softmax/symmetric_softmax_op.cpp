@@ -56,7 +56,8 @@ Forward symmetric_softmax(const Tensor& dots, const std::optional<Tensor>& label
                           const std::optional<Tensor>& key_shift, const std::optional<Tensor>& query_shift,
                           double scale) {
   constexpr const char* op = "symmetric_softmax";
-  SymmetricSoftmaxParams params = params_of(op, dots, {labels, known_offsets, known_ids, key_shift, query_shift}, scale);
+  SymmetricSoftmaxParams params =
+      params_of(op, dots, {labels, known_offsets, known_ids, key_shift, query_shift}, scale);
   const ScalarType acc = dots.scalar_type();
   const int64_t B = params.batch;
   Forward result{empty(dots, {B}, acc), empty(dots, {B}, acc), empty(dots, {B}, acc)};
@@ -79,7 +80,8 @@ Tensor symmetric_softmax_bwd(const Tensor& grad, const Tensor& dots, const std::
                              const std::optional<Tensor>& key_shift, const std::optional<Tensor>& query_shift,
                              const Tensor& row_lse, const Tensor& column_lse, double scale) {
   constexpr const char* op = "symmetric_softmax_bwd";
-  SymmetricSoftmaxParams params = params_of(op, dots, {labels, known_offsets, known_ids, key_shift, query_shift}, scale);
+  SymmetricSoftmaxParams params =
+      params_of(op, dots, {labels, known_offsets, known_ids, key_shift, query_shift}, scale);
   const ScalarType acc = dots.scalar_type();
   const int64_t B = params.batch;
   check_tensor(op, "grad", grad, {B}, "[B]", acc, dots);

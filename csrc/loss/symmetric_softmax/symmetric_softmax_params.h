@@ -26,9 +26,9 @@ struct SymmetricSoftmaxParams {
   void* row_lse;                 // A [B], read by the backward
   void* column_lse;              // A [B]
   void* loss;                    // A [B]; forward only
-  void* partial;                 // A [2, blocks, B]; CPU forward only: maximum and sum of each column in a block of rows
-  const void* grad;              // A [B]; backward only
-  void* coefs;                   // A [B, B]; backward only: d dots
+  void* partial;     // A [2, blocks, B]; CPU forward only: maximum and sum of each column in a block of rows
+  const void* grad;  // A [B]; backward only
+  void* coefs;       // A [B, B]; backward only: d dots
   int64_t batch, known_size, block_rows;
   double scale;
   bool double_acc;
