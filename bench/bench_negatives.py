@@ -332,9 +332,13 @@ class InBatchPair(Pair):
     def __init__(self, device: torch.device, extra: int) -> None:
         more = sx.samplers.Uniform(CLASSES) if extra else None
         super().__init__(
-            device, 4096, {"m": extra}, sampler=sx.samplers.InBatch(CLASSES, extra=more).to(device), num_samples=extra or None,
+            device,
+            4096,
+            {"m": extra},
+            sampler=sx.samplers.InBatch(CLASSES, extra=more).to(device),
+            num_samples=extra or None,
             shared=True,
-        )  # fmt: skip
+        )
         self.extra, self.rate = extra, 0.02
         self.last = torch.zeros(CLASSES, dtype=torch.int64, device=device)
         self.gap, self.clock = torch.zeros(CLASSES, device=device), 0
