@@ -414,9 +414,9 @@ q, bank, own = torch.zeros(3, 4), torch.zeros(9, 4), torch.tensor([0, 1, 2])
         (lambda: contrastive(q, q, key_ids=own[:2]), ValueError, r"key_ids must be \[3\]"),
         (lambda: contrastive(q, bank, own, own, key_ids=own), ValueError, r"key_ids must be \[9\] to fit keys"),
         (
-            lambda: contrastive(q, bank, own, num_negatives=2, key_ids=torch.arange(9)),
+            lambda: contrastive(q, bank, own, num_negatives=2, exact=True, key_ids=torch.arange(9)),
             ValueError,
-            "key_ids cannot be combined with a uniform subset",
+            "key_ids cannot be combined with exact=True",
         ),
         (lambda: contrastive(q, q, query_log_q=q[:, 0]), ValueError, "query_log_q must be None without symmetric"),
         (lambda: contrastive(q, bank, own, own, group=1), ValueError, "group cannot be combined with given negatives"),

@@ -106,6 +106,78 @@ def test_all_classes_once_is_the_full_softmax():
     torch.testing.assert_close(loss, head.eval()(h, y), rtol=1e-5, atol=1e-5)
 
 
+# ---------------------------------------------------------------------------------------------------- per context
+def bigram(backoff=0.3):
+    """Contexts 0 and 1 have followers of their own, context 2 none."""
+    return sx.samplers.Bigram(
+        [0, 3, 5, 5], [1, 2, 4, 0, 3], [4, 1, 2, 6, 1], [8.0, 1.0, 1.0, 3.0, 0.5], backoff=backoff
+    )
+
+
+@pytest.mark.parametrize("mode", ["inclusion", "tf"])
+@pytest.mark.parametrize("context", [0, 1, 2, -1])
+def test_distinct_draws_of_a_context_are_those_of_enumeration(mode, context):
+    sampler, rows = bigram(), 20_000
+    contexts = torch.full((rows,), context)
+    p = sampler.log_prob_all(context=contexts[:1])[0].double().exp()
+    p[3] = 0.0
+    p = (p / p.sum()).tolist()
+    exclude = torch.full((rows,), 3)
+    ids = sampler.unique(2, context=contexts, exclude=exclude, key=sx.Key(1), mode=mode).draw.ids
+    code, statistic, cells, found = ids[:, 0] * 5 + ids[:, 1], 0.0, 0, 0
+    for order, chance in orders(p, 2):
+        seen = int((code == order[0] * 5 + order[1]).sum())
+        statistic, cells, found = statistic + (seen - rows * chance) ** 2 / (rows * chance), cells + 1, found + seen
+    assert found == rows
+    assert statistic < cells + 5 * math.sqrt(2 * cells)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_weights_by_inclusion_are_unbiased_for_each_context(shared):
+    sampler, rows = bigram(), 20_000 if not shared else 1
+    weights = []
+    if shared:
+        contexts = torch.tensor([0, 1, 1])
+        for seed in range(1200):
+            draw = sampler.sample(None, 2, shared=True, context=contexts, unique=True, key=sx.Key(seed))
+            assert draw.ids.shape == (2,)
+            weights.append(torch.zeros(5, dtype=torch.float64).scatter_(0, draw.ids, (-draw.log_q.double()).exp() / 2))
+    else:
+        contexts = torch.arange(rows) % 3
+        draw = sampler.sample(None, 2, context=contexts, unique=True, key=sx.Key(2))
+        each = (-draw.log_q.double()).exp() / 2
+        weights = torch.zeros(rows, 5, dtype=torch.float64).scatter_(1, draw.ids, each).unbind()
+    each = torch.stack(list(weights))
+    error = each.std(0) / math.sqrt(each.shape[0])
+    assert bool(((each.mean(0) - 1).abs() < 5 * error).all())
+
+
+def test_a_context_is_finished_class_by_class_too(monkeypatch):
+    monkeypatch.setattr("samplex_cuda.samplers.unique._MOST", 1)
+    sampler, rows = bigram(), 3000
+    contexts = torch.arange(rows) % 3
+    draw = sampler.sample(None, 3, context=contexts, unique=True, key=sx.Key(5), exclude=torch.full((rows,), 4))
+    assert bool((draw.ids.sort(1).values.diff(dim=1) > 0).all())
+    weight = torch.zeros(rows, 5, dtype=torch.float64).scatter_(1, draw.ids, (-draw.log_q.double()).exp() / 3)
+    assert bool((weight[:, 4] == 0).all())
+    error = weight.std(0)[:4] / math.sqrt(rows)
+    assert bool(((weight.mean(0)[:4] - 1).abs() < 5 * error.clamp(min=1e-9)).all())
+
+
+def test_distinct_draws_of_a_bigram_in_a_head():
+    head = make(5, 4, 4, sampler=bigram(), unique=True, reduction="none")
+    h, y, context = torch.randn(6, 4), torch.randint(5, (6,)), torch.tensor([0, 1, 2, -1, 0, 1])
+    torch.testing.assert_close(head(h, y, context=context), head.eval()(h, y), rtol=1e-5, atol=1e-5)  # all classes
+    with pytest.raises(ValueError, match="num_samples must be at most 2 with unique, the classes left, got 3"):
+        bigram(0.0).unique(3, context=torch.tensor([1]))
+    with pytest.raises(ValueError, match="num_samples must be at most 5 with unique, got 6"):
+        bigram().unique(6, context=context)
+    sampler = bigram()
+    found = sampler.unique(2, context=context, mode="tf")
+    log_pi = sampler.log_inclusion(found.draw.ids, found.level, "tf", context=context)
+    torch.testing.assert_close(log_pi - math.log(2), found.draw.log_q.double(), rtol=1e-5, atol=1e-5)
+
+
 def tensorflow(h, weight, bias, y, ids, expected_ids, expected_y):
     """`tf.nn.sampled_softmax_loss` with remove_accidental_hits, from its definition."""
     sampled = h @ weight[ids].T + bias[ids] - expected_ids.log()

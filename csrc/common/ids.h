@@ -37,7 +37,7 @@ inline void check_ids(const char* op, const char* arg, const Tensor& t, int64_t 
   check_ids(op, arg, t, num_classes, "", [](int64_t) { return false; });
 }
 
-// CSR rows: offsets [rows + 1] from 0 to ids.numel(), ascending; ids in [0, num_classes).
+// CSR rows: offsets [rows + 1] from 0 to ids.numel(), ascending; ids in [0, num_classes), or any with num_classes < 0.
 inline void check_csr(const char* op, const char* arg, const Tensor& offsets, const Tensor& ids, int64_t rows,
                       int64_t num_classes) {
   if (!ids_on_host(offsets)) return;
@@ -46,7 +46,7 @@ inline void check_csr(const char* op, const char* arg, const Tensor& offsets, co
   for (int64_t b = 0; b < rows; ++b) ok &= at[b] <= at[b + 1];
   check_value(ok, op, ": ", arg, " offsets must ascend from 0 to ", ids.numel(), " = number of ids, got ", at[0], " … ",
               at[rows]);
-  check_ids(op, arg, ids, num_classes);
+  if (num_classes >= 0) check_ids(op, arg, ids, num_classes);
 }
 
 }  // namespace samplex::glue

@@ -130,6 +130,23 @@ def test_in_batch_correction():
     torch.testing.assert_close(got, want)
 
 
+def test_known_positives_are_no_negatives_in_the_batch():
+    made = model()
+    counts = torch.arange(1.0, 21.0)
+    ids, known = torch.tensor([3, 7, 3, 19]), torch.tensor([[7, 2], [-100, -100], [-100, 19], [-100, -100]])
+    texts = [[WORDS[i] for i in ids], [WORDS[20 + i] for i in ids]]
+    labels = torch.cat([ids[:, None], known], 1)
+    got = adapter.InBatchLoss(made, counts)([features(made, t) for t in texts], labels)
+    a, p = (torch.nn.functional.normalize(made.encode(t, convert_to_tensor=True), dim=1) for t in texts)
+    logits = 20 * a @ p.T
+    off = ~torch.eye(4, dtype=torch.bool)
+    log_q = (counts / counts.sum()).log()[ids]
+    corrected = torch.where(off, logits - log_q - torch.log(torch.tensor(3.0)), logits)
+    out = (ids[:, None] == ids) | (known[:, :, None] == ids).any(1)
+    corrected[out & off] = -torch.inf
+    torch.testing.assert_close(got, (corrected.logsumexp(1) - logits.diagonal()).mean())
+
+
 def test_in_batch_training_beside_theirs(tmp_path):
     """Both losses learn the pairs of the same data; ours also runs in the library's trainer."""
     which, data = pairs()

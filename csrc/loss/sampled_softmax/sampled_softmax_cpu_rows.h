@@ -77,7 +77,7 @@ struct SampledSoftmaxRow {
         ahead_of(row_prefetch<T>(params.dim)),
         slopes(params.absolute || params.normalize),
         one_target(params.num_targets == 1 && params.known_offsets == nullptr),
-        plain_shared(params.shared && one_target && !params.absolute && params.label_smoothing == 0 &&
+        plain_shared(params.shared && params.num_targets == 1 && !params.absolute && params.label_smoothing == 0 &&
                      params.target_weight == nullptr),
         plain_rows(!params.shared && one_target && !params.absolute && params.label_smoothing == 0 &&
                    params.target_weight == nullptr && params.coef_lse == nullptr && params.num_samples > 0 &&
@@ -100,13 +100,17 @@ struct SampledSoftmaxRow {
     for (int64_t k = 0; k < P; ++k) {
       if (target[k] == id && is_target(id)) return true;
     }
+    return is_known(b, id);
+  }
+  bool is_known(int64_t b, int64_t label) const {
     if (p.known_offsets == nullptr) return false;
     bool found = false;
-    for (int64_t k = p.known_offsets[b]; k < p.known_offsets[b + 1]; ++k) found |= p.known_ids[k] == id;
+    for (int64_t k = p.known_offsets[b]; k < p.known_offsets[b + 1]; ++k) found |= p.known_ids[k] == label;
     return found;
   }
   bool draw_masked(int64_t b, int64_t k) const {
-    return p.draw_labels != nullptr ? p.draw_labels[k] == p.row_labels[b] : masked(b, draws_of(b)[k]);
+    if (p.draw_labels == nullptr) return masked(b, draws_of(b)[k]);
+    return p.draw_labels[k] == p.row_labels[b] || is_known(b, p.draw_labels[k]);
   }
 
   // Ids of the entries, and logits as far as they do not need the class row. False: no target, nothing to do.
@@ -226,7 +230,7 @@ struct SampledSoftmaxRow {
     return eps > 0 ? total + eps / A(num_entries) * every_sum : total;
   }
 
-  // Shared draws, one target, nothing else: the products of the draws are there, and what is left is a softmax in two
+  // Shared draws, one target: the products of the draws are there, and what is left is a softmax in two
   // passes over them. Bias and corrections of the draws are the same for every row and were made once.
   void run_shared(int64_t b) {
     const int64_t target = p.target[b];
@@ -245,7 +249,18 @@ struct SampledSoftmaxRow {
     const int64_t* const labels = p.draw_labels != nullptr ? p.draw_labels : p.ids;
     const int64_t label = p.draw_labels != nullptr ? p.row_labels[b] : target;
     int64_t hits = 0;
-    for (int64_t k = 0; k < m; ++k) hits += labels[k] == label;
+    const bool listed = p.known_offsets != nullptr && p.known_offsets[b] != p.known_offsets[b + 1];
+    if (listed) {  // one known label at a time: comparing it with all draws takes vectors
+      int64_t* const out = s.ids;
+      for (int64_t k = 0; k < m; ++k) out[k] = labels[k] == label;
+      for (int64_t i = p.known_offsets[b]; i < p.known_offsets[b + 1]; ++i) {
+        const int64_t known = p.known_ids[i];
+        for (int64_t k = 0; k < m; ++k) out[k] |= labels[k] == known;
+      }
+      for (int64_t k = 0; k < m; ++k) hits += out[k];
+    } else {
+      for (int64_t k = 0; k < m; ++k) hits += labels[k] == label;
+    }
     TargetScore score = target_score(product[0], row);
     score.value += load_scalar<A>(p.bias, target, A(0));
     const A* const inverse = static_cast<const A*>(p.draw_inverse);
@@ -253,7 +268,9 @@ struct SampledSoftmaxRow {
       for (int64_t k = 0; k < m; ++k) logits[k] *= inverse[k];
     }
     for (int64_t k = 0; k < m; ++k) logits[k] = (logits[k] + s.draw_bias[k]) * scale + s.corrections[k];
-    if (hits > 0) {
+    if (hits > 0 && listed) {
+      for (int64_t k = 0; k < m; ++k) logits[k] = s.ids[k] != 0 ? kOut : logits[k];
+    } else if (hits > 0) {
       for (int64_t k = 0; k < m; ++k) logits[k] = labels[k] == label ? kOut : logits[k];
     }
     const A share = load_scalar<A>(p.class_weight, target, A(1)), own = score.value * scale;

@@ -29,7 +29,13 @@ SX_DEVICE inline int64_t entry_id(const SampledSoftmaxParams& p, int64_t b, int6
   }
   const int64_t draw = k - p.num_targets;
   const int64_t id = p.ids[(p.shared ? 0 : b * p.num_samples) + draw];
-  const bool masked = p.draw_labels != nullptr ? p.draw_labels[draw] == p.row_labels[b] : draw_masked(p, b, id);
+  bool masked;
+  if (p.draw_labels == nullptr) {
+    masked = draw_masked(p, b, id);
+  } else {
+    const int64_t label = p.draw_labels[draw];
+    masked = label == p.row_labels[b] || is_known_positive(p.known_offsets, p.known_ids, p.known_size, b, label);
+  }
   return masked ? -1 : class_or_unknown(id, p.num_classes);
 }
 

@@ -75,13 +75,12 @@ Forward forward(const Tensor& hidden, const Tensor& weight, const Tensor& target
   if (known_offsets) {
     check_tensor(kOp, "known_offsets", *known_offsets, {B + 1}, "[B + 1]", ScalarType::Long, weight);
     check_tensor(kOp, "known_ids", *known_ids, {-1}, "[n]", ScalarType::Long, weight);
-    check_csr(kOp, "positives", *known_offsets, *known_ids, B, C);
+    check_csr(kOp, "positives", *known_offsets, *known_ids, B, more.draw_labels ? -1 : C);
   }
   check_value(more.draw_labels.has_value() == more.row_labels.has_value(), kOp,
               ": draw_labels and row_labels must be given together");
   if (more.draw_labels) {
-    check_value(shared && P == 1 && !known_offsets, kOp,
-                ": draw_labels must be None unless draws are shared, with one target per row and no known positives");
+    check_value(shared && P == 1, kOp, ": draw_labels must be None unless draws are shared, with one target per row");
     check_tensor(kOp, "draw_labels", *more.draw_labels, {m}, "[m]", ScalarType::Long, weight);
     check_tensor(kOp, "row_labels", *more.row_labels, {B}, "[B]", ScalarType::Long, weight);
   }

@@ -43,7 +43,8 @@ struct SampledSoftmaxParams {
                           // overwritten; may be the draws' columns of coef_loss
   int64_t dots_stride;
   DrawProducts products;         // CPU only: the kernel makes dots, and what shared draws add to d_loss and d_lse
-  const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn
+  const int64_t* known_offsets;  // [B + 1] or nullptr: known positives of a row, masked where drawn; with draw_labels,
+                                 // labels
   const int64_t* known_ids;      // [known_size]
   const int64_t* draw_labels;    // [m] or nullptr, when shared and P = 1: what each draw is, instead of its id
   const int64_t* row_labels;     // [B]: a draw of this label is masked in the row

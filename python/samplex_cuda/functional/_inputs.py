@@ -197,7 +197,9 @@ def target_weights(op: str, given: Tensor | None, target: Tensor, flat: Tensor, 
     return None if found is None else found.reshape(flat.shape)
 
 
-def known_positives(op: str, rows: tuple[Tensor, Tensor], batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def known_positives(
+    op: str, rows: tuple[Tensor, Tensor], batch: int, device: torch.device, arg: str = "positives"
+) -> tuple[Tensor, Tensor]:
     """Known positives of each row as CSR, checked.
 
     Args:
@@ -205,15 +207,16 @@ def known_positives(op: str, rows: tuple[Tensor, Tensor], batch: int, device: to
         rows: offsets int64 [B + 1], ids int64 [n].
         batch: B.
         device: where they must be.
+        arg: name of the argument, for error messages.
     """
     if not (isinstance(rows, tuple) and len(rows) == 2):
-        raise TypeError(f"{op}: positives must be a tuple (offsets [B + 1], ids [n]), got {describe(rows)}")
+        raise TypeError(f"{op}: {arg} must be a tuple (offsets [B + 1], ids [n]), got {describe(rows)}")
     offsets, ids = rows
-    for name, t in (("positives offsets", offsets), ("positives ids", ids)):
+    for name, t in ((f"{arg} offsets", offsets), (f"{arg} ids", ids)):
         _check_ids(op, name, check_tensor(op, name, t, "int64"), device)
     if offsets.shape != (batch + 1,) or ids.dim() != 1:
         raise ValueError(
-            f"{op}: positives must be (offsets [{batch + 1}], ids [n]), got offsets {describe(offsets)}, "
+            f"{op}: {arg} must be (offsets [{batch + 1}], ids [n]), got offsets {describe(offsets)}, "
             f"ids {describe(ids)}"
         )
     return offsets.contiguous(), ids.contiguous()

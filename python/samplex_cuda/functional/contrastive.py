@@ -11,15 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_dense, check_number, describe, op_error
+from samplex_cuda.functional._inputs import known_positives as check_known
+from samplex_cuda.functional._join import join_losses
 from samplex_cuda.losses import SampledSoftmax
 from samplex_cuda.ops.fused_loss import run_loss
 from samplex_cuda.ops.loss_types import REDUCTIONS, Form, Inputs, LossGrad, Sink, acc_dtype
 from samplex_cuda.ops.row_gradients import entries
 from samplex_cuda.ops.subset_sample import subset_sample
+from samplex_cuda.ops.symmetric_softmax import MOST_ROWS, PairMasks, symmetric_softmax
 from samplex_cuda.optim.fusion import fusion_of
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import MAX_SAMPLES
+from samplex_cuda.samplers.in_batch import TowerKeys
 from samplex_cuda.samplers.queue import KeyQueue
 
 __all__ = ["contrastive"]
@@ -35,13 +40,14 @@ def contrastive(
     queries: Tensor,
     keys: Tensor,
     positives: Tensor | None = None,
-    negatives: Tensor | None = None,
+    negatives: Tensor | TowerKeys | None = None,
     log_q: Tensor | None = None,
     *,
     num_negatives: int | None = None,
     sampler: Any = None,
     key: Key | Tensor | None = None,
     key_ids: Tensor | None = None,
+    known_positives: tuple[Tensor, Tensor] | None = None,
     query_log_q: Tensor | None = None,
     exact: bool = False,
     scale: float = 1.0,
@@ -76,6 +82,7 @@ def contrastive(
     `num_negatives` and `sampler`  draws of the sampler, which leaves the positive out                its log_q
     `num_negatives` and `exact`    the expectation over *all* such subsets (Eq. 3.2); small n only    none
     nothing, in-batch              all other keys of the batch                                        if `log_q`
+    `InBatch.tower_keys`           the batch, draws of any sampler, and mined keys of each query      its log_q
     =============================  =================================================================  ============
 
     One pass over the gathered keys, forward and backward, by the kernels of `sampled_softmax`: no [B, k, d] tensor.
@@ -86,24 +93,26 @@ def contrastive(
             run in float32 (float64 for float64).
         positives: int64 [B] rows of `keys`, or None: in-batch.
         negatives: int64 [B, k] rows of `keys` for each query, or [k] for all. One that is the query's positive takes no
-            part.
+            part. In-batch: the `TowerKeys` whose ids `keys` encodes; see `sx.samplers.InBatch.tower_keys`.
         log_q: log-probability of the negatives under the distribution they were drawn from, shape of `negatives`.
             In-batch [n]: of each key as a draw, such as the log of how often it is some query's positive
             (`sx.samplers.StreamingFrequency`). The divisor is n - 1, also where copies are masked.
         num_negatives: k.
         sampler: a sampler over the n keys, such as `sx.samplers.Unigram`; it sees the queries.
         key: randomness of the draw; see `samplex_cuda.Key`. None: torch's default generator.
-        key_ids: int64 [n]: what each key is. A key of the same id as the query's own is not a negative; not with a
-            uniform subset, `sampler` or `exact`.
+        key_ids: int64 [n]: what each key is. A key of the same id as the query's own is not a negative; not with
+            `exact`. Draws are masked after they were drawn, so that their log_q and the divisor stay right.
+        known_positives: every known id of each query as CSR (offsets int64 [B + 1], ids int64 [m]): keys of these ids
+            are not negatives of that query. Without `key_ids`, of a bank, these are rows of `keys`. Not with `exact`.
         query_log_q: [B], with `symmetric`: log-probability of each query as a draw, for the other direction.
         exact: the expectation over all subsets of `num_negatives` other keys, enumerated; O(B C(n-1, k) k).
         scale: multiplies the scores (1 / temperature), before the correction.
-        symmetric: in-batch with n = B, the mean of this loss and that of the keys against the queries; with `log_q` it
-            also needs `query_log_q`.
+        symmetric: in-batch with n = B, the mean of this loss and that of the keys against the queries, from one matrix
+            of scores; with `log_q` it also needs `query_log_q`. With `group` or `queue` these take two.
         group: in-batch: a process group whose ranks put their keys (with `key_ids` and `log_q`) together, each with the
             same number of queries. The loss is the mean over this rank's queries, and gradients of the keys are summed
             over the ranks: right if the gradients of the encoders are then averaged, as DistributedDataParallel
-            does. Every rank must call it.
+            does. Every rank must call it. With `symmetric`, the queries are put together, too.
         queue: in-batch with `key_ids`: a `sx.samplers.KeyQueue`, whose keys are further negatives; where there is a
             `log_q`, with theirs. It is not changed: push this batch afterwards.
         reduction: "mean" over the queries (0 for none), "sum" or "none".
@@ -128,6 +137,10 @@ def contrastive(
         ... )
         True
     """
+    tower, rows = (negatives, None) if isinstance(negatives, TowerKeys) else (None, negatives)
+    if tower is not None:
+        _check_tower(tower, queries, keys, positives, log_q, key_ids, num_negatives, group, queue, symmetric)
+        log_q, key_ids = tower.log_q, tower.ids
     in_batch = positives is None
     queries = _check(queries, keys, positives, key_ids, reduction)
     scale = check_number("contrastive", "scale", scale, -math.inf)
@@ -135,15 +148,35 @@ def contrastive(
         raise TypeError(
             f"contrastive: sampler must be a sampler of samplex_cuda.samplers or None, got {describe(sampler)}"
         )
-    how = _ways(in_batch, negatives, log_q, num_negatives, sampler, key, key_ids, exact, symmetric, query_log_q, group)
-    _check_queue(queue, how, keys, key_ids, symmetric)
+    how = _ways(
+        in_batch, rows, log_q, num_negatives, sampler, key, key_ids, known_positives, exact, symmetric,
+        query_log_q, group,
+    )  # fmt: skip
+    _check_queue(queue, how, keys, key_ids)
     batch, first = queries.shape[0], 0
+    known = None if known_positives is None else _check_known(known_positives, batch, in_batch, key_ids, keys.device)
     if in_batch and how == "given" and keys.shape[0] != batch:
         raise ValueError(f"{_OP}: positives must be [{batch}] int64 with given negatives of a bank, got None")
-    if symmetric and keys.shape[0] != batch:
-        raise ValueError(f"{_OP}: symmetric must be False if there are more keys than queries, got True")
+    if symmetric:
+        if keys.shape[0] != batch:
+            raise ValueError(f"{_OP}: symmetric must be False if there are more keys than queries, got True")
+        _check_pair_log_q(log_q, query_log_q, queries, keys)
+        if group is None and queue is None and batch <= MOST_ROWS:
+            return _reduce(_symmetric(queries, keys, key_ids, known, log_q, query_log_q, scale), reduction)
+        if known is not None:
+            raise ValueError(
+                f"{_OP}: known_positives must be None with symmetric=True and a group, a queue or more than "
+                f"{MOST_ROWS} queries, got {describe(known_positives)}"
+            )
+        to = contrastive(
+            queries, keys, log_q=log_q, key_ids=key_ids, scale=scale, group=group, queue=queue, reduction=reduction
+        )
+        back = contrastive(
+            keys, queries, log_q=query_log_q, key_ids=key_ids, scale=scale, group=group, reduction=reduction
+        )
+        return (to + back) / 2
     if how == "batch":
-        if log_q is not None:
+        if log_q is not None and tower is None:
             log_q = _check_log_q(log_q, keys[:, 0], "[n]")
         if group is not None:
             keys, key_ids, log_q, first = _gather(keys, key_ids, log_q, batch, group)
@@ -159,42 +192,38 @@ def contrastive(
     if how == "exact":
         assert num_negatives is not None
         return _reduce(_exact(queries, keys, positives.contiguous(), num_negatives, scale), reduction)
+    if tower is not None:
+        return _tower_loss(queries, keys, tower, positives, known, scale, reduction)
     sink: Sink | None = None
     if how == "batch":
         # Shared by all rows; the loss leaves each row's own out.
-        negatives = positives if n == batch else _range(0, n, keys.device)
+        rows = positives if n == batch else _range(0, n, keys.device)
         if log_q is not None:
             # The loss divides by its n entries, of which one is the positive: n - 1 are draws.
             log_q = log_q + (math.log((n - 1) / n) if n > 1 else 0.0)
         sink = _BatchSink(first)
     elif how == "sampler":
         draw = sampler.sample(queries.detach(), num_negatives, exclude=positives, key=key)
-        negatives, log_q = draw.ids, draw.log_q
+        rows, log_q = draw.ids, draw.log_q
     elif how == "subset":
-        negatives = _subset(positives, num_negatives, n, key)
-    assert negatives is not None
+        rows = _subset(positives, num_negatives, n, key)
+    assert rows is not None
+    _check_negatives(rows, queries, keys)
     if how == "given" and log_q is not None:
-        log_q = _check_log_q(log_q, negatives, "the shape of negatives")
+        log_q = _check_log_q(log_q, rows, "the shape of negatives")
     if sparse is None:
         sparse = not in_batch and keys.is_leaf
     sparse, labels = bool(sparse), None
-    if key_ids is not None:
-        own = key_ids if how == "batch" and n == batch else key_ids[positives]
-        if negatives.dim() == 1:
-            labels = key_ids if how == "batch" else key_ids[negatives], own
-        else:  # the loss masks draws that are the positive
-            same = key_ids[negatives] == own[:, None]
-            negatives = torch.where(same, positives[:, None], negatives)
-    loss = _loss(
-        queries, keys, positives, negatives, log_q, labels, scale, reduction, sparse, None if sparse else sink
+    if key_ids is not None or known is not None:
+        own = key_ids if how == "batch" and n == batch and key_ids is not None else _names(key_ids, positives)
+        if rows.dim() == 1:
+            labels = (key_ids if how == "batch" and key_ids is not None else _names(key_ids, rows)), own
+        else:
+            rows = _without(rows, _names(key_ids, rows), own, known, positives)
+            known = None
+    return _loss(
+        queries, keys, positives, rows, log_q, labels, known, scale, reduction, sparse, None if sparse else sink
     )  # fmt: skip
-    if symmetric:
-        if query_log_q is not None:
-            given = _check_log_q(query_log_q, positives, "[B]")
-            query_log_q = given + (math.log((batch - 1) / batch) if batch > 1 else 0.0)
-        back = _loss(keys, queries, positives, negatives, query_log_q, labels, scale, reduction, False, sink)
-        return (loss + back) / 2
-    return loss
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -253,6 +282,7 @@ def _ways(
     sampler: Any,
     key: Any,
     key_ids: Tensor | None,
+    known_positives: object,
     exact: bool,
     symmetric: bool,
     query_log_q: Tensor | None,
@@ -277,7 +307,8 @@ def _ways(
         ("log_q", log_q, ("given", "batch")),
         ("sampler", sampler, ("sampler",)),
         ("key", key, ("subset", "sampler")),
-        ("key_ids", key_ids, ("batch", "given")),
+        ("key_ids", key_ids, ("batch", "given", "sampler", "subset")),
+        ("known_positives", known_positives, ("batch", "given", "sampler", "subset")),
         ("group", group, ("batch",)),
         ("exact", exact or None, ("exact",)),
         ("symmetric", symmetric or None, ("batch",)),
@@ -291,18 +322,88 @@ def _ways(
         )
     if query_log_q is not None and not symmetric:
         raise ValueError(f"{_OP}: query_log_q must be None without symmetric=True, got {describe(query_log_q)}")
-    if symmetric and group is not None:
-        raise ValueError(f"{_OP}: symmetric must be False with group, got True: call it once for each direction")
     return how
 
 
-def _check_queue(queue: Any, how: str, keys: Tensor, key_ids: Tensor | None, symmetric: bool) -> None:
+def _check_known(
+    known: Any, batch: int, in_batch: bool, key_ids: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Known positives of each query as CSR."""
+    if in_batch and key_ids is None:
+        raise ValueError(f"{_OP}: known_positives must be None in-batch without key_ids, got {describe(known)}")
+    offsets, ids = check_known(_OP, known, batch, device, "known_positives")
+    if not _device.host_waits(offsets):
+        lengths, total = offsets.diff(), ids.shape[0]
+        if offsets[0] != 0 or offsets[-1] != total or bool((lengths < 0).any()):
+            raise ValueError(
+                f"{_OP}: known_positives offsets must ascend from 0 to {total}, the number of ids, got "
+                f"{int(offsets[0])} ... {int(offsets[-1])}"
+            )
+    return offsets, ids
+
+
+def _check_tower(
+    tower: TowerKeys,
+    queries: Tensor,
+    keys: Tensor,
+    positives: Any,
+    log_q: Any,
+    key_ids: Any,
+    num_negatives: Any,
+    group: Any,
+    queue: Any,
+    symmetric: bool,
+) -> None:
+    """Whether keys are those of `tower`, which says what each is and how it was drawn."""
+    for name, value in (
+        ("positives", positives),
+        ("log_q", log_q),
+        ("key_ids", key_ids),
+        ("num_negatives", num_negatives),
+        ("group", group),
+        ("queue", queue),
+        ("symmetric", symmetric or None),
+    ):
+        if value is not None:
+            raise ValueError(f"{_OP}: {name} cannot be combined with TowerKeys, got {describe(value)}")
+    for name, t in (("queries", queries), ("keys", keys)):
+        if not isinstance(t, Tensor) or t.dim() != 2:
+            raise TypeError(f"{_OP}: {name} must be a tensor [n, d], got {describe(t)}")
+    n = tower.ids.shape[0]
+    if keys.shape[0] != n:
+        raise ValueError(f"{_OP}: keys must be [{n}, d], one for each id of the TowerKeys, got {describe(keys)}")
+    if tower.hard is not None and tower.hard.shape[:-1] != queries.shape[:1]:
+        raise ValueError(
+            f"{_OP}: queries must be [{tower.hard.shape[0]}, d] like the mined keys of TowerKeys, got "
+            f"{describe(queries)}"
+        )
+    drawn = tower.log_q.shape[0]
+    if queries.shape[0] > drawn:
+        raise ValueError(
+            f"{_OP}: queries must be at most {drawn}, one for each target of the TowerKeys, got {describe(queries)}"
+        )
+
+
+def _check_pair_log_q(log_q: Tensor | None, query_log_q: Tensor | None, queries: Tensor, keys: Tensor) -> None:
+    if log_q is not None:
+        _check_log_q(log_q, keys[:, 0], "[n]")
+    if query_log_q is not None:
+        _check_log_q(query_log_q, queries[:, 0], "[B]", "query_log_q")
+
+
+def _check_negatives(negatives: Tensor, queries: Tensor, keys: Tensor) -> None:
+    _check_ids("negatives", negatives, keys.device, "[B, k] or [k]")
+    if negatives.dim() == 0 or negatives.dim() > 2 or (negatives.dim() == 2 and negatives.shape[0] != queries.shape[0]):
+        raise ValueError(f"{_OP}: negatives must be [{queries.shape[0]}, k] or [k], got {describe(negatives)}")
+
+
+def _check_queue(queue: Any, how: str, keys: Tensor, key_ids: Tensor | None) -> None:
     if queue is None:
         return
     if not isinstance(queue, KeyQueue):
         raise TypeError(f"{_OP}: queue must be a sx.samplers.KeyQueue, got {describe(queue)}")
-    if how != "batch" or key_ids is None or symmetric:
-        raise ValueError(f"{_OP}: queue must be None unless in-batch, with key_ids and not symmetric, got a KeyQueue")
+    if how != "batch" or key_ids is None:
+        raise ValueError(f"{_OP}: queue must be None unless in-batch, with key_ids, got a KeyQueue")
     queue.check(keys, _OP)
 
 
@@ -315,16 +416,69 @@ _WAYS = {
 }
 
 
-def _check_log_q(log_q: Tensor, negatives: Tensor, shape: str) -> Tensor:
+def _check_log_q(log_q: Tensor, negatives: Tensor, shape: str, name: str = "log_q") -> Tensor:
     if not isinstance(log_q, Tensor) or not log_q.is_floating_point():
         raise TypeError(
-            f"{_OP}: log_q must be floating point of {shape} {list(negatives.shape)}, got {describe(log_q)}"
+            f"{_OP}: {name} must be floating point of {shape} {list(negatives.shape)}, got {describe(log_q)}"
         )
     if log_q.shape != negatives.shape or log_q.device != negatives.device:
         raise ValueError(
-            f"{_OP}: log_q must be {shape} {list(negatives.shape)} on {negatives.device}, got {describe(log_q)}"
+            f"{_OP}: {name} must be {shape} {list(negatives.shape)} on {negatives.device}, got {describe(log_q)}"
         )
     return log_q.detach()
+
+
+# ------------------------------------------------------------------------------------------------ masks
+def _names(key_ids: Tensor | None, rows: Tensor) -> Tensor:
+    """What keys are. Rows out of range, of which the loss complains, read none."""
+    return rows if key_ids is None else key_ids[rows.clamp(0, max(key_ids.shape[0] - 1, 0))]
+
+
+def _without(
+    negatives: Tensor, names: Tensor, own: Tensor, known: tuple[Tensor, Tensor] | None, positives: Tensor
+) -> Tensor:
+    """Negatives [B, k] where those that the query knows are its positive: the loss masks draws that are."""
+    hit = names == own[:, None]
+    if known is not None:
+        hit = hit | is_known(names, known)
+    return torch.where(hit, positives[:, None], negatives)
+
+
+def is_known(ids: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
+    """Whether ids [B, k] are among those of their row, bool [B, k]; no wait for a device.
+
+    Args:
+        ids: int64 [B, k].
+        known: CSR pair, offsets int64 [B + 1] and ids int64 [n].
+
+    Example:
+        >>> import torch
+        >>> from samplex_cuda.functional.contrastive import is_known
+        >>> is_known(torch.tensor([[5, 7], [5, 7]]), (torch.tensor([0, 1, 3]), torch.tensor([7, 8, 5])))
+        tensor([[False,  True],
+                [ True, False]])
+    """
+    offsets, listed = known
+    n = listed.shape[0]
+    if n == 0 or ids.numel() == 0:
+        return torch.zeros_like(ids, dtype=torch.bool)
+    # An id by its rank among all listed ones, so that (row, id) fits one number.
+    values = listed.sort().values
+    rows = torch.searchsorted(offsets[1:].contiguous(), torch.arange(n, device=ids.device), right=True)
+    pairs = (rows * n + torch.searchsorted(values, listed)).sort().values
+    rank = torch.searchsorted(values, ids).clamp_(max=n - 1)
+    wanted = torch.arange(ids.shape[0], device=ids.device)[:, None] * n + rank
+    place = torch.searchsorted(pairs, wanted).clamp_(max=n - 1)
+    return (values[rank] == ids) & (pairs[place] == wanted)
+
+
+def _present(known: tuple[Tensor, Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The known ids that are among the labels: a row compares each draw with all of its list."""
+    offsets, ids = known
+    if _device.host_waits(ids):
+        return known
+    kept = torch.isin(ids, labels)
+    return torch.nn.functional.pad(kept.cumsum(0), (1, 0))[offsets], ids[kept]
 
 
 # ------------------------------------------------------------------------------------------------ negatives
@@ -441,19 +595,20 @@ def _loss(
     negatives: Tensor,
     log_q: Tensor | None,
     labels: tuple[Tensor, Tensor] | None,
+    known: tuple[Tensor, Tensor] | None,
     scale: float,
     reduction: str,
     sparse: bool,
     sink: Sink | None = None,
 ) -> Tensor:
     """The fused op. It checks shapes and ids once more; what it says is put into the words of this function."""
-    _check_ids("negatives", negatives, keys.device, "[B, k] or [k]")
-    if negatives.dim() == 0 or negatives.dim() > 2 or (negatives.dim() == 2 and negatives.shape[0] != queries.shape[0]):
-        raise ValueError(f"{_OP}: negatives must be [{queries.shape[0]}, k] or [k], got {describe(negatives)}")
     acc = acc_dtype(keys.dtype)
     if log_q is None:
         log_q = _uncorrected(negatives.shape, acc, keys.device)
     draw_labels, row_labels = (None, None) if labels is None else labels
+    known_offsets, known_ids = (None, None) if known is None else known
+    if known is not None and draw_labels is not None:
+        known_offsets, known_ids = _present(known, draw_labels)
     x = Inputs(
         queries.contiguous(),
         keys.contiguous(),
@@ -461,6 +616,8 @@ def _loss(
         positives.contiguous(),
         negatives.contiguous(),
         log_q.to(acc).contiguous(),
+        known_offsets=known_offsets,
+        known_ids=known_ids,
         draw_labels=None if draw_labels is None else draw_labels.contiguous(),
         row_labels=None if row_labels is None else row_labels.contiguous(),
     )
@@ -471,6 +628,58 @@ def _loss(
         return run_loss(_LOSS, x, form, fusion_of(keys) or sink)[0]
     except IndexError as error:
         raise _renamed(error) from None
+
+
+def _symmetric(
+    queries: Tensor,
+    keys: Tensor,
+    key_ids: Tensor | None,
+    known: tuple[Tensor, Tensor] | None,
+    log_q: Tensor | None,
+    query_log_q: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """[B]: both directions from one matrix of scores."""
+    acc, others = acc_dtype(keys.dtype), max(queries.shape[0] - 1, 1)
+
+    def shift(q: Tensor | None) -> Tensor | None:
+        # 0 * inf is nan: a bad log_q must show.
+        return None if q is None else (-q.detach() - math.log(others) + 0.0 * q.detach()).to(acc).contiguous()
+
+    if known is not None:
+        assert key_ids is not None
+        known = _present(known, key_ids)
+    offsets, ids = (None, None) if known is None else (known[0].contiguous(), known[1].contiguous())
+    labels = None if key_ids is None else key_ids.contiguous()
+    masks = PairMasks(labels, offsets, ids, shift(log_q), shift(query_log_q))
+    return symmetric_softmax(queries.contiguous(), keys.contiguous(), masks, scale)
+
+
+def _tower_loss(
+    queries: Tensor,
+    keys: Tensor,
+    tower: TowerKeys,
+    positives: Tensor,
+    known: tuple[Tensor, Tensor] | None,
+    scale: float,
+    reduction: str,
+) -> Tensor:
+    """The loss over a batch's own keys and draws, which are shared, and the mined ones of each query."""
+    ids, log_q, hard = tower
+    n, batch = log_q.shape[0], queries.shape[0]
+    own = ids[:batch]
+    drawn = keys if n == keys.shape[0] else keys[:n]
+    each = reduction if hard is None else "none"
+    labels = ids[:n], own
+    loss = _loss(
+        queries, drawn, positives, _range(0, n, keys.device), log_q, labels, known, scale, each, False, _BatchSink(0)
+    )
+    if hard is None:
+        return loss
+    hard = _without(hard, _names(ids, hard), own, known, positives)
+    return _reduce(
+        join_losses(loss, _loss(queries, keys, positives, hard, None, None, None, scale, each, False)), reduction
+    )
 
 
 def _renamed(error: Exception) -> Exception:

@@ -109,8 +109,8 @@ def check_unique(sampler: Any, loss: Loss, unique: Any) -> None:
         raise ValueError(f"{_NAME}: unique must be False, True or 'tf', got {unique!r}")
     if unique and not (hasattr(sampler, "log_inclusion") and loss.needs.weighted_draws and not loss.needs.target_log_q):
         raise ValueError(
-            f"{_NAME}: unique must be False unless the sampler is Uniform, LogUniform or Unigram and the loss weights "
-            f"its draws, got {type(sampler).__name__} and {loss!r}"
+            f"{_NAME}: unique must be False unless the sampler is Uniform, LogUniform, Unigram or Bigram and the loss "
+            f"weights its draws, got {type(sampler).__name__} and {loss!r}"
         )
 
 

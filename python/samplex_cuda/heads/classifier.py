@@ -87,8 +87,8 @@ class SampledClassifier(StepOfHead):
             variance, so that fewer draws are enough. Requires a `Tree` or a `MIDX`, and a loss that is a sum
             over weighted draws.
         unique: distinct classes, weighted by their inclusion probability (True), or as TensorFlow's candidate samplers
-            draw them by default ("tf", biased): `StaticSampler.unique`. Requires a static sampler (`Uniform`,
-            `LogUniform`, `Unigram`) and a loss over weighted draws. On a GPU each draw waits for the device.
+            draw them by default ("tf", biased): `StaticSampler.unique`. Requires `Uniform`, `LogUniform`, `Unigram` or
+            `Bigram` and a loss over weighted draws. On a GPU each draw waits for the device.
         scale: inverse temperature; the logit is `scale * (h @ w + b)`.
         normalize: take `h` and the class rows on the unit sphere, so that the logit is `scale * cos(h, w)`; gradients
             go through the norms. A row of zeros has cosine 0 and no gradient. For `SampledSoftmax`, which then takes

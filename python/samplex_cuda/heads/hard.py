@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samplex_cuda._checks import check_int, describe
+from samplex_cuda.functional._join import join_losses
 from samplex_cuda.heads.host import crosses, to_side
 from samplex_cuda.ops.sphere import unit_rows
 from samplex_cuda.prediction import valid_targets
@@ -138,24 +139,3 @@ class HardNegatives:
         if self.head.loss.absolute:
             return scores.abs()
         return scores if self.head.scale > 0 else -scores
-
-
-def join_losses(first: Tensor, second: Tensor) -> Tensor:
-    """The loss of two sets of negatives in one normalizer, from the losses of each: log(e^a + e^b - 1).
-
-    Each loss is log(1 + S) with S the sum over its negatives relative to the target.
-
-    Args:
-        first: [B], not negative.
-        second: [B].
-
-    Example:
-        >>> import torch
-        >>> from samplex_cuda.heads.hard import join_losses
-        >>> join_losses(torch.tensor([3.0]).log1p(), torch.tensor([4.0]).log1p()).expm1()
-        tensor([7.])
-    """
-    top = torch.maximum(first, second).detach()
-    small = torch.log1p(first.clamp(max=1.0).expm1() + second.clamp(max=1.0).expm1())
-    large = top + torch.log((first - top).exp() + (second - top).exp() - (-top).exp().clamp(max=0.9))
-    return torch.where(top < 1.0, small, large)

@@ -88,7 +88,8 @@ class InBatchLoss(nn.Module):
     A positive that occurs often is a negative of other rows as often: without a correction its score is pushed down.
     The log of its frequency is subtracted from its logit as a negative. Rows with the same positive are not negatives
     of each other. The data set has two columns of texts, anchor and positive, and "label", the number of the positive
-    in `counts`.
+    in `counts`; or a list of equal length in every row, the number of the positive and then those of all other
+    positives that are known of this anchor, padded with -100: they are not negatives of it.
 
     Args:
         model: whose embeddings are compared, by cosine.
@@ -118,7 +119,7 @@ class InBatchLoss(nn.Module):
 
         Args:
             sentence_features: tokens of anchors and of positives.
-            labels: int64 [B], which positive each one is.
+            labels: int64 [B], which positive each one is, or [B, 1 + K] with further known ones.
         """
         embedded = _embed(self.model, sentence_features)
         if len(embedded) != 2:
@@ -127,8 +128,14 @@ class InBatchLoss(nn.Module):
         if self.log_q is None:
             return contrastive(anchor, positive, scale=self.scale)
         assert labels is not None
-        ids = labels.reshape(-1).long()
-        return contrastive(anchor, positive, scale=self.scale, log_q=self.log_q[ids], key_ids=ids)
+        rows = labels.reshape(anchor.shape[0], -1).long()
+        ids, known = rows[:, 0].contiguous(), None
+        if rows.shape[1] > 1:
+            offsets = torch.arange(rows.shape[0] + 1, device=rows.device) * (rows.shape[1] - 1)
+            known = offsets, rows[:, 1:].reshape(-1)
+        return contrastive(
+            anchor, positive, scale=self.scale, log_q=self.log_q[ids], key_ids=ids, known_positives=known
+        )
 
     def get_config_dict(self) -> dict[str, Any]:
         """What a model card says of the loss."""

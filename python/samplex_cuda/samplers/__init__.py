@@ -9,6 +9,7 @@
     Mixture                         several of them, with the probability of the mixture
     InBatch                         targets of the other rows of a batch, with draws of another sampler
     KeyQueue                        no sampler: keys of past batches, as negatives of the next ones
+    TowerKeys                       no sampler: the items that a tower encodes for a step of InBatch
     StreamingFrequency              no sampler: estimates how often ids come, for InBatch
 
 Every sampler gives a `Draw` whose log_q is the log-probability under the distribution it really drew from.
@@ -18,7 +19,7 @@ from samplex_cuda.samplers.base import Exclude, Sampler
 from samplex_cuda.samplers.bigram import Bigram
 from samplex_cuda.samplers.exact import ExactSampler, Quartic, Softmax
 from samplex_cuda.samplers.frequency import StreamingFrequency
-from samplex_cuda.samplers.in_batch import InBatch
+from samplex_cuda.samplers.in_batch import InBatch, TowerKeys
 from samplex_cuda.samplers.kernel import KernelSampler, Quadratic, RandomFourier
 from samplex_cuda.samplers.midx import MIDX
 from samplex_cuda.samplers.mixture import Mixture
@@ -43,6 +44,7 @@ __all__ = [
     "Softmax",
     "StaticSampler",
     "StreamingFrequency",
+    "TowerKeys",
     "Tree",
     "Uniform",
     "Unigram",

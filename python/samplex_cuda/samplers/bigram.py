@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import call, check_int, check_number, describe
+from samplex_cuda._checks import call, check_choice, check_int, check_number, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops import bigram_sample as ops
 from samplex_cuda.ops.static_sample import build_alias
@@ -17,6 +17,7 @@ from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
 from samplex_cuda.samplers.static import live_weights
 from samplex_cuda.samplers.stored import bigram_error
+from samplex_cuda.samplers.unique import DrawSource, UniqueDraw, draw_unique, excluded_of, log_inclusion
 
 __all__ = ["Bigram"]
 
@@ -165,12 +166,19 @@ class Bigram(Sampler):
         exclude: Exclude | None = None,
         context: Tensor | None = None,
         batch_size: int | None = None,
+        unique: bool | str = False,
     ) -> Draw:
         """Draw `num_samples` classes for each row of `context`, int64 [*]; see `Sampler.sample`.
 
         h may be None; it only says how many rows there are. `shared` draws come
-        from the mean of the contexts' distributions.
+        from the mean of the contexts' distributions. `unique=True` or "tf" draws distinct classes: `unique(...).draw`.
         """
+        if unique is not False:
+            mode = "inclusion" if unique is True else unique
+            return self.unique(
+                num_samples, h=h, shared=shared, key=key, exclude=exclude, context=context, batch_size=batch_size,
+                mode=mode,
+            ).draw  # fmt: skip
         count = self._check_count(num_samples)
         if shared:
             self._check_context(h, context, batch_size)
@@ -179,6 +187,82 @@ class Bigram(Sampler):
         excluded = self._excluded(exclude, rows)
         pair = key_tensor(self._op, key, rows.device)
         return Draw(*call(ops.bigram_sample, pair, rows, count, *self._tables(), *excluded))
+
+    @torch.no_grad()
+    def unique(
+        self,
+        num_samples: int,
+        *,
+        h: Tensor | None = None,
+        shared: bool = False,
+        key: Key | Tensor | None = None,
+        exclude: Exclude | None = None,
+        context: Tensor | None = None,
+        batch_size: int | None = None,
+        mode: str = "inclusion",
+    ) -> UniqueDraw:
+        """Draw `num_samples` *distinct* classes; see `StaticSampler.unique`.
+
+        Every row needs that many classes of a positive probability: with `backoff=0` only what followed its context.
+        `shared` draws are those of the mean of the contexts' distributions.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> sampler = sx.samplers.Bigram([0, 2, 2], [1, 2], [3, 1], unigram=[1, 1, 2], backoff=0.2)
+            >>> sampler.unique(3, context=torch.tensor([0, 1])).draw.ids.sort().values
+            tensor([[0, 1, 2],
+                    [0, 1, 2]])
+        """
+        count = self._check_count(num_samples)
+        check_choice(self._op, "unique mode", mode, ("inclusion", "tf"))
+        if count > self.num_classes:
+            raise ValueError(f"{self._op}: num_samples must be at most {self.num_classes} with unique, got {count}")
+        rows = self._check_context(h, context, batch_size)
+        every = torch.arange(self.num_classes, device=rows.device)
+        pair = key_tensor(self._op, key, rows.device)
+        if shared:
+            self._check_shared(exclude)
+            if rows.shape[0] == 0:
+                raise ValueError(f"{self._op}: context must have at least one id with shared=True and unique, got none")
+
+            def draw(key: Tensor, count: int) -> tuple[Tensor, Tensor]:
+                drawn = self._sample_shared(None, count, key, None, rows, None)
+                return drawn.ids[None], drawn.log_q[None]
+
+            def law(row: int) -> Tensor:
+                return self.log_prob_shared(None, every, context=rows)
+
+            found = draw_unique(DrawSource(self._op, self.num_classes, draw, law), pair, 1, count, mode)
+            return UniqueDraw(Draw(found.draw.ids[0], found.draw.log_q[0], False), found.level[0])
+        flat, offsets = self._excluded(exclude, rows)
+
+        def draw_rows(key: Tensor, count: int) -> tuple[Tensor, Tensor]:
+            drawn: tuple[Tensor, Tensor] = call(ops.bigram_sample, key, rows, count, *self._tables(), flat, offsets)
+            return drawn
+
+        def law_of(row: int) -> Tensor:
+            excluded = excluded_of(flat, offsets, row)
+            out: Tensor = call(ops.bigram_log_prob, every[None], rows[row : row + 1], *self._tables(), excluded, None)[
+                0
+            ]
+            return out
+
+        source = DrawSource(self._op, self.num_classes, draw_rows, law_of)
+        return draw_unique(source, pair, rows.shape[0], count, mode)
+
+    def log_inclusion(
+        self, ids: Tensor, level: Tensor, mode: str = "inclusion", *, context: Tensor | None = None
+    ) -> Tensor:
+        """Log-probability that classes are among distinct draws, float64; see `StaticSampler.log_inclusion`.
+
+        Args:
+            ids: int64 [B, n].
+            level: float64 [B], from `unique` without `shared`.
+            mode: as in `unique`.
+            context: int64 [B].
+        """
+        check_choice(self._op, "mode", mode, ("inclusion", "tf"))
+        return log_inclusion(self.log_prob(None, ids, context=context), level, mode)
 
     def log_prob(
         self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,31 @@ from samplex_cuda.rng import Key
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
 from samplex_cuda.samplers.frequency import StreamingFrequency, gather_ids
 
-__all__ = ["InBatch"]
+__all__ = ["InBatch", "TowerKeys"]
+
+
+class TowerKeys(NamedTuple):
+    """Which items a tower has to encode for one step, and how each of them takes part in the loss.
+
+    `InBatch.tower_keys` makes it, `sx.functional.contrastive(queries, tower(keys.ids), negatives=keys)` takes it.
+
+    Attributes:
+        ids: int64 [n + u], items to encode: the B targets, the draws, then u mined ones.
+        log_q: [n] of the targets and draws, for a loss that divides by n.
+        hard: int64 [B, k], rows of `ids`: mined items of each query, which enter with their plain score; None: none.
+
+    Example:
+        >>> import torch, samplex_cuda as sx
+        >>> sampler = sx.samplers.InBatch(100, extra=sx.samplers.Uniform(100))
+        >>> items, mined = torch.tensor([3, 5]), torch.tensor([[7, 9], [9, 8]])
+        >>> keys = sampler.tower_keys(items, 4, hard=mined)
+        >>> keys.ids.shape, keys.log_q.shape, keys.ids[keys.hard].tolist()  # 2 targets, 4 draws, 3 mined ones
+        (torch.Size([9]), torch.Size([6]), [[7, 9], [9, 8]])
+    """
+
+    ids: Tensor
+    log_q: Tensor
+    hard: Tensor | None = None
 
 
 class InBatch(Sampler):
@@ -33,7 +57,7 @@ class InBatch(Sampler):
 
     A head draws with it by itself: `SampledClassifier(d, C, sx.samplers.InBatch(...), num_samples=m, shared=True)`; the
     estimator learns from every training batch and is in the head's `state_dict()`. For towers whose keys come from an
-    encoder see `sx.functional.contrastive`.
+    encoder see `tower_keys`.
 
     Args:
         num_classes: C.
@@ -157,6 +181,53 @@ class InBatch(Sampler):
             # A row without a target is not a draw: its entry has no weight.
             log_q[: batch.shape[0]] = torch.where(there, log_q[: batch.shape[0]], _NO_WEIGHT)
         return Draw(ids, log_q.to(torch.float32), independent=False)
+
+    @torch.no_grad()
+    def tower_keys(
+        self,
+        targets: Tensor,
+        num_samples: int = 0,
+        *,
+        hard: Tensor | None = None,
+        h: Tensor | None = None,
+        key: Key | Tensor | None = None,
+        context: Tensor | None = None,
+        update: bool = True,
+    ) -> TowerKeys:
+        """The items a tower encodes for one step: targets of the batch, draws of the second sampler, and mined ones.
+
+        Args:
+            targets: int64 [B] in [0, C), the item of each query.
+            num_samples: m, draws of the second sampler; ignored without one.
+            hard: int64 [B, k] in [0, C), mined items of each query, such as the best ones of an index: they join the
+                others in one normalizer, uncorrected; the own item takes no part. Each is encoded once. On a GPU this
+                waits for the device, which knows how many there are.
+            h: [B, d], where the second sampler looks at it.
+            key: of the second sampler's draws.
+            context: of the second sampler.
+            update: as in `sample`.
+        """
+        check_int64(self._op, "targets", targets)
+        if self.group is not None:
+            raise ValueError("in_batch: group must be None for tower_keys: a rank encodes the items of its own batch")
+        for name, t in (("targets", targets), ("hard", hard)):
+            if t is None:
+                continue
+            check_int64(self._op, name, t)
+            if t.device != targets.device:
+                raise ValueError(f"in_batch: {name} must be on {targets.device} like targets, got {describe(t)}")
+            if t.numel() and not _device.host_waits(t):
+                least, most = (int(x) for x in t.aminmax())
+                if least < 0 or most >= self.num_classes:
+                    wrong = least if least < 0 else most
+                    raise IndexError(f"in_batch: {name} must be in [0, {self.num_classes}), got {wrong}")
+        if hard is not None and (hard.dim() != 2 or hard.shape[:1] != targets.shape):
+            raise ValueError(f"in_batch: hard must be [{targets.shape[0]}, k] to fit targets, got {describe(hard)}")
+        ids, log_q, _ = self.sample(h, num_samples, targets=targets, key=key, context=context, update=update)
+        if hard is None:
+            return TowerKeys(ids, log_q)
+        distinct, place = torch.unique(hard, return_inverse=True)
+        return TowerKeys(torch.cat([ids, distinct]), log_q, place + ids.shape[0])
 
     def log_prob(
         self, h: Tensor | None, ids: Tensor, *, exclude: Exclude | None = None, context: Tensor | None = None

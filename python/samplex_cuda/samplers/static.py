@@ -17,7 +17,7 @@ from samplex_cuda.ops.subset_sample import subset_sample
 from samplex_cuda.rng import Key, key_tensor
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, check_live
 from samplex_cuda.samplers.stored import alias_error, shape_error
-from samplex_cuda.samplers.unique import UniqueDraw, draw_unique, log_inclusion
+from samplex_cuda.samplers.unique import DrawSource, UniqueDraw, draw_unique, excluded_of, log_inclusion
 
 __all__ = ["LogUniform", "StaticSampler", "Uniform", "Unigram"]
 
@@ -166,13 +166,25 @@ class StaticSampler(Sampler):
         if shared:
             self._check_shared(exclude)
             pair = key_tensor(self._op, key, self._device(h, key))
-            found = draw_unique(self, pair, 1, count, None, None, mode)
+            found = draw_unique(self._source(pair.device, 1, None, None), pair, 1, count, mode)
             return UniqueDraw(Draw(found.draw.ids[0], found.draw.log_q[0], False), found.level[0])
         batch = self._check_batch(h, batch_size, exclude)
         device = self._device(h, exclude, *(exclude if isinstance(exclude, tuple | list) else ()), key)
         flat, offsets = ops.sort_exclude(self._check_exclude(exclude, device, batch))
         pair = key_tensor(self._op, key, device)
-        return draw_unique(self, pair, batch, count, flat, offsets, mode)
+        return draw_unique(self._source(device, batch, flat, offsets), pair, batch, count, mode)
+
+    def _source(self, device: torch.device, batch: int, flat: Tensor | None, offsets: Tensor | None) -> DrawSource:
+        def draw(key: Tensor, count: int) -> tuple[Tensor, Tensor]:
+            drawn: tuple[Tensor, Tensor] = call(self._sample_op, key, batch, count, flat, offsets)
+            return drawn
+
+        def law(row: int) -> Tensor:
+            every = torch.arange(self.num_classes, device=device)
+            out: Tensor = call(self._log_prob_op, every[None], excluded_of(flat, offsets, row), None)[0]
+            return out
+
+        return DrawSource(self._op, self.num_classes, draw, law)
 
     def log_inclusion(self, ids: Tensor, level: Tensor, mode: str = "inclusion") -> Tensor:
         """Log-probability that classes are among distinct draws, float64: of a target, for TensorFlow's correction.

@@ -1,22 +1,19 @@
-"""Distinct draws of a static distribution, with the probability that each is among them."""
+"""Distinct draws of distributions that stay, with the probability that each is among them."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from samplex_cuda._checks import call
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import uniform_sample
 from samplex_cuda.rng import fold_in
 
-if TYPE_CHECKING:
-    from samplex_cuda.samplers.static import StaticSampler
-
-__all__ = ["UniqueDraw", "draw_unique", "log_inclusion"]
+__all__ = ["DrawSource", "UniqueDraw", "draw_unique", "excluded_of", "log_inclusion"]
 
 _BITS = 52
 _MOST = 1 << 24  # tries of a batch before the classes that are left are examined one by one
@@ -42,6 +39,22 @@ class UniqueDraw(NamedTuple):
     level: Tensor
 
 
+class DrawSource(NamedTuple):
+    """Where distinct draws come from: independent draws, and the whole distribution of a row."""
+
+    op: str  # for error messages
+    num_classes: int
+    draw: Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (key, n) -> ids and log-probabilities [B, n]
+    law: Callable[[int], Tensor]  # row -> log-probability of every class [C]
+
+
+def excluded_of(flat: Tensor | None, offsets: Tensor | None, row: int) -> Tensor | None:
+    """The excluded classes of one row, [1, P], from those of a batch in the form of the ops."""
+    if flat is None:
+        return None
+    return (flat[row : row + 1] if offsets is None else flat[offsets[row] : offsets[row + 1]]).reshape(1, -1)
+
+
 def log_inclusion(log_p: Tensor, level: Tensor, mode: str) -> Tensor:
     """Log of the probability that a class is among the distinct draws, float64.
 
@@ -57,18 +70,14 @@ def log_inclusion(log_p: Tensor, level: Tensor, mode: str) -> Tensor:
     return torch.log(-torch.expm1(-mass))
 
 
-def draw_unique(
-    sampler: StaticSampler, pair: Tensor, batch: int, count: int, flat: Tensor | None, offsets: Tensor | None, mode: str
-) -> UniqueDraw:
+def draw_unique(source: DrawSource, pair: Tensor, batch: int, count: int, mode: str) -> UniqueDraw:
     """Draws each row until it has enough distinct classes; the host waits for the device after every round.
 
     Args:
-        sampler: whose distribution it is.
+        source: independent draws, excluded classes left out.
         pair: int64 [2], a reserved key.
         batch: B.
         count: m.
-        flat: excluded classes in the form of the ops.
-        offsets: of `flat`, where it is CSR.
         mode: "inclusion" or "tf".
     """
     wanted = count + (mode == "inclusion")  # the one after the last says how likely the others were
@@ -77,7 +86,7 @@ def draw_unique(
     log_p = torch.empty(batch, 0, device=device)
     tries, rounds = 2 * wanted + 16, 0
     while True:
-        drawn = call(sampler._sample_op, fold_in(pair, 2 * rounds), batch, tries - ids.shape[1], flat, offsets)
+        drawn = source.draw(fold_in(pair, 2 * rounds), tries - ids.shape[1])
         ids, log_p = torch.cat([ids, drawn[0]], 1), torch.cat([log_p, drawn[1]], 1)
         order, place = ids.sort(dim=1, stable=True)
         fresh = torch.ones_like(order, dtype=torch.bool)
@@ -86,7 +95,7 @@ def draw_unique(
         distinct = first.cumsum(1)
         rounds += 1
         done = distinct[:, -1] >= wanted
-        if bool(done.all()) or 2 * tries * max(batch, 1) > _MOST or tries > 64 * (wanted + sampler.num_classes):
+        if bool(done.all()) or 2 * tries * max(batch, 1) > _MOST or tries > 64 * (wanted + source.num_classes):
             break
         tries *= 2
     # A row's m distinct classes in the order in which they came.
@@ -103,29 +112,24 @@ def draw_unique(
         times = waits.cumsum(1)
         level = times.gather(1, last.clamp(max=tries - 1)[:, None])[:, 0]
     if not bool(done.all()):
-        found, chance, level = _finish(sampler, pair, ids, first, times if mode != "tf" else None, done, found, chance,
-                                       level, count, wanted, flat, offsets, mode)  # fmt: skip
+        found, chance, level = _finish(source, pair, ids, first, times if mode != "tf" else None, done, found, chance,
+                                       level, count, wanted, mode)  # fmt: skip
     log_q = log_inclusion(chance, level, mode) - math.log(max(count, 1))
     return UniqueDraw(Draw(found.contiguous(), log_q.float(), independent=False), level)
 
 
 def _finish(
-    sampler: StaticSampler, pair: Tensor, ids: Tensor, first: Tensor, times: Tensor | None, done: Tensor, found: Tensor,
-    chance: Tensor, level: Tensor, count: int, wanted: int, flat: Tensor | None, offsets: Tensor | None, mode: str,
+    source: DrawSource, pair: Tensor, ids: Tensor, first: Tensor, times: Tensor | None, done: Tensor, found: Tensor,
+    chance: Tensor, level: Tensor, count: int, wanted: int, mode: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rows that are short of classes after very many tries: O(C) each.
 
     What is left of the process does not remember the past: a class that has not come yet comes after a further
     exponential time of rate p.
     """
-    op = sampler._op
-    every = torch.arange(sampler.num_classes, device=ids.device)
+    op = source.op
     for row in torch.nonzero(~done)[:, 0].tolist():
-        excluded = None
-        if flat is not None:
-            excluded = flat[row : row + 1] if offsets is None else flat[offsets[row] : offsets[row + 1]]
-            excluded = excluded.reshape(1, -1)
-        log_p = call(sampler._log_prob_op, every[None], excluded, None)[0].double()
+        log_p = source.law(row).double()
         there = log_p > -torch.inf
         seen = ids[row][first[row]][:count]
         left = int(there.sum())

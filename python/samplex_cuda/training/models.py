@@ -220,9 +220,10 @@ def build(
             samplers.Uniform(classes) if draws else None,  # until there are rows to make another from
             int(c.num_samples) if draws else None,
             loss,
-            c.bias and not c.normalize,
+            c.bias and not (c.normalize or c.learn_scale),
             shared=bool(c.shared),
             scale=c.scale,
+            learn_scale=c.learn_scale,
             normalize=c.normalize,
             device=head_device,
             dtype=getattr(torch, c.dtype),
@@ -319,12 +320,15 @@ def optimizers(config: Config, encoder: nn.Module, head: SampledClassifier) -> d
             )  # fmt: skip
         return optim.RowAdam(params, betas=(o.beta1, o.beta2), **common)
 
-    found: dict[str, torch.optim.Optimizer] = {"head": rows(list(head.parameters()), o.lr, 0)}
+    of_head = [p for p in head.parameters() if p is not head.log_scale]
+    found: dict[str, torch.optim.Optimizer] = {"head": rows(of_head, o.lr, 0)}
     tables = row_tables(encoder, head)
     if tables:
         found["tables"] = rows(tables, o.table_lr or o.lr, 1)
     taken = {id(p) for p in [*head.parameters(), *tables]}
-    rest = [p for p in encoder.parameters() if id(p) not in taken and p.requires_grad]
+    rest: list[Any] = [p for p in encoder.parameters() if id(p) not in taken and p.requires_grad]
+    if head.log_scale is not None:  # a number, not rows; no decay pulls the scale to 1
+        rest = [*([{"params": rest}] if rest else []), {"params": [head.log_scale], "weight_decay": 0.0}]
     if rest:
         lr, decay = o.encoder_lr, o.encoder_weight_decay
         if o.encoder == "sgd":

@@ -437,7 +437,9 @@ def make_sampler(
     s = config.sampler
     if s.name == "in_batch":
         extra = None if s.base == "none" else _sampler(s.base, config, dataset, encoder, head, fit)
-        return samplers.InBatch(dataset.num_classes, extra=extra)
+        buckets = s.frequency_buckets or min(dataset.num_classes, 1 << 26)
+        frequency = samplers.StreamingFrequency(buckets, kind=s.frequency, rate=s.frequency_rate)
+        return samplers.InBatch(dataset.num_classes, frequency, extra=extra)
     found = _sampler(s.name, config, dataset, encoder, head, fit)
     if _inside(config):
         if isinstance(found, samplers.Tree) and not found.has_base:  # of a file, or of a checkpoint to come

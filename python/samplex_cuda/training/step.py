@@ -84,6 +84,8 @@ class Stepper:
         self.device = torch.device(config.training.device)
         self.epoch_batches = len(Batches(train, batch_size))
         self._batches: tuple[int, Batches] | None = None
+        self._step = 0
+        self._miner: tuple[int, HardNegatives] | None = None  # with an index, and the step that made it
 
     def take(
         self,
@@ -94,6 +96,7 @@ class Stepper:
     ) -> Outcome:
         """Does the step that comes next; the parameters are as before where the outcome has a problem."""
         carried = encoder.carried()
+        self._step = progress.step
         self.ranks.doing(f"step {progress.step}: reading data")
         batches = self._next_batches(progress)
         self.ranks.doing(f"step {progress.step}")
@@ -176,10 +179,24 @@ class Stepper:
             if not isinstance(tree, samplers.Tree):  # mixed with a base
                 tree = next(part for part in tree.modules() if isinstance(part, samplers.Tree))
             options = {"tree": tree, "features": features, "beam": min(512, max(64, 4 * c.hard))}
-        miner = HardNegatives(head, min(c.hard, head.num_classes), c.hard_source, pool=c.hard_pool, **options)
+        if c.hard_source == "index":
+            miner = self._with_index(head)
+        else:
+            miner = HardNegatives(head, min(c.hard, head.num_classes), c.hard_source, pool=c.hard_pool, **options)
         flat = h.reshape(-1, h.shape[-1])
         found = miner.mine(flat, y.reshape(flat.shape[0], -1), key=fold_in(key, _MINED))
         return found.reshape(*h.shape[:-1], -1)
+
+    def _with_index(self, head: SampledClassifier) -> HardNegatives:
+        c = self.config.head
+        if self._miner is None or self._step >= self._miner[0] + c.hard_refresh or self._miner[1].head is not head:
+            made = HardNegatives(head, min(c.hard, head.num_classes), "index", refresh=1 << 40, kind=c.hard_index)
+            self._miner = (self._step, made)
+        return self._miner[1]
+
+    def forget_index(self) -> None:
+        """The next step makes an index of its own: so does a run that is resumed from here."""
+        self._miner = None
 
     def _known(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
         """Positives of each row besides its target, CSR, where the configuration asks for them."""
@@ -197,7 +214,9 @@ class Stepper:
         self.ranks.join_rows(encoder.tables())
         if t.clip_norm:
             chosen = [p for p in encoder.parameters() if p is not head.weight]
-            of_head = list(head.parameters()) if t.clip_head and not self.config.fused else []
+            chosen += [] if head.log_scale is None else [head.log_scale]
+            rows = [p for p in head.parameters() if p is not head.log_scale]
+            of_head = rows if t.clip_head and not self.config.fused else []
             norm = self.ranks.clip(chosen, t.clip_norm, of_head)
             if not math.isfinite(norm):
                 return f"the norm of the gradient is {norm}"

@@ -307,6 +307,7 @@ class Trainer:
     def save(self) -> Path | None:
         """Writes a checkpoint now; None if that failed and `on_save_error` is "continue"."""
         p = self.progress
+        self._stepper.forget_index()
         path = self.run_dir / "checkpoints" / checkpoint.directory_name(p.step)
         begin = time.perf_counter()
         self._count_time()

@@ -12,6 +12,7 @@ from samplex_cuda.ops.loss_types import ENTRY_KINDS as KINDS
 from samplex_cuda.ops.static_sample import build_alias
 from samplex_cuda.reference import attention_pool as pool
 from samplex_cuda.reference.sampled_softmax import sampled_softmax
+from samplex_cuda.reference.symmetric_softmax import symmetric_softmax as symmetric_reference
 from samplex_fuzz.call import Args, Call, Dice, generator, op_call
 from samplex_fuzz.ops_static import alias_counts
 from samplex_fuzz.oracle import acc, all_ordinary, close, drawn, expect, has_form, is_meta, near, ordinary
@@ -540,3 +541,65 @@ def _attention_pool_bwd(d: Dice) -> Call:
             near("d_value", d_value, want[2], tolerance * (1 + float(want[2].abs().max())))
 
     return op_call("attention_pool_bwd", args, check, words=WORDS)
+
+
+# ------------------------------------------------------------------------------------------------ both directions
+def _pairs(d: Dice) -> dict[str, Any]:
+    batch, dtype = d.size(), d.pick((torch.float32, torch.float64))
+    labelled, shifted = d.maybe(0.6), d.maybe(0.5)
+    lengths = torch.tensor([0, *(d.int(0, 3) for _ in range(batch))])
+    known = labelled and d.maybe(0.5)
+    return {
+        "dots": d.normal(batch, batch, dtype=dtype), "labels": d.ids(4, batch) if labelled else None,
+        "known_offsets": lengths.cumsum(0) if known else None,
+        "known_ids": d.ids(4, int(lengths.sum())) if known else None,
+        "key_shift": d.normal(batch, dtype=dtype) if shifted else None,
+        "query_shift": d.normal(batch, dtype=dtype) if shifted else None, "scale": d.pick((1.0, 3.0, -0.5)),
+    }  # fmt: skip
+
+
+def _by_pairs(a: Args, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Products and losses in this type."""
+    dots = a.dots.detach().to(dtype, copy=True).requires_grad_()
+    known = None if a.known_offsets is None else (a.known_offsets, a.known_ids)
+    shifts = (None if t is None else t.to(dtype) for t in (a.key_shift, a.query_shift))
+    return dots, symmetric_reference(dots, a.labels, known, *shifts, a.scale)
+
+
+_PAIR_WORDS = (*WORDS, "known", "B")
+
+
+@generator("symmetric_softmax")
+def _symmetric_softmax(d: Dice) -> Call:
+    def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
+        if is_meta(*a.values(), *out):
+            return
+        has_form("loss", out[0], (len(a.dots),), a.dots.dtype)
+        if len(a.dots) and all_ordinary(a.dots, a.key_shift, a.query_shift, float(a.scale)):
+            size = 8 * (1 + float((a.scale * a.dots).abs().max()))
+            close("loss", out[0], _by_pairs(a, torch.float64)[1], _by_pairs(a, a.dots.dtype)[1], size)
+
+    return op_call("symmetric_softmax", _pairs(d), check, words=_PAIR_WORDS)
+
+
+@generator("symmetric_softmax_bwd")
+def _symmetric_softmax_bwd(d: Dice) -> Call:
+    given = _pairs(d)
+    _, row_lse, column_lse = torch.ops.samplex.symmetric_softmax(*given.values())
+    scale = given.pop("scale")
+    grad = d.normal(len(given["dots"]), dtype=given["dots"].dtype)
+    args = {"grad": grad, **given, "row_lse": row_lse, "column_lse": column_lse, "scale": scale}
+
+    def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
+        if is_meta(*a.values(), out):
+            return
+        has_form("coefs", out, a.dots.shape, a.dots.dtype)
+        if changed - {"grad"} or not all_ordinary(a.grad):
+            return
+        with torch.enable_grad():
+            dots, loss = _by_pairs(a, torch.float64)
+            (want,) = torch.autograd.grad(loss, dots, a.grad.double())
+        size = 1 + (float(want.abs().max()) if want.numel() else 0.0)
+        near("coefs", out, want, (1e-9 if a.dots.dtype == torch.float64 else 1e-3) * size)
+
+    return op_call("symmetric_softmax_bwd", args, check, words=_PAIR_WORDS)

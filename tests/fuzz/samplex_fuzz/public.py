@@ -164,6 +164,10 @@ def _contrastive(d: Dice) -> Call:
     }  # fmt: skip
     if bank and d.maybe(0.5):
         args["negatives"], args["num_negatives"] = d.ids(n, batch, 3), None
+    if d.maybe(0.5):
+        lengths = torch.tensor([0, *(d.int(0, 3) for _ in range(batch))])
+        args["key_ids"] = d.ids(5, n if bank else batch)
+        args["known_positives"] = lengths.cumsum(0), d.ids(5, int(lengths.sum()))
 
     def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
         if not is_meta(out) and not changed:

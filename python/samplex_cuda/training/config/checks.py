@@ -167,6 +167,8 @@ def check_together(source: str, c: Config) -> None:
     needs, named = loss.needs, f'loss = "{c.head.loss}"'
     if c.head.normalize and not loss.normalizes:
         fail("head", "normalize", f"false with {named}", True)
+    if c.head.learn_scale and (not c.head.scale > 0 or c.training.shard != "none"):
+        fail("head", "learn_scale", "false with scale <= 0 or training.shard", True)
     if c.head.table == "host" and (c.model.tied or c.training.shard != "none"):
         fail("head", "table", "device with model.tied or training.shard", c.head.table)
     for key, off in (("margin_m1", 1.0), ("margin_m2", 0.0), ("margin_m3", 0.0)):
@@ -186,7 +188,9 @@ def check_together(source: str, c: Config) -> None:
         fail("training", "clip_norm", "above 0 with clip_head", c.training.clip_norm)
     if c.sampler.choose_every:
         plain = needs.draws and loss.joins and not loss.absolute
-        plain = plain and c.head.corrected and not (c.head.normalize or c.head.unique or c.head.hard)
+        plain = (
+            plain and c.head.corrected and not (c.head.normalize or c.head.unique or c.head.hard or c.head.learn_scale)
+        )
         if not plain or c.data.negatives or c.head.table == "host":
             fail("sampler", "choose_every", "0 unless the loss is a plain sampled_softmax", c.sampler.choose_every)
         if c.sampler.name != "unigram" or not c.head.shared or c.head.num_samples != 1024:
@@ -252,8 +256,8 @@ def check_together(source: str, c: Config) -> None:
             True,
         )
     if c.head.unique:
-        if c.sampler.name not in ("auto", "uniform", "log_uniform", "unigram"):
-            wanted = f"false with the sampler {c.sampler.name}: uniform, log_uniform and unigram have distinct draws"
+        if c.sampler.name not in ("auto", "uniform", "log_uniform", "unigram", "bigram"):
+            wanted = f"false with the sampler {c.sampler.name}: uniform, log_uniform, unigram and bigram have them"
             fail("head", "unique", wanted, c.head.unique)
         if not needs.weighted_draws or needs.target_log_q or not needs.draws:
             fail("head", "unique", f"false with {named}", c.head.unique)
@@ -263,7 +267,7 @@ def check_together(source: str, c: Config) -> None:
         if c.head.hard_source == "tree" and c.sampler.name != "tree":
             wanted = f"pool or exact with the sampler {c.sampler.name}, which is not a tree"
             fail("head", "hard_source", wanted, c.head.hard_source)
-        if c.head.hard_source == "tree" and c.training.shard != "none":
+        if c.head.hard_source in ("tree", "index") and c.training.shard != "none":
             wanted = f"pool or exact with training.shard = {shown(c.training.shard)}"
             fail("head", "hard_source", wanted, c.head.hard_source)
     if c.head.mask_known and not (needs.draws and needs.excludes_target):

@@ -174,6 +174,15 @@ class Sampler:
         choices=("auto", "none", "uniform", "log_uniform", "unigram"),
     )
     base_weight: float = _key(0.5, "Weight of `base` in the mixture", above=0.0, below=1.0)
+    frequency: str = _key(
+        "gap",
+        "Estimate of the frequencies (in_batch): mean gap between two occurrences, or a count-min sketch",
+        choices=("gap", "sketch"),
+    )
+    frequency_rate: float = _key(0.02, "Weight of the newest observation (in_batch)", above=0.0, most=1.0)
+    frequency_buckets: int = _key(
+        0, "Number of buckets of the estimate (in_batch); 0: one per class, at most 2^26", least=0
+    )
     alpha: float = _key(100.0, "Coefficient of the squared term of the quadratic kernel", above=0.0)
     num_features: int = _key(1024, "Number of random features (rff)", least=1)
     nu: float | str = _key(
@@ -224,8 +233,8 @@ class Head:
     )
     unique: bool | str = _key(
         False,
-        "Distinct draws, weighted by their inclusion probabilities (uniform, log_uniform, unigram); tf: "
-        "drawn as in TensorFlow",
+        "Distinct draws, weighted by their inclusion probabilities (uniform, log_uniform, unigram, bigram); "
+        "tf: drawn as in TensorFlow",
         also=("tf",),
     )
     hard: int = _key(
@@ -236,12 +245,21 @@ class Head:
     hard_source: str = _key(
         "pool",
         "Classes that hard negatives are chosen from: `hard_pool` random classes, the candidates of a "
-        "tree sampler, or all classes",
-        choices=("pool", "tree", "exact"),
+        "tree sampler, all classes, or an index of the class rows (FAISS or USearch)",
+        choices=("pool", "tree", "exact", "index"),
     )
     hard_pool: int = _key(4096, "Number of random classes per batch that hard negatives are chosen from", least=1)
+    hard_index: str = _key(
+        "flat", 'Index for hard_source = "index": "flat", "ivf", "hnsw", a string of `faiss.index_factory`, or "usearch"'
+    )
+    hard_refresh: int = _key(
+        100, "Number of steps between two builds of the index; it is also built after each checkpoint", least=1
+    )
     bias: bool = _key(True, "Use a bias per class (always off with `normalize`)")
     scale: float = _key(1.0, "Factor of the logits (inverse temperature)")
+    learn_scale: bool = _key(
+        False, "Learn the scale, starting from `scale`, with the optimizer of the encoder (there is no bias then)"
+    )
     normalize: bool = _key(False, "Scale h and class rows to length 1 (use together with `scale`; see docs/faces.md)")
     margin_m1: float = _key(
         1.0, "Margin: factor of the target's angle (SphereFace; requires `normalize`)", least=1.0, most=4.0
