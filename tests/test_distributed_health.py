@@ -20,7 +20,7 @@ from samplex_cuda.distributed import Heartbeat, attempt_store
 def test_ranks_of_another_configuration_stop_everyone(ranks):
     for message in ranks.run(3, "disagree"):
         assert message.startswith("ValueError: agree: all ranks must have the same configuration")
-        assert message.endswith("got lr = 0.1 on rank 0 and 0.2 on rank 2")
+        assert message.endswith("got lr = 0.1 on ranks 0, 1 and 0.2 on rank 2")
 
 
 STOPPED = """

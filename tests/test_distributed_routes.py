@@ -10,7 +10,6 @@ from test_distributed import by_row, compare_with_one_process
 import samplex_cuda as sx
 from samplex_cuda.distributed.routes import ROUTES, Sizes, bytes_sent, resolve_route
 from samplex_cuda.distributed.samplers import ShardedUnigram
-from samplex_cuda.rng import fold_in
 
 ONLINE = {
     "plain": ("plain", {}),
@@ -111,43 +110,10 @@ OWN = {
 
 @pytest.mark.parametrize("case", OWN)
 def test_rows_to_queries_are_those_of_one_process(ranks, case):
-    """Each rank draws for its own rows, with its own key: the same steps in one process, rank by rank."""
+    """Each rank draws for its own rows alone, what one process would draw for them."""
     name, options = OWN[case]
     for world in (1, 2, 3, 4) if case == "plain" else (1, 3):
-        found = ranks.run(world, "train", name, {**options, "route": "rows_to_queries"})
-        head = make_head(name, **{**options.get("head", {}), "reduction": "sum"})
-        with torch.no_grad():
-            head.weight.copy_(found[0]["start"][0])
-            if head.bias is not None:
-                head.bias.copy_(found[0]["start"][1])
-        optimizer = rows_optimizer(options, head.parameters())
-        close = {"bf16": 2e-2}.get(name, 1e-5)
-        for step, (h, y) in enumerate(batches(4, options.get("targets", 0), head.weight.dtype)):
-            pair, h = torch.tensor([9, step]), h.requires_grad_()
-            total = 0
-            for rank in range(world):
-                rows = part_of(step, world, rank)
-                total = total + head(h[rows], y[rows], key=fold_in(pair, rank), **extras(options, rows))
-            loss = total / size_of(head, y, options) if name != "scaled sum" else total
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            for rank in found:
-                torch.testing.assert_close(rank["losses"][step], loss.detach(), rtol=close, atol=close)
-            torch.testing.assert_close(by_row(found, step), h.grad.double(), rtol=close, atol=close)
-        for mine, other in zip(found[0]["tables"], (head.weight, head.bias), strict=True):
-            assert (mine is None) == (other is None)
-            if other is not None:
-                torch.testing.assert_close(mine, other.detach(), rtol=close, atol=close)
-
-
-def size_of(head, y, options):
-    """What the rows of a batch weigh in a mean."""
-    weight = ((y != -100).any(1) if y.dim() == 2 else y != -100).to(head._wide())
-    if head.class_weight is not None:
-        weight = weight * head.class_weight[y.clamp(min=0)]
-    given = extras(options, torch.arange(BATCH))
-    return (weight * given.get("sample_weight", 1.0)).sum()
+        check(ranks.run(world, "train", name, {**options, "route": "rows_to_queries"}), name, options)
 
 
 # ------------------------------------------------------------------------------------------------ bytes

@@ -58,12 +58,15 @@ def shard_sampler(
     if isinstance(sampler, ExactSampler):
         return ShardedExact(sampler, layout, exchange, device)
     if isinstance(sampler, Mixture):
-        spread_out = [shard_sampler(part, "auto", layout, exchange, device, whole) for part in sampler._parts()]
+        spread_out = [
+            shard_sampler(part, how if _can_choose(part) else "auto", layout, exchange, device, whole, unique)
+            for part in sampler._parts()
+        ]
         if any(getattr(part, "collective", False) for part in spread_out):
             return ShardedMixture(spread_out, sampler.weights, layout).to(device)
         return sampler
     if isinstance(sampler, InBatch):
-        return _shard_in_batch(sampler, layout, exchange, device)
+        return _shard_in_batch(sampler, how, layout, exchange, device)
     if isinstance(sampler, MIDX):
         return ShardedMIDX(sampler, layout, exchange, device)
     if getattr(sampler, "follows_rows", False):
@@ -87,7 +90,12 @@ def shard_sampler(
     return sampler
 
 
-def _shard_in_batch(sampler: InBatch, layout: Layout, exchange: Exchange, device: torch.device) -> InBatch:
+def _can_choose(sampler: Any) -> bool:
+    """Whether a part of another sampler can be spread or replicated; others are what they are, whatever is asked."""
+    return type(sampler) in (Unigram, Tree)
+
+
+def _shard_in_batch(sampler: InBatch, how: str, layout: Layout, exchange: Exchange, device: torch.device) -> InBatch:
     """The same sampler: the head gives it the targets of all ranks. A second sampler may be spread over them."""
     if sampler.group is not None:
         raise ValueError(
@@ -96,7 +104,7 @@ def _shard_in_batch(sampler: InBatch, layout: Layout, exchange: Exchange, device
         )
     extra = None
     if sampler.extra is not None:
-        extra = shard_sampler(sampler.extra, "auto", layout, exchange, device)
+        extra = shard_sampler(sampler.extra, how if _can_choose(sampler.extra) else "auto", layout, exchange, device)
     if extra is sampler.extra:
         return sampler
     return ShardedInBatch(sampler, extra)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from samplex_cuda.distributed.collectives import Everyone
 from samplex_cuda.distributed.fetch import fetch, give_back
+from samplex_cuda.distributed.rows import key_of_rows
 from samplex_cuda.distributed.step import StepResult, loss_of_logits, times
 from samplex_cuda.heads.classifier import LossSpec
 from samplex_cuda.ops.loss_types import Entries, Inputs, LossGrad, Plan, acc_dtype
 from samplex_cuda.ops.row_gradients import row_gradients
 from samplex_cuda.prediction import mean_weight
-from samplex_cuda.rng import fold_in
 
 if TYPE_CHECKING:
     from samplex_cuda.distributed.head import ShardedClassifier
@@ -77,7 +77,7 @@ def _rows_to_queries(
 ) -> StepResult:
     weight, bias, exchange = head.weight.detach(), head.bias, head.exchange
     h, target = batch["h"], batch["y"]
-    ids, log_q, target_log_q = _draw(head, spec, batch, fold_in(everyone.key, exchange.rank))
+    ids, log_q, target_log_q = _draw(head, spec, batch, key_of_rows(head.sampler, everyone, exchange.rank))
     valid = head._valid(target)
     classes = torch.cat([torch.where(valid, target, -1).reshape(-1), ids.reshape(-1)])
     found = fetch(exchange, head.layout, weight, None if bias is None else bias.detach(), classes)
