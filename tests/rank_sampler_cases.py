@@ -57,7 +57,8 @@ def make_sampler(kind: str, classes: int) -> Any:
         counts[classes // 3 : classes // 3 + 2] = 0.0 if classes > 4 else 1.0
         return sx.samplers.Unigram(counts)
     x, y = torch.randn(600, DIM, generator=g), torch.randint(classes, (600,), generator=g)
-    return sx.samplers.Tree.fit(x, y, num_classes=classes, dim=4, seed=1, progress=False)
+    base = sx.samplers.Unigram(torch.bincount(y, minlength=classes) + 1) if kind == "tree with base" else None
+    return sx.samplers.Tree.fit(x, y, num_classes=classes, dim=4, seed=1, progress=False, base=base, base_weight=0.3)
 
 
 def excluded(kind: str, classes: int, rows: int) -> Tensor | None:
@@ -91,7 +92,8 @@ def draws(group: Any, kind: str, classes: int, order: str, without: str, count: 
     draw = sampler.sample(h, count, key=torch.tensor([3, 4]), exclude=out)
     given = torch.arange(classes).expand(h.shape[0], -1)
     shared = sampler.sample(h, count, shared=True, key=torch.tensor([5, 6]))
-    local = sampler.log_prob_local(h) if kind != "tree" else None
+    assert sampler.collective
+    local = sampler.log_prob_local(h) if not kind.startswith("tree") else None
     every = sampler.log_prob_all(h)
     if local is not None:
         assert torch.equal(local, every[:, layout.classes()])
@@ -191,6 +193,23 @@ def refuse(group: Any, what: str, kind: str = "quadratic") -> tuple[str, bool]:
         head.weight[3] = old
     head.mark_changed()
     return message, bool(head(h, y).isfinite())
+
+
+def kinds_of_parts(group: Any) -> dict[str, list[str]]:
+    """What a head holds whose sampler has parts, with `sampler="shard"`: names of types, the whole one first."""
+    unigram = sx.samplers.Unigram(torch.arange(203) + 1)
+    samplers: dict[str, tuple[Any, bool]] = {
+        "tree with base": (make_sampler("tree with base", 203), False),
+        "mixture": (sx.samplers.Mixture([(sx.samplers.Uniform(203), 1), (unigram, 2)]), False),
+        "in batch with frequencies": (sx.samplers.InBatch(203, extra=unigram), True),
+    }
+    found = {}
+    for name, (sampler, shared) in samplers.items():
+        head: Any = sx.SampledClassifier(DIM, 203, sampler, 6, shared=shared, device="meta")
+        head = head.shard(group, encoder="sum", key=sx.Key(5), sampler="shard")
+        parts = [type(part).__name__ for part in head.sampler.modules() if isinstance(part, torch.nn.Module)]
+        found[name] = [parts[0], *sorted(part for part in parts[1:] if part != "ModuleList")]
+    return found
 
 
 def another_sampler(group: Any) -> Tensor:

@@ -113,7 +113,7 @@ def test_draws_of_a_kernel_tree_have_the_distribution_they_report(ranks):
 @pytest.mark.parametrize(
     ("classes", "order"), [(1, "class"), (2, "class"), (5, "spread"), (37, "class"), (203, "spread")]
 )
-@pytest.mark.parametrize("kind", ["unigram", "tree"])
+@pytest.mark.parametrize("kind", ["unigram", "tree", "tree with base"])
 def test_static_and_tree_draws_are_the_same_bits_on_any_number_of_ranks(ranks, kind, classes, order, without):
     of = {world: run(ranks, world, "draws", kind, classes, order, without) for world in WORLDS}
     one = of[1][0]
@@ -256,6 +256,7 @@ FIXED = {
     "unigram negative sampling": ("unigram", {"head": {"loss": "negative_sampling"}}),
     "tree": ("tree", {}),
     "tree nce": ("tree", {"head": {"loss": "nce"}, "order": "spread"}),
+    "tree with base": ("tree with base", {"order": "spread"}),
 }
 
 
@@ -281,6 +282,17 @@ def test_another_sampler_is_spread_too(ranks):
     wanted = make_sampler("quadratic", 203).log_prob_all(queries())
     for found in run(ranks, 3, "another_sampler"):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_other_samplers_are_spread_where_that_is_asked_for(ranks):
+    """`sampler="shard"` reaches the tree and the frequencies inside a tree with a base, a mixture and in-batch draws."""
+    wanted = {
+        "tree with base": ["ShardedMixture", "ShardedTree", "ShardedUnigram"],
+        "mixture": ["ShardedMixture", "ShardedUnigram", "Uniform"],
+        "in batch with frequencies": ["ShardedInBatch", "ShardedUnigram", "StreamingFrequency"],
+    }
+    for found in run(ranks, 2, "kinds_of_parts"):
+        assert found == wanted
 
 
 # ------------------------------------------------------------------------------------------------ errors
@@ -334,6 +346,7 @@ SAVED = {
     "every third": ("quadratic", {"head": {"sampler_update": 4}}),
     "unigram": ("unigram", {}),
     "tree": ("tree", {"order": "spread"}),
+    "tree with base": ("tree with base", {}),
     "codes": ("midx product", {"order": "spread", "head": {"sampler_update": 4}}),
     "in batch": ("in batch", {"head": {"shared": True}}),
 }
@@ -350,7 +363,7 @@ def test_saved_on_four_ranks_and_resumed_on_fewer(ranks, tmp_path, case):
             assert resumed == pytest.approx(losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["quadratic", "positive", "unigram", "tree", "midx", "midx product"])
+@pytest.mark.parametrize("kind", ["quadratic", "positive", "unigram", "tree", "tree with base", "midx", "midx product"])
 def test_state_of_plain_and_sharded_heads(ranks, kind):
     assert all(run(ranks, 3, "through_plain", kind, "class"))
     if kind != "positive":  # whose estimates depend on the order of the rows

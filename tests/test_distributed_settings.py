@@ -87,7 +87,7 @@ def test_what_one_rank_refuses_at_the_start_all_hear(ranks, how):
 
 
 CHANGED = {
-    "num_samples": 7, "shared": True, "loss": "one_vs_each", "scale": 2.0, "ignore_index": -1, "reduction": "sum",
+    "num_samples": 7, "shared": True, "loss": "one_vs_each", "scale": 2.0, "sparse": False, "reduction": "sum",
     "sampler": sx.samplers.Uniform(CLASSES),
 }  # fmt: skip
 

@@ -173,7 +173,7 @@ class ShardedClassifier(ShardedAnswers):
         if getattr(self.sampler, "unfilled", False):
             self.update_sampler()
         self._known: tuple[LossSpec, int] | None = None  # a resolved step and the digest of its settings
-        self._agreed = self._digest()  # of the settings that the ranks have compared
+        self._agreed: LossSpec | None = self.spec()  # a resolved step whose settings the ranks have compared
 
     def _attach(self, sampler: Any, whole: SampledClassifier) -> None:
         """Lets a sampler that read the table of `whole` read that of this rank."""
@@ -284,9 +284,9 @@ class ShardedClassifier(ShardedAnswers):
             number = self._digest()
         except Exception as error:  # settings that do not fit together: the other ranks must hear of it
             wrong = error
-        if waits and self._agreed != number:  # nobody looks at headers
+        if waits and (wrong is not None or self._agreed is not self.spec()):  # nobody looks at headers
             agree(settings_of(self), self.exchange.group, op=_NAME, error=wrong)
-            self._agreed = number
+            self._agreed = self.spec()
         form = [number, int(self.training), int(grad), targets, *map(int, given), due, each]
         try:
             if wrong is not None:

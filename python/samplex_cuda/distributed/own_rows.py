@@ -80,7 +80,8 @@ def _rows_to_queries(
     ids, log_q, target_log_q = _draw(head, spec, batch, key_of_rows(head.sampler, everyone, exchange.rank))
     valid = head._valid(target)
     classes = torch.cat([torch.where(valid, target, -1).reshape(-1), ids.reshape(-1)])
-    found = fetch(exchange, head.layout, weight, None if bias is None else bias.detach(), classes)
+    found = fetch(exchange, head.layout, weight, None if bias is None else bias.detach(), classes,
+                  target.shape[1] + ids.shape[1])  # fmt: skip
     # The loss as it is, on the table of the rows that came.
     at_target = torch.where(valid, found.place[: target.numel()].view(target.shape), -100)
     share = None
@@ -135,7 +136,7 @@ def _shared_rows(head: ShardedClassifier, spec: LossSpec, everyone: Everyone, ba
         shared = torch.where(local.unsqueeze(1) >= 0, own, 0.0)
     exchange.sum_(shared)
     valid = head._valid(target)
-    found = fetch(exchange, layout, weight, bias, torch.where(valid, target, -1).reshape(-1))
+    found = fetch(exchange, layout, weight, bias, torch.where(valid, target, -1).reshape(-1), target.shape[1])
     wide, place = h.to(acc), found.place.view(target.shape)
     rows = found.rows if found.rows.shape[0] else found.rows.new_zeros(1, dim)
     at_draws = torch.mm(wide, shared[:, :dim].t())

@@ -154,7 +154,7 @@ class Replica:
     def __init__(self, exchange: Exchange, encoder: str) -> None:
         self.exchange, self.encoder = exchange, encoder
         self._known: tuple[LossSpec, int] | None = None  # a resolved step and the digest of its settings
-        self._agreed: int | None = None  # of the settings that the ranks have compared
+        self._agreed: LossSpec | None = None  # a resolved step whose settings the ranks have compared
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a head has another table and is not replicated."""
@@ -208,9 +208,9 @@ class Replica:
         each = hard.shape[-1] + 1 if isinstance(hard, Tensor) and hard.dim() else 0  # hard negatives of a row
         spec, number = head.spec(), self._digest(head)
         waits = _device.host_waits(weight)
-        if waits and self._agreed not in (None, number):  # nobody looks at headers
+        if waits and self._agreed is not None and self._agreed is not spec:  # nobody looks at headers
             agree(settings_of(head), exchange.group, op=_NAME)
-        self._agreed = number
+        self._agreed = spec
         form = [number, int(grad), targets, *given, each]
         nothing = torch.zeros(2, dtype=torch.int64, device=weight.device)
         try:

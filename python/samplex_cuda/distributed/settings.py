@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if isinstance(value, torch.dtype | torch.device):
         return str(value)
+    if dataclasses.is_dataclass(value):  # the margin of a loss
+        return _of_object(value)
     return list(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
