@@ -167,3 +167,21 @@ def _state(head: Any) -> list[Tensor]:
     kept = head.get_buffer(head._state_name)
     return [*found, kept if len(kept) == 50 else kept[:-1]]  # the last number of a rank is of no example
 
+
+
+def skipped(group: Any, route: str, name: str) -> tuple[list[float], list[bool]]:
+    """Rank 1 skips the second of four backwards: the losses, and after which steps its table has changed."""
+    rank, losses, changed = dist.get_rank(group), [], []
+    head: Any = make_head(name, "meta").shard(
+        group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH, order="spread", route=route
+    )
+    head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.2))
+    key = sx.Key(9)
+    for step, (h, y) in enumerate(batches(4)):
+        rows, before = part_of(0, dist.get_world_size(group), rank), head.weight.detach().clone()
+        loss = head(h[rows].requires_grad_(), y[rows], key=key)
+        if rank != 1 or step != 1:
+            loss.backward()
+        losses.append(float(loss.detach()))
+        changed.append(not torch.equal(before, head.weight))
+    return losses, changed

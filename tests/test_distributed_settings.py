@@ -87,7 +87,7 @@ def test_what_one_rank_refuses_at_the_start_all_hear(ranks, how):
 
 
 CHANGED = {
-    "num_samples": 7, "shared": True, "loss": "one_vs_each", "scale": 2.0, "sparse": False, "reduction": "sum",
+    "num_samples": 7, "shared": True, "loss": "one_vs_each", "scale": 2.0, "unique": True, "reduction": "sum",
     "sampler": sx.samplers.Uniform(CLASSES),
 }  # fmt: skip
 
@@ -166,3 +166,15 @@ def test_a_batch_refused_where_nobody_looks_is_a_lost_step(ranks, case, what):
     usual = run(ranks, 3, "refuse", name, options, "none")
     assert not all(usual[0]["lost"][1])
     assert usual[0]["losses"][0] == found[0]["losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("route", "name"),
+    [("summed_logits", "plain"), ("online_softmax", "plain"), ("rows_to_queries", "plain"), ("shared_rows", "shared")],
+)
+def test_a_backward_that_one_rank_skips_stops_nobody(ranks, route, name):
+    """Everything is exchanged in forward: the rank's own rows miss an update, and that is all."""
+    found = run(ranks, 3, "skipped", route, name)
+    for rank, (losses, changed) in enumerate(found):
+        assert losses == found[0][0]
+        assert changed == [True, rank != 1, True, True]
