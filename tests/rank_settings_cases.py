@@ -168,7 +168,6 @@ def _state(head: Any) -> list[Tensor]:
     return [*found, kept if len(kept) == 50 else kept[:-1]]  # the last number of a rank is of no example
 
 
-
 def skipped(group: Any, route: str, name: str) -> tuple[list[float], list[bool]]:
     """Rank 1 skips the second of four backwards: the losses, and after which steps its table has changed."""
     rank, losses, changed = dist.get_rank(group), [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_cases import BATCH, CLASSES, batches, extras, make_head, part_of, rows_optimizer
+from rank_cases import CLASSES
 from test_distributed import by_row, compare_with_one_process
 
 import samplex_cuda as sx
@@ -189,7 +189,13 @@ CROSSOVERS = [
     ("summed_logits", "replicate", "draws", {}, 130),  # 8 d + 8 + 8 (m + 1) < 4 d + 12 (m + 1)
     ("online_softmax", "replicate", "draws", {}, 44),  # 8 d + 24 < 4 d + 12 (m + 1)
     ("replicate", "summed_logits", "dim", {}, 64),  # the same the other way round: d > m - 1
-    ("rows_to_queries", "summed_logits", "world", {"draws": 4}, 5),  # 5160 / 1072 = 4.8: (m + 1) (8 d + 8) < P (8 d + 8 + 8 (m + 1))
+    (
+        "rows_to_queries",
+        "summed_logits",
+        "world",
+        {"draws": 4},
+        5,
+    ),  # 5160 / 1072 = 4.8: (m + 1) (8 d + 8) < P (8 d + 8 + 8 (m + 1))
     ("rows_to_queries", "summed_logits", "world", {}, 44),  # 67080 / 1552 = 43.2
     ("rows_to_queries", "online_softmax", "world", {}, 65),  # 67080 / 1048 = 64.01
     ("rows_to_queries", "online_softmax", "world", {"unique": 0.5}, 33),
@@ -223,7 +229,7 @@ def test_bytes_of_tables_that_fit_everywhere():
     many = bytes_by_route(Sizes(world=8, batch=256, draws=500, dim=128))
     assert many["replicate"] > many["online_softmax"]
     assert crossover("online_softmax", "online_softmax", Sizes(8, 256, 500, 128), "batch") is None
-    with pytest.raises(ValueError, match="bytes_sent: route must be one of summed_logits, .*replicate"):
+    with pytest.raises(ValueError, match=r"bytes_sent: route must be one of summed_logits, .*replicate"):
         bytes_sent("shortest", Sizes(8, 256, 500, 128))
 
 

@@ -285,7 +285,7 @@ def test_another_sampler_is_spread_too(ranks):
 
 
 def test_parts_of_other_samplers_are_spread_where_that_is_asked_for(ranks):
-    """`sampler="shard"` reaches the tree and the frequencies inside a tree with a base, a mixture and in-batch draws."""
+    """`sampler="shard"` reaches the tree and the frequencies inside a tree with a base, a mixture, in-batch draws."""
     wanted = {
         "tree with base": ["ShardedMixture", "ShardedTree", "ShardedUnigram"],
         "mixture": ["ShardedMixture", "ShardedUnigram", "Uniform"],

@@ -66,8 +66,9 @@ inline void philox_many(PhiloxKey key, const uint32_t* row, const uint32_t* posi
   }
 #else
   for (; i < count; ++i) {
-    const PhiloxWords words = philox4x32_10({{uint32_t(key.offset), uint32_t(key.offset >> 32), row[i] + key.first, position[i]}},
-                                            uint32_t(key.seed), uint32_t(key.seed >> 32));
+    const PhiloxWords words =
+        philox4x32_10({{uint32_t(key.offset), uint32_t(key.offset >> 32), row[i] + key.first, position[i]}},
+                      uint32_t(key.seed), uint32_t(key.seed >> 32));
     bits0[i] = philox_u64(words, 0);
     bits1[i] = philox_u64(words, 1);
   }

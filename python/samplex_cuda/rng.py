@@ -147,7 +147,9 @@ def key_tensor(op: str, key: Key | Tensor | None, device: torch.device) -> Tenso
     if not isinstance(key, Tensor):
         raise TypeError(f"{op}: key must be a Key, an int64 [2] tensor or None, got {type(key).__name__}")
     if key.shape not in ((2,), (3,)) or key.dtype != torch.int64 or key.layout is not torch.strided:
-        raise ValueError(f"{op}: key must be [2] or [3] int64, got {list(key.shape)} {str(key.dtype).removeprefix('torch.')}")
+        raise ValueError(
+            f"{op}: key must be [2] or [3] int64, got {list(key.shape)} {str(key.dtype).removeprefix('torch.')}"
+        )
     if key.device != device:
         raise ValueError(f"{op}: key must be on {device}, got {key.device}")
     return key.contiguous()

@@ -62,9 +62,9 @@ def test_on_each_instruction_set(simd_level, kind):
 
 def test_draws_that_are_scored_too(backend):
     """The projection, the draw and the scores of a tree in one op."""
-    weights, bias, leaf_class = make_tree(CLASSES, DIM).parameters_of_nodes() + (make_tree(CLASSES, DIM).leaf_class,)
+    plain = make_tree(CLASSES, DIM)
     projected = {"mean": torch.zeros(7), "projection": torch.eye(7)[:, :DIM]}
-    tree = sx.samplers.Tree(weights, bias, leaf_class, **projected).to(backend.device)
+    tree = sx.samplers.Tree(*plain.parameters_of_nodes(), plain.leaf_class, **projected).to(backend.device)
     g, key = torch.Generator().manual_seed(2), torch.tensor([3, 4])
     h, y = torch.randn(ROWS, 7, generator=g), torch.randint(CLASSES, (ROWS,), generator=g)
     h, y = h.to(backend.device), y.to(backend.device)

@@ -138,8 +138,8 @@ class Exchange:
             rows: B of this rank.
             form: numbers that must be equal on all ranks; the first is the digest of `settings`.
             key: int64 [2] on the device of the group; that of rank 0 counts.
-            refused: whether this rank cannot take part in the step. On a CPU all ranks then stop. On a GPU nobody looks:
-                this rank must go through the step with 0 rows, and `Everyone.lost` is set on all ranks.
+            refused: whether this rank cannot take part in the step. On a CPU all ranks then stop. On a GPU nobody
+                looks: this rank must go through the step with 0 rows, and `Everyone.lost` is set on all ranks.
             width: columns of what each row brings besides; ranks may have different ones on a CPU.
             fields: [B, ...] each, as for `gather`, whose sizes but B follow from the form; None: they come later.
             pads: as for `gather`.
@@ -160,8 +160,8 @@ class Exchange:
             unused = torch.arange(capacity, device=headers.device) >= counts[:, None]
             first, common = counts[: self.rank].sum(), headers[0, :2].clone()
             lost = (headers[:, 2] != 0).any() | (headers[:, 6:] != headers[:1, 6:]).any()
-            place = unused.reshape(-1).to(torch.int8).argsort(stable=True)
-            return Everyone(rows, place, first, common, width, lost=lost)
+            used_first = unused.reshape(-1).to(torch.int8).argsort(stable=True)
+            return Everyone(rows, used_first, first, common, width, lost=lost)
         found, room = header.unsqueeze(0), _aligned(header.nbytes)
         if self._last is None:
             headers = self.stack(header)
@@ -196,14 +196,14 @@ class Exchange:
             return  # its own error is on the way
         if bool(refused.any()):
             raise RuntimeError(
-                f"{self.name}: rank {int(refused.argmax())} of the group refused its batch, so that no rank can take this "
-                "step; the message of that rank says why"
+                f"{self.name}: rank {int(refused.argmax())} of the group refused its batch, so that no rank can take "
+                "this step; the message of that rank says why"
             )
         if bool((counts > self.capacity).any()):
             rank = int((counts > self.capacity).to(torch.int8).argmax())
             raise ValueError(
-                f"{self.name}: a batch must have at most batch_capacity = {self.capacity} rows, got {int(counts[rank])} on "
-                f"rank {rank}; pass a larger batch_capacity"
+                f"{self.name}: a batch must have at most batch_capacity = {self.capacity} rows, got "
+                f"{int(counts[rank])} on rank {rank}; pass a larger batch_capacity"
             )
         if settings is not None and bool((forms[:, 0] != forms[0, 0]).any()):
             agree(settings(), self.group, op=self.name)  # every rank has seen the same headers
@@ -212,8 +212,8 @@ class Exchange:
         if bool(other.any()):
             rank = int(other.to(torch.int8).argmax())
             raise RuntimeError(
-                f"{self.name}: all ranks must call the head in the same way (training or not, gradients or not, the same "
-                f"arguments and number of targets), got {forms[0].tolist()} on rank 0 and {forms[rank].tolist()} on "
+                f"{self.name}: all ranks must call the head in the same way (training or not, gradients or not, the "
+                f"same arguments and number of targets), got {forms[0].tolist()} on rank 0 and {forms[rank].tolist()} on "
                 f"rank {rank}"
             )
 

@@ -279,15 +279,16 @@ class ShardedClassifier(ShardedAnswers):
         due = due_state(self.follower, self.sampler, self.weight, self.bias) if self.training else 0
         hard = hard if self.training else None
         each = hard.shape[-1] + 1 if isinstance(hard, Tensor) and hard.dim() else 0  # hard negatives of a row
-        waits, wrong, number = _device.host_waits(self.weight), None, 0
+        waits, alike = _device.host_waits(self.weight), 0
+        wrong: Exception | None = None
         try:
-            number = self._digest()
+            alike = self._digest()
         except Exception as error:  # settings that do not fit together: the other ranks must hear of it
             wrong = error
         if waits and (wrong is not None or self._agreed is not self.spec()):  # nobody looks at headers
             agree(settings_of(self), self.exchange.group, op=_NAME, error=wrong)
             self._agreed = self.spec()
-        form = [number, int(self.training), int(grad), targets, *map(int, given), due, each]
+        form = [alike, int(self.training), int(grad), targets, *map(int, given), due, each]
         try:
             if wrong is not None:
                 raise wrong

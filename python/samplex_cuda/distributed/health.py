@@ -60,7 +60,9 @@ def agree(what: dict[str, Any], group: Any = None, *, op: str = "agree", error: 
         values = [(name in one, one.get(name)) for one in configurations]
         other = next((value for value in values if value != values[0]), values[0])
         if other != values[0]:
-            first, second = ([rank for rank, value in enumerate(values) if value == which] for which in (values[0], other))
+            first, second = (
+                [rank for rank, value in enumerate(values) if value == which] for which in (values[0], other)
+            )
             raise ValueError(
                 f"{op}: all ranks must have the same configuration, got {name} = {values[0][1]!r} on {_ranks(first)} "
                 f"and {other[1]!r} on {_ranks(second)}"

@@ -164,7 +164,7 @@ class ShardedMIDX(MIDX):
     def _follow_in_fixed_sizes(self, ids: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Cells of the classes `ids` that are here, then those of all ranks; a row that is not finite keeps its own."""
         classes = self.layout.classes(weight.device)
-        changes = [(self.cell, self.cell[classes], None)]
+        changes: list[tuple[Tensor, Tensor, Tensor | None]] = [(self.cell, self.cell[classes], None)]
         if bias is not None and self.bias is not None:
             changes.append((self.bias, self.bias[classes], bias.detach()))
         # What is not here counts as row 0, whose numbers are then fresh.

@@ -83,7 +83,6 @@ class ShardedMixture(Mixture):
             if isinstance(part, ShardedSampler):
                 part.adopt(state_dict, f"{prefix}samplers.{number}.")
 
-
     def _adopt_tree(self, state_dict: dict[str, Any], prefix: str) -> None:
         share = state_dict.pop(f"{prefix}base_share")
         last = len(self._parts()) - 1  # a tree of no share is left out

@@ -413,8 +413,8 @@ class Replica:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Ids, coefficients, rows and bias gradients of the shared draws of all ranks, m of each rank.
 
-        Draws that were merged leave fewer than m; a rank without a row has none: ids of -1 fill up. Draws that the ranks
-        share need no ids, and their gradients are summed where they are.
+        Draws that were merged leave fewer than m; a rank without a row has none: ids of -1 fill up. Draws that the
+        ranks share need no ids, and their gradients are summed where they are.
         """
         exchange, most = self.exchange, head.num_samples
         count = e.ids_b.shape[0]

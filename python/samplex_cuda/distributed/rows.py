@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "fixed_query",
     "inverse_at",
-    "key_of_rows",
     "joined",
+    "key_of_rows",
     "own_draw",
     "refuse_head",
     "target_shares",

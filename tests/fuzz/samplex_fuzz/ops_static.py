@@ -86,7 +86,9 @@ def _sample(law: str) -> Any:
                     near("log_q", log_q[b], torch.from_numpy(np.log(p))[ids[b]], _TOLERANCE)
             if exact:
                 table = a.table.numpy() if law == "alias" else None
-                want, _ = static.sample(law, weights, key_of(a), int(a.batch), int(a.num_samples), lists, table, row_of(a))
+                want, _ = static.sample(
+                    law, weights, key_of(a), int(a.batch), int(a.num_samples), lists, table, row_of(a)
+                )
                 expect(bool((ids.numpy() == want).all()), f"ids must be {want.tolist()}, got {ids.tolist()}")
 
         return op_call(f"{law}_sample", args, check, words=_WORDS)
