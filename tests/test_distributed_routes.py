@@ -189,13 +189,8 @@ CROSSOVERS = [
     ("summed_logits", "replicate", "draws", {}, 130),  # 8 d + 8 + 8 (m + 1) < 4 d + 12 (m + 1)
     ("online_softmax", "replicate", "draws", {}, 44),  # 8 d + 24 < 4 d + 12 (m + 1)
     ("replicate", "summed_logits", "dim", {}, 64),  # the same the other way round: d > m - 1
-    (
-        "rows_to_queries",
-        "summed_logits",
-        "world",
-        {"draws": 4},
-        5,
-    ),  # 5160 / 1072 = 4.8: (m + 1) (8 d + 8) < P (8 d + 8 + 8 (m + 1))
+    # (m + 1) (8 d + 8) / (8 d + 8 + 8 (m + 1)) = 5160 / 1072 = 4.8
+    ("rows_to_queries", "summed_logits", "world", {"draws": 4}, 5),
     ("rows_to_queries", "summed_logits", "world", {}, 44),  # 67080 / 1552 = 43.2
     ("rows_to_queries", "online_softmax", "world", {}, 65),  # 67080 / 1048 = 64.01
     ("rows_to_queries", "online_softmax", "world", {"unique": 0.5}, 33),

@@ -213,8 +213,8 @@ class Exchange:
             rank = int(other.to(torch.int8).argmax())
             raise RuntimeError(
                 f"{self.name}: all ranks must call the head in the same way (training or not, gradients or not, the "
-                f"same arguments and number of targets), got {forms[0].tolist()} on rank 0 and {forms[rank].tolist()} on "
-                f"rank {rank}"
+                f"same arguments and number of targets), got {forms[0].tolist()} on rank 0 and "
+                f"{forms[rank].tolist()} on rank {rank}"
             )
 
     def _settle(self, rows: int, device: torch.device) -> int:
