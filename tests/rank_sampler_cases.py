@@ -195,6 +195,43 @@ def refuse(group: Any, what: str, kind: str = "quadratic") -> tuple[str, bool]:
     return message, bool(head(h, y).isfinite())
 
 
+def deferred(group: Any, kind: str, order: str) -> dict[str, Any]:
+    """Draws of a `Unigram` that no rank held as a whole, in a head on the meta device; which classes were asked for."""
+    counts, asked = make_sampler("unigram", 203).prefix.diff(), []
+    counts = (counts >> 12) if kind == "integers" else counts.double() * 2.0**-60
+
+    def of(ids: Tensor) -> Tensor:
+        asked.append(ids.clone())
+        return counts[ids]
+
+    head: Any = sx.SampledClassifier(DIM, 203, sx.samplers.Unigram.deferred(203, of), 6, device="meta")
+    head = head.shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH, order=order)
+    assert torch.equal(torch.cat(asked), head.layout.classes())
+    h, y = batches(1)[0]
+    loss = head(h[part_of(0, dist.get_world_size(group), dist.get_rank(group))].requires_grad_(),
+                y[part_of(0, dist.get_world_size(group), dist.get_rank(group))], key=sx.Key(3))  # fmt: skip
+    loss.backward()
+    draw = head.sampler.sample(None, 20, batch_size=10, key=torch.tensor([3, 4]))
+    return {"ids": draw.ids, "log_q": draw.log_q, "loss": float(loss.detach()), "all": head.sampler.log_prob_all()}
+
+
+def wrong_counts(group: Any, what: str) -> str:
+    """The message of each rank where the counts of rank 1 cannot be."""
+    wrong = dist.get_rank(group) == 1
+
+    def of(ids: Tensor) -> Tensor:
+        if what == "shape":
+            return torch.ones(len(ids) + 1)
+        made = torch.ones(len(ids)) * (what != "zero")
+        if what == "negative" and wrong:
+            made[2] = -1
+        return made
+
+    head: Any = sx.SampledClassifier(DIM, 203, sx.samplers.Unigram.deferred(203, of), 6, device="meta")
+    how = "replicate" if what == "replicate" else "auto"
+    return _message(lambda: head.shard(group, encoder="sum", sampler=how))
+
+
 def kinds_of_parts(group: Any) -> dict[str, list[str]]:
     """What a head holds whose sampler has parts, with `sampler="shard"`: names of types, the whole one first."""
     unigram = sx.samplers.Unigram(torch.arange(203) + 1)

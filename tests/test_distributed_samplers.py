@@ -137,6 +137,45 @@ def test_static_and_tree_draws_are_the_same_bits_on_any_number_of_ranks(ranks, k
         assert torch.equal(one["left"], left)
 
 
+@pytest.mark.parametrize("order", ["class", "spread"])
+@pytest.mark.parametrize("kind", ["integers", "fractions"])
+def test_frequencies_that_no_rank_holds_as_a_whole(ranks, kind, order):
+    """Each rank asks for the counts of its own classes; draws have the same bits on any number of ranks."""
+    counts = make_sampler("unigram", 203).prefix.diff()
+    wanted = sx.samplers.Unigram((counts >> 12).double() if kind == "integers" else counts.double())
+    (one,) = run(ranks, 1, "deferred", kind, order)
+    torch.testing.assert_close(one["all"][0].exp(), wanted.log_prob_all()[0].exp(), rtol=1e-5, atol=1e-9)
+    for world in WORLDS[1:]:
+        for rank in run(ranks, world, "deferred", kind, order):
+            assert rank["loss"] == one["loss"]
+            for field in ("ids", "log_q", "all"):
+                assert torch.equal(rank[field], one[field])
+
+
+WRONG_COUNTS = {
+    "negative": ("unigram: counts must be finite and not negative, got 1 that are not, 0 of them on this rank",
+                 "got 1 that are not, 1 of them on this rank"),
+    "zero": ("unigram: counts must have a positive sum, got all zero",) * 2,
+    "shape": ("unigram: counts must give [68] numbers, got [69] float32",) * 2,
+    "replicate": ("a deferred Unigram must be sharded and without unique draws",) * 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG_COUNTS)
+def test_counts_that_cannot_be_stop_every_rank(ranks, what):
+    others, own = WRONG_COUNTS[what]
+    for rank, message in enumerate(run(ranks, 3, "wrong_counts", what)[:2]):
+        assert (own if rank == 1 else others) in message
+
+
+def test_a_deferred_unigram_does_not_draw_by_itself():
+    sampler = sx.samplers.Unigram.deferred(10, lambda ids: ids + 1)
+    with pytest.raises(RuntimeError, match="unigram: a deferred sampler must be sharded with its head"):
+        sampler.sample(None, 3, batch_size=2)
+    with pytest.raises(TypeError, match="unigram: counts must be a function of class ids, got list"):
+        sx.samplers.Unigram.deferred(10, [1.0] * 10)
+
+
 def test_draws_of_a_sharded_unigram_have_its_distribution(ranks):
     classes, count = 37, 20_000
     found = run(ranks, 4, "draws", "unigram", classes, "class", "several", count)[2]

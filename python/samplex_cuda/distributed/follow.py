@@ -22,7 +22,7 @@ from samplex_cuda.samplers.in_batch import InBatch
 from samplex_cuda.samplers.kernel_base import KernelSampler
 from samplex_cuda.samplers.midx import MIDX
 from samplex_cuda.samplers.mixture import Mixture
-from samplex_cuda.samplers.static import Unigram
+from samplex_cuda.samplers.static import DeferredUnigram, Unigram
 from samplex_cuda.samplers.tree import Tree
 
 __all__ = ["REPLICATED", "SAMPLERS", "due_state", "follow_table", "shard_sampler"]
@@ -74,6 +74,13 @@ def shard_sampler(
             f"{_NAME}: a sampler that depends on the class table must be Quadratic, RandomFourier, Softmax, Quartic, "
             f"MIDX or a Mixture of them, got {type(sampler).__name__}, which needs the whole table on one rank"
         )
+    if isinstance(sampler, DeferredUnigram):
+        if how == "replicate" or unique:
+            raise ValueError(
+                f'{_NAME}: a deferred Unigram must be sharded and without unique draws, got sampler="{how}" and '
+                f"unique={unique}; make Unigram(counts) to replicate it"
+            )
+        return ShardedUnigram.of_counts(sampler, layout, exchange, device)
     spread = how == "shard" or (how == "auto" and layout.num_classes > REPLICATED)
     if spread and type(sampler) is Unigram and not unique:
         return ShardedUnigram.of(sampler, layout, exchange)
