@@ -596,7 +596,7 @@ class DeferredUnigram(Sampler):
             raise ValueError(f"unigram: counts must give {list(classes.shape)} numbers, got {describe(found)}")
         return found.to(classes.device)
 
-    def sample(self, *_: Any, **__: Any) -> Draw:  # type: ignore[override]
+    def sample(self, *_: Any, **__: Any) -> Draw:
         """Not before the head is sharded."""
         raise RuntimeError(
             "unigram: a deferred sampler must be sharded with its head before it draws, got a draw; call head.shard(), "
