@@ -22,7 +22,14 @@ EVERY = 3  # steps between two checkpoints
 
 
 def settings(encoder: str, steps: int) -> list[str]:
-    """Of the run; torchrun ends the ranks that wait for a dead one, and a machine that pauses all of them does not."""
+    """Of the run.
+
+    The time-out is a guard, not a part of what is tested: torchrun sees that a rank has died and ends the others after
+    its monitor interval of 0.1 s, so no recovery waits for it. Every wait counts towards it, imports of the other rank
+    and pauses of a busy machine too: with 60 s, an attempt could end without a kill, which takes one of the restarts,
+    and the test refuses that ("an attempt ended by itself"). 900 s is half of the limit of a storm, so that a rank that
+    hangs is still named in the output. That short time-outs name the right rank: rank_stop.py, which uses 5 s.
+    """
     return [f"training.shard_encoder={encoder}", f"training.steps={steps}", "training.epochs=100000",
             f"training.checkpoint_every={EVERY}", "training.eval_every=8", "training.keep=2",
             "training.rank_timeout=900"]  # fmt: skip

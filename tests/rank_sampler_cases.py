@@ -57,7 +57,8 @@ def make_sampler(kind: str, classes: int) -> Any:
         counts[classes // 3 : classes // 3 + 2] = 0.0 if classes > 4 else 1.0
         return sx.samplers.Unigram(counts)
     x, y = torch.randn(600, DIM, generator=g), torch.randint(classes, (600,), generator=g)
-    return sx.samplers.Tree.fit(x, y, num_classes=classes, dim=4, seed=1, progress=False)
+    base = sx.samplers.Unigram(torch.bincount(y, minlength=classes) + 1) if kind == "tree with base" else None
+    return sx.samplers.Tree.fit(x, y, num_classes=classes, dim=4, seed=1, progress=False, base=base, base_weight=0.3)
 
 
 def excluded(kind: str, classes: int, rows: int) -> Tensor | None:
@@ -91,7 +92,8 @@ def draws(group: Any, kind: str, classes: int, order: str, without: str, count: 
     draw = sampler.sample(h, count, key=torch.tensor([3, 4]), exclude=out)
     given = torch.arange(classes).expand(h.shape[0], -1)
     shared = sampler.sample(h, count, shared=True, key=torch.tensor([5, 6]))
-    local = sampler.log_prob_local(h) if kind != "tree" else None
+    assert sampler.collective
+    local = sampler.log_prob_local(h) if not kind.startswith("tree") else None
     every = sampler.log_prob_all(h)
     if local is not None:
         assert torch.equal(local, every[:, layout.classes()])
@@ -191,6 +193,60 @@ def refuse(group: Any, what: str, kind: str = "quadratic") -> tuple[str, bool]:
         head.weight[3] = old
     head.mark_changed()
     return message, bool(head(h, y).isfinite())
+
+
+def deferred(group: Any, kind: str, order: str) -> dict[str, Any]:
+    """Draws of a `Unigram` that no rank held as a whole, in a head on the meta device; which classes were asked for."""
+    counts, asked = make_sampler("unigram", 203).prefix.diff(), []
+    counts = (counts >> 12) if kind == "integers" else counts.double() * 2.0**-60
+
+    def of(ids: Tensor) -> Tensor:
+        asked.append(ids.clone())
+        return counts[ids]
+
+    head: Any = sx.SampledClassifier(DIM, 203, sx.samplers.Unigram.deferred(203, of), 6, device="meta")
+    head = head.shard(group, encoder="sum", key=sx.Key(5), batch_capacity=BATCH, order=order)
+    assert torch.equal(torch.cat(asked), head.layout.classes())
+    h, y = batches(1)[0]
+    loss = head(h[part_of(0, dist.get_world_size(group), dist.get_rank(group))].requires_grad_(),
+                y[part_of(0, dist.get_world_size(group), dist.get_rank(group))], key=sx.Key(3))  # fmt: skip
+    loss.backward()
+    draw = head.sampler.sample(None, 20, batch_size=10, key=torch.tensor([3, 4]))
+    return {"ids": draw.ids, "log_q": draw.log_q, "loss": float(loss.detach()), "all": head.sampler.log_prob_all()}
+
+
+def wrong_counts(group: Any, what: str) -> str:
+    """The message of each rank where the counts of rank 1 cannot be."""
+    wrong = dist.get_rank(group) == 1
+
+    def of(ids: Tensor) -> Tensor:
+        if what == "shape":
+            return torch.ones(len(ids) + 1)
+        made = torch.ones(len(ids)) * (what != "zero")
+        if what == "negative" and wrong:
+            made[2] = -1
+        return made
+
+    head: Any = sx.SampledClassifier(DIM, 203, sx.samplers.Unigram.deferred(203, of), 6, device="meta")
+    how = "replicate" if what == "replicate" else "auto"
+    return _message(lambda: head.shard(group, encoder="sum", sampler=how))
+
+
+def kinds_of_parts(group: Any) -> dict[str, list[str]]:
+    """What a head holds whose sampler has parts, with `sampler="shard"`: names of types, the whole one first."""
+    unigram = sx.samplers.Unigram(torch.arange(203) + 1)
+    samplers: dict[str, tuple[Any, bool]] = {
+        "tree with base": (make_sampler("tree with base", 203), False),
+        "mixture": (sx.samplers.Mixture([(sx.samplers.Uniform(203), 1), (unigram, 2)]), False),
+        "in batch with frequencies": (sx.samplers.InBatch(203, extra=unigram), True),
+    }
+    found = {}
+    for name, (sampler, shared) in samplers.items():
+        head: Any = sx.SampledClassifier(DIM, 203, sampler, 6, shared=shared, device="meta")
+        head = head.shard(group, encoder="sum", key=sx.Key(5), sampler="shard")
+        parts = [type(part).__name__ for part in head.sampler.modules() if isinstance(part, torch.nn.Module)]
+        found[name] = [parts[0], *sorted(part for part in parts[1:] if part != "ModuleList")]
+    return found
 
 
 def another_sampler(group: Any) -> Tensor:

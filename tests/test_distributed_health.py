@@ -20,7 +20,7 @@ from samplex_cuda.distributed import Heartbeat, attempt_store
 def test_ranks_of_another_configuration_stop_everyone(ranks):
     for message in ranks.run(3, "disagree"):
         assert message.startswith("ValueError: agree: all ranks must have the same configuration")
-        assert message.endswith("got lr = 0.1 on rank 0 and 0.2 on rank 2")
+        assert message.endswith("got lr = 0.1 on ranks 0, 1 and 0.2 on rank 2")
 
 
 STOPPED = """
@@ -94,6 +94,58 @@ def test_a_rank_that_lives_is_not_silent():
         begin = time.monotonic()
         assert one.silent() == []
         assert time.monotonic() - begin < 0.9  # it does not wait longer than it needs
+
+
+ASLEEP = """
+    import sys, time, torch, torch.distributed as dist
+    from datetime import timedelta
+    from samplex_cuda.distributed import Heartbeat
+    rank, port = int(sys.argv[1]), int(sys.argv[2])
+    store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=4))
+    with Heartbeat(interval=0.2, patience=2.0) as beat:
+        for step in range(5):
+            if rank == 2 and step == 3:
+                beat.doing("reading data")
+                time.sleep(600)  # the main thread hangs; that of the heartbeat does not
+            with beat.watch(f"step {step}"):
+                dist.all_reduce(torch.ones(3))
+"""
+
+
+def test_a_rank_that_hangs_while_its_heartbeat_runs_is_named(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(textwrap.dedent(ASLEEP))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for rank in range(3):
+        with (tmp_path / f"{rank}.err").open("w") as file:
+            started.append(subprocess.Popen([sys.executable, str(script), str(rank), str(port)], stderr=file))
+    try:
+        started[1].wait(timeout=90)
+        text = (tmp_path / "1.err").read_text()
+        assert started[1].returncode == 1
+        assert "every rank is alive, but in 'step 3' this one waited for" in text
+        assert "rank 2 says 'reading data'" in text
+        assert "no sign of life" not in text
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_behind_are_those_that_do_something_else():
+    store = dist.HashStore()
+    with (
+        Heartbeat(store, 0, 4, interval=0.05, patience=0.2) as one,
+        Heartbeat(store, 1, 4, interval=0.05, patience=0.2) as two,
+        Heartbeat(store, 2, 4, interval=0.05, patience=0.2) as three,
+    ):
+        one.doing("step 7"), two.doing("step 7"), three.doing("step 6")
+        assert one.behind() == [(2, "step 6"), (3, "has not started")]
+        assert three.behind() == [(0, "step 7"), (1, "step 7"), (3, "has not started")]
 
 
 def test_other_errors_pass():

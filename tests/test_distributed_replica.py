@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import replica_cases
 import torch
-from rank_cases import BATCH, CLASSES, extras, part_of, rows_optimizer, tables_of
+from rank_cases import BATCH, CLASSES, extras, rows_optimizer, tables_of
 
 import samplex_cuda as sx
-from samplex_cuda.rng import fold_in
 
 CASES = {
     "plain": ("plain", {}),
@@ -62,11 +61,11 @@ def test_equal_tables_and_those_of_one_process(ranks, case):
             for key, value in found[0]["end"].items():
                 assert torch.equal(rank["end"][key], value), key
             assert [loss.item() for loss in rank["losses"]] == [loss.item() for loss in found[0]["losses"]]
-        compare_with_one_process(name, options, found[0], world)
+        compare_with_one_process(name, options, found[0])
 
 
-def compare_with_one_process(name, options, found, world):
-    """The same steps in one process: each rank's rows with its key, the losses added up."""
+def compare_with_one_process(name, options, found):
+    """The same steps in one process, which has all rows and makes the same draws."""
     model = replica_cases.Model(name, {**options, "head": {**options.get("head", {}), "reduction": "sum"}})
     model.load_state_dict(found["start"])
     head = model.head
@@ -82,12 +81,7 @@ def compare_with_one_process(name, options, found, world):
             weight = weight * head.class_weight[y.clamp(min=0)]
         if "sample_weight" in (given := extras(options, torch.arange(BATCH))):
             weight = weight * given["sample_weight"]
-        total = 0
-        if getattr(head.sampler, "takes_targets", False):  # one batch, of all ranks
-            total = model(x, y, key=pair, **extras(options, torch.arange(BATCH)))
-        for rank in () if torch.is_tensor(total) else range(world):
-            rows = part_of(step, world, rank)
-            total = total + model(x[rows], y[rows], key=fold_in(pair, rank), **extras(options, rows))
+        total = model(x, y, key=pair, **extras(options, torch.arange(BATCH)))
         loss = total / weight.sum() if mean else total
         optimizer.zero_grad(), of_rows.zero_grad()
         loss.backward()
@@ -104,8 +98,8 @@ def test_bytes_are_those_of_the_model(ranks, world):
         assert sent == pytest.approx(model, rel=0.05)
 
 
-def test_shared_draws_send_their_rows(ranks):
-    model = (4 - 1) * (32 * (4 * 64 + 12) + 40 * (4 * 65 + 8))
+def test_gradients_of_shared_draws_are_summed(ranks):
+    model = (4 - 1) * 32 * (4 * 64 + 12) + 8 * 40 * 65 * (4 - 1) // 4
     for sent in ranks.run(4, "replica_cases:sent", True):
         assert sent == pytest.approx(model, rel=0.05)
 

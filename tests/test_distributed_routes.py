@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_cases import BATCH, CLASSES, batches, extras, make_head, part_of, rows_optimizer
+from rank_cases import CLASSES
 from test_distributed import by_row, compare_with_one_process
 
 import samplex_cuda as sx
-from samplex_cuda.distributed.routes import ROUTES, Sizes, bytes_sent, resolve_route
+from samplex_cuda.distributed.routes import (
+    ROUTES,
+    Sizes,
+    bytes_by_route,
+    bytes_sent,
+    crossover,
+    resolve_route,
+)
 from samplex_cuda.distributed.samplers import ShardedUnigram
-from samplex_cuda.rng import fold_in
 
 ONLINE = {
     "plain": ("plain", {}),
@@ -111,43 +117,10 @@ OWN = {
 
 @pytest.mark.parametrize("case", OWN)
 def test_rows_to_queries_are_those_of_one_process(ranks, case):
-    """Each rank draws for its own rows, with its own key: the same steps in one process, rank by rank."""
+    """Each rank draws for its own rows alone, what one process would draw for them."""
     name, options = OWN[case]
     for world in (1, 2, 3, 4) if case == "plain" else (1, 3):
-        found = ranks.run(world, "train", name, {**options, "route": "rows_to_queries"})
-        head = make_head(name, **{**options.get("head", {}), "reduction": "sum"})
-        with torch.no_grad():
-            head.weight.copy_(found[0]["start"][0])
-            if head.bias is not None:
-                head.bias.copy_(found[0]["start"][1])
-        optimizer = rows_optimizer(options, head.parameters())
-        close = {"bf16": 2e-2}.get(name, 1e-5)
-        for step, (h, y) in enumerate(batches(4, options.get("targets", 0), head.weight.dtype)):
-            pair, h = torch.tensor([9, step]), h.requires_grad_()
-            total = 0
-            for rank in range(world):
-                rows = part_of(step, world, rank)
-                total = total + head(h[rows], y[rows], key=fold_in(pair, rank), **extras(options, rows))
-            loss = total / size_of(head, y, options) if name != "scaled sum" else total
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            for rank in found:
-                torch.testing.assert_close(rank["losses"][step], loss.detach(), rtol=close, atol=close)
-            torch.testing.assert_close(by_row(found, step), h.grad.double(), rtol=close, atol=close)
-        for mine, other in zip(found[0]["tables"], (head.weight, head.bias), strict=True):
-            assert (mine is None) == (other is None)
-            if other is not None:
-                torch.testing.assert_close(mine, other.detach(), rtol=close, atol=close)
-
-
-def size_of(head, y, options):
-    """What the rows of a batch weigh in a mean."""
-    weight = ((y != -100).any(1) if y.dim() == 2 else y != -100).to(head._wide())
-    if head.class_weight is not None:
-        weight = weight * head.class_weight[y.clamp(min=0)]
-    given = extras(options, torch.arange(BATCH))
-    return (weight * given.get("sample_weight", 1.0)).sum()
+        check(ranks.run(world, "train", name, {**options, "route": "rows_to_queries"}), name, options)
 
 
 # ------------------------------------------------------------------------------------------------ bytes
@@ -208,6 +181,51 @@ def test_auto_takes_what_sends_least():
             others = [bytes_sent(name, sizes) for name in ("summed_logits", "shared_rows")]
             wanted = "summed_logits" if others[0] <= others[1] else "shared_rows"
             assert resolve_route("auto", shared, world, batch) == wanted
+
+
+# Where a route begins to send fewer bytes than another, by hand from the formulas of docs/scale.md.
+CROSSOVERS = [
+    ("online_softmax", "summed_logits", "draws", {}, 2),  # 24 < 8 + 8 (m + 1)
+    ("summed_logits", "replicate", "draws", {}, 130),  # 8 d + 8 + 8 (m + 1) < 4 d + 12 (m + 1)
+    ("online_softmax", "replicate", "draws", {}, 44),  # 8 d + 24 < 4 d + 12 (m + 1)
+    ("replicate", "summed_logits", "dim", {}, 64),  # the same the other way round: d > m - 1
+    # (m + 1) (8 d + 8) / (8 d + 8 + 8 (m + 1)) = 5160 / 1072 = 4.8
+    ("rows_to_queries", "summed_logits", "world", {"draws": 4}, 5),
+    ("rows_to_queries", "summed_logits", "world", {}, 44),  # 67080 / 1552 = 43.2
+    ("rows_to_queries", "online_softmax", "world", {}, 65),  # 67080 / 1048 = 64.01
+    ("rows_to_queries", "online_softmax", "world", {"unique": 0.5}, 33),
+    ("rows_to_queries", "replicate", "world", {}, 52),  # 67080 / 1292 = 51.9
+    ("shared_rows", "summed_logits", "batch", {"world": 4}, 26),  # 16 m d / 4 = 32768 < (1552 - 258) B
+    ("shared_rows", "online_softmax", "batch", {"world": 4}, 42),  # (1048 - 258) B
+    ("shared_rows", "replicate", "batch", {"world": 4}, 32),  # (1292 - 258) B
+    ("shared_rows", "summed_logits", "world", {"batch": 8}, 12),  # (16 m d + 1032 B) / (1552 B) = 11.2
+]
+
+
+@pytest.mark.parametrize(("route", "other", "field", "given", "wanted"), CROSSOVERS)
+def test_where_a_route_begins_to_send_less(route, other, field, given, wanted):
+    sizes = Sizes(world=4, batch=64, draws=64, dim=128)._replace(**given)
+    found = crossover(route, other, sizes, field)
+    rest = {name: value for name, value in sizes._asdict().items() if name != field}
+    print(f"{route} sends less than {other} from {field} = {found} on ({rest})")
+    assert found == wanted
+    for value, less in ((found, True), (found - 1, False)):
+        at = sizes._replace(**{field: value})
+        assert (bytes_sent(route, at) < bytes_sent(other, at)) == less
+        assert list(bytes_by_route(at)).index(route) < list(bytes_by_route(at)).index(other) or not less
+
+
+def test_bytes_of_tables_that_fit_everywhere():
+    """What `replicate` sends is compared, too, though no sharded head can take it."""
+    few = bytes_by_route(Sizes(world=8, batch=256, draws=10, dim=128))
+    assert few["replicate"] == 7 * 256 * (4 * 128 + 12 * 11)
+    assert few["replicate"] < min(few["summed_logits"], few["online_softmax"], few["rows_to_queries"])
+    assert list(few.values()) == sorted(few.values())
+    many = bytes_by_route(Sizes(world=8, batch=256, draws=500, dim=128))
+    assert many["replicate"] > many["online_softmax"]
+    assert crossover("online_softmax", "online_softmax", Sizes(8, 256, 500, 128), "batch") is None
+    with pytest.raises(ValueError, match=r"bytes_sent: route must be one of summed_logits, .*replicate"):
+        bytes_sent("shortest", Sizes(8, 256, 500, 128))
 
 
 def test_a_route_that_does_not_fit_is_refused():

@@ -113,7 +113,7 @@ def test_draws_of_a_kernel_tree_have_the_distribution_they_report(ranks):
 @pytest.mark.parametrize(
     ("classes", "order"), [(1, "class"), (2, "class"), (5, "spread"), (37, "class"), (203, "spread")]
 )
-@pytest.mark.parametrize("kind", ["unigram", "tree"])
+@pytest.mark.parametrize("kind", ["unigram", "tree", "tree with base"])
 def test_static_and_tree_draws_are_the_same_bits_on_any_number_of_ranks(ranks, kind, classes, order, without):
     of = {world: run(ranks, world, "draws", kind, classes, order, without) for world in WORLDS}
     one = of[1][0]
@@ -135,6 +135,45 @@ def test_static_and_tree_draws_are_the_same_bits_on_any_number_of_ranks(ranks, k
         assert torch.equal(one["log_q"], draw.log_q)
         assert torch.equal(one["all"], all_p)
         assert torch.equal(one["left"], left)
+
+
+@pytest.mark.parametrize("order", ["class", "spread"])
+@pytest.mark.parametrize("kind", ["integers", "fractions"])
+def test_frequencies_that_no_rank_holds_as_a_whole(ranks, kind, order):
+    """Each rank asks for the counts of its own classes; draws have the same bits on any number of ranks."""
+    counts = make_sampler("unigram", 203).prefix.diff()
+    wanted = sx.samplers.Unigram((counts >> 12).double() if kind == "integers" else counts.double())
+    (one,) = run(ranks, 1, "deferred", kind, order)
+    torch.testing.assert_close(one["all"][0].exp(), wanted.log_prob_all()[0].exp(), rtol=1e-5, atol=1e-9)
+    for world in WORLDS[1:]:
+        for rank in run(ranks, world, "deferred", kind, order):
+            assert rank["loss"] == one["loss"]
+            for field in ("ids", "log_q", "all"):
+                assert torch.equal(rank[field], one[field])
+
+
+WRONG_COUNTS = {
+    "negative": ("unigram: counts must be finite and not negative, got 1 that are not, 0 of them on this rank",
+                 "got 1 that are not, 1 of them on this rank"),
+    "zero": ("unigram: counts must have a positive sum, got all zero",) * 2,
+    "shape": ("unigram: counts must give [68] numbers, got [69] float32",) * 2,
+    "replicate": ("a deferred Unigram must be sharded and without unique draws",) * 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG_COUNTS)
+def test_counts_that_cannot_be_stop_every_rank(ranks, what):
+    others, own = WRONG_COUNTS[what]
+    for rank, message in enumerate(run(ranks, 3, "wrong_counts", what)[:2]):
+        assert (own if rank == 1 else others) in message
+
+
+def test_a_deferred_unigram_does_not_draw_by_itself():
+    sampler = sx.samplers.Unigram.deferred(10, lambda ids: ids + 1)
+    with pytest.raises(RuntimeError, match="unigram: a deferred sampler must be sharded with its head"):
+        sampler.sample(None, 3, batch_size=2)
+    with pytest.raises(TypeError, match="unigram: counts must be a function of class ids, got list"):
+        sx.samplers.Unigram.deferred(10, [1.0] * 10)
 
 
 def test_draws_of_a_sharded_unigram_have_its_distribution(ranks):
@@ -256,6 +295,7 @@ FIXED = {
     "unigram negative sampling": ("unigram", {"head": {"loss": "negative_sampling"}}),
     "tree": ("tree", {}),
     "tree nce": ("tree", {"head": {"loss": "nce"}, "order": "spread"}),
+    "tree with base": ("tree with base", {"order": "spread"}),
 }
 
 
@@ -281,6 +321,17 @@ def test_another_sampler_is_spread_too(ranks):
     wanted = make_sampler("quadratic", 203).log_prob_all(queries())
     for found in run(ranks, 3, "another_sampler"):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_other_samplers_are_spread_where_that_is_asked_for(ranks):
+    """`sampler="shard"` reaches the tree and the frequencies inside a tree with a base, a mixture, in-batch draws."""
+    wanted = {
+        "tree with base": ["ShardedMixture", "ShardedTree", "ShardedUnigram"],
+        "mixture": ["ShardedMixture", "ShardedUnigram", "Uniform"],
+        "in batch with frequencies": ["ShardedInBatch", "ShardedUnigram", "StreamingFrequency"],
+    }
+    for found in run(ranks, 2, "kinds_of_parts"):
+        assert found == wanted
 
 
 # ------------------------------------------------------------------------------------------------ errors
@@ -334,6 +385,7 @@ SAVED = {
     "every third": ("quadratic", {"head": {"sampler_update": 4}}),
     "unigram": ("unigram", {}),
     "tree": ("tree", {"order": "spread"}),
+    "tree with base": ("tree with base", {}),
     "codes": ("midx product", {"order": "spread", "head": {"sampler_update": 4}}),
     "in batch": ("in batch", {"head": {"shared": True}}),
 }
@@ -350,7 +402,7 @@ def test_saved_on_four_ranks_and_resumed_on_fewer(ranks, tmp_path, case):
             assert resumed == pytest.approx(losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["quadratic", "positive", "unigram", "tree", "midx", "midx product"])
+@pytest.mark.parametrize("kind", ["quadratic", "positive", "unigram", "tree", "tree with base", "midx", "midx product"])
 def test_state_of_plain_and_sharded_heads(ranks, kind):
     assert all(run(ranks, 3, "through_plain", kind, "class"))
     if kind != "positive":  # whose estimates depend on the order of the rows

@@ -53,6 +53,7 @@ def fake_ranks(monkeypatch):
     fill = ShardedClassifier._fill  # of all rows it takes thousands of blocks, each of them alike
     few = lambda head, pair: fill(head, pair) if head.num_classes < 10**6 else None  # noqa: E731
     monkeypatch.setattr(ShardedClassifier, "_fill", few)
+    monkeypatch.setattr("samplex_cuda.distributed.settings.agree", lambda *_, **__: None)  # nobody answers
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=WORLD)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
@@ -149,3 +150,50 @@ def test_a_step_that_follows_the_table_on_64_ranks(fake_ranks, kind):
     per_rank, leaf = classes / WORLD, head.sampler.leaf_size
     most = 4 * (dim + 1) * per_rank + 8 * numbers * per_rank / leaf + 8 * numbers * (WORLD - 1) * (depth + 1)
     assert head.sampler.memory()["total"] < 1.1 * most
+
+
+def tree_of(classes, base=False):
+    """A fitted tree."""
+    x, y = torch.randn(400, DIM), torch.arange(400) % classes
+    base = sx.samplers.Unigram(torch.ones(classes)) if base else None
+    return sx.samplers.Tree.fit(x, y, num_classes=classes, dim=4, progress=False, base=base)
+
+
+FEW = 2000  # classes of samplers whose tables hold numbers, made before the step
+STEPS = {
+    "tree": (lambda: tree_of(FEW), {}, {}),
+    "tree shared": (lambda: tree_of(FEW), {"shared": True}, {}),
+    "tree nce": (lambda: tree_of(FEW), {"loss": "nce"}, {}),
+    "tree with base": (lambda: tree_of(FEW, True), {}, {}),
+    "unigram": (lambda: sx.samplers.Unigram(torch.arange(FEW) + 1), {}, {}),
+    "unigram shared": (lambda: sx.samplers.Unigram(torch.arange(FEW) + 1), {"shared": True}, {}),
+    "midx": (lambda: sx.samplers.MIDX(torch.randn(FEW, DIM), num_codes=8), {"sampler_update": "step"}, {}),
+    "hard": (lambda: sx.samplers.LogUniform(FEW), {}, {"hard": 3}),
+    "hard shared": (lambda: sx.samplers.LogUniform(FEW), {"shared": True}, {"hard": 3}),
+    "in batch": (lambda: sx.samplers.InBatch(FEW), {"shared": True}, {}),
+    "in batch and more": (lambda: sx.samplers.InBatch(FEW, sx.samplers.Uniform(FEW)), {"shared": True}, {}),
+    "full softmax": (lambda: None, {"loss": "full_softmax"}, {}),
+    "full softmax, rows": (lambda: None, {"loss": "full_softmax", "reduction": "none"}, {}),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_of_each_kind_asks_for_no_number_on_64_ranks(fake_ranks, case):
+    """Two steps, the second with a sampler that follows the first; unique draws wait for the device by design."""
+    make, options, more = STEPS[case]
+    with unset_fake_temporarily():
+        sampler, place = make(), {"sampler": "shard"} if case.startswith(("tree", "unigram")) else {}
+        head = sx.SampledClassifier(DIM, FEW, sampler, None if sampler is None else DRAWS, **options)
+        head = head.shard(encoder="average", batch_capacity=BATCH, **place)
+    if sampler is not None:
+        head.fuse_optimizer(sx.optim.RowAdagrad(head.parameters(), lr=0.1))
+    h, y = torch.randn(BATCH, DIM, requires_grad=True), torch.randint(FEW, (BATCH,))
+    given = {"hard": torch.randint(FEW, (BATCH, more["hard"]))} if "hard" in more else {}
+    for _ in range(2):
+        h.grad = None
+        loss = head(h, y, key=torch.tensor([1, 2]), **given)
+        loss.sum().backward()
+    assert loss.shape == ((WORLD * BATCH,) if options.get("reduction") == "none" else ())
+    assert h.grad.shape == h.shape
+    if not case.startswith("full"):
+        assert head.weight.grad is None

@@ -165,7 +165,7 @@ def test_ranks_with_other_settings_stop_before_anything_is_written(ranks, tmp_pa
     args = (str(folder), "linear", "uniform", ["optimizer.lr=0.3"], 2)
     for message in ranks.run(3, "trainer_message", *args):
         assert message.startswith("RanksError: agree: all ranks must have the same configuration")
-        assert message.endswith("got optimizer.lr = 0.1 on rank 0 and 0.3 on rank 2")
+        assert message.endswith("got optimizer.lr = 0.1 on ranks 0, 1 and 0.3 on rank 2")
     assert not folder.exists()
 
 

@@ -41,10 +41,17 @@ SX_HOST_DEVICE inline PhiloxWords philox4x32_10(PhiloxWords counter, uint32_t ke
 
 struct PhiloxKey {
   uint64_t seed, offset;
+  uint32_t first = 0;  // number of row 0: a rank of several draws some rows of a larger batch
 };
 
+// What a key tensor holds: seed, offset and, `with_row`, the number of the first row. Zeros for nullptr.
+SX_HOST_DEVICE inline PhiloxKey philox_key(const int64_t* key, bool with_row) {
+  if (key == nullptr) return {0, 0};
+  return {uint64_t(key[0]), uint64_t(key[1]), with_row ? uint32_t(key[2]) : 0u};
+}
+
 SX_HOST_DEVICE inline PhiloxWords philox_at(PhiloxKey key, int64_t row, int64_t draw, int attempt) {
-  const PhiloxWords counter = {{uint32_t(key.offset), uint32_t(key.offset >> 32), uint32_t(row),
+  const PhiloxWords counter = {{uint32_t(key.offset), uint32_t(key.offset >> 32), uint32_t(row) + key.first,
                                 (uint32_t(draw) << 8) | (uint32_t(attempt) & 0xFFu)}};
   return philox4x32_10(counter, uint32_t(key.seed), uint32_t(key.seed >> 32));
 }

@@ -21,7 +21,8 @@ inline void philox_many(PhiloxKey key, const uint32_t* row, const uint32_t* posi
 #if defined(__AVX512F__)
   for (; i < count; i += 8) {
     __m512i c0 = _mm512_set1_epi64(int64_t(uint32_t(key.offset))), c1 = _mm512_set1_epi64(int64_t(key.offset >> 32));
-    __m512i c2 = _mm512_cvtepu32_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + i)));
+    const __m256i rows = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + i));
+    __m512i c2 = _mm512_cvtepu32_epi64(_mm256_add_epi32(rows, _mm256_set1_epi32(int32_t(key.first))));
     __m512i c3 = _mm512_cvtepu32_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(position + i)));
     uint32_t key0 = uint32_t(key.seed), key1 = uint32_t(key.seed >> 32);
 #pragma GCC unroll 10
@@ -42,7 +43,8 @@ inline void philox_many(PhiloxKey key, const uint32_t* row, const uint32_t* posi
 #elif defined(__AVX2__)
   for (; i < count; i += 4) {
     __m256i c0 = _mm256_set1_epi64x(int64_t(uint32_t(key.offset))), c1 = _mm256_set1_epi64x(int64_t(key.offset >> 32));
-    __m256i c2 = _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i)));
+    const __m128i rows = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i));
+    __m256i c2 = _mm256_cvtepu32_epi64(_mm_add_epi32(rows, _mm_set1_epi32(int32_t(key.first))));
     __m256i c3 = _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(position + i)));
     uint32_t key0 = uint32_t(key.seed), key1 = uint32_t(key.seed >> 32);
 #pragma GCC unroll 10
@@ -64,8 +66,9 @@ inline void philox_many(PhiloxKey key, const uint32_t* row, const uint32_t* posi
   }
 #else
   for (; i < count; ++i) {
-    const PhiloxWords words = philox4x32_10({{uint32_t(key.offset), uint32_t(key.offset >> 32), row[i], position[i]}},
-                                            uint32_t(key.seed), uint32_t(key.seed >> 32));
+    const PhiloxWords words =
+        philox4x32_10({{uint32_t(key.offset), uint32_t(key.offset >> 32), row[i] + key.first, position[i]}},
+                      uint32_t(key.seed), uint32_t(key.seed >> 32));
     bits0[i] = philox_u64(words, 0);
     bits1[i] = philox_u64(words, 1);
   }

@@ -131,7 +131,8 @@ def key_tensor(op: str, key: Key | Tensor | None, device: torch.device) -> Tenso
     Args:
         op: name for error messages.
         key: a `Key` (reserves), an int64 [2] tensor (used unchanged), or None: a fresh pair from torch's default
-            generator of the device, so that `torch.manual_seed` reproduces a run.
+            generator of the device, so that `torch.manual_seed` reproduces a run. An int64 [3] tensor holds the number
+            of the first row, too: static samplers and trees then draw these rows of a larger batch.
         device: where the op runs.
 
     Example:
@@ -146,8 +147,8 @@ def key_tensor(op: str, key: Key | Tensor | None, device: torch.device) -> Tenso
         return key.reserve(device)
     if not isinstance(key, Tensor):
         raise TypeError(f"{op}: key must be a Key, an int64 [2] tensor or None, got {type(key).__name__}")
-    if key.shape != (2,) or key.dtype != torch.int64 or key.layout is not torch.strided:
-        raise ValueError(f"{op}: key must be [2] int64, got {describe(key)}")
+    if key.shape not in ((2,), (3,)) or key.dtype != torch.int64 or key.layout is not torch.strided:
+        raise ValueError(f"{op}: key must be [2] or [3] int64, got {describe(key)}")
     if key.device != device:
         raise ValueError(f"{op}: key must be on {device}, got {key.device}")
     return key.contiguous()
@@ -179,7 +180,7 @@ def passing_key(op: str, key: Key | Tensor | None, like: Tensor) -> Tensor:
 
 
 def fold_in(pair: Tensor, number: int) -> Tensor:
-    """Another key for part `number` of an op that draws several times: int64 [2], on the device of `pair`, no sync.
+    """Another key for part `number` of an op that draws several times, like `pair` and on its device, no sync.
 
     The seed goes through the mixing step of SplitMix64 (Steele et al. 2014), so that keys folded twice do not meet
     those folded once; the offset stays.

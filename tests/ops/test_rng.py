@@ -128,8 +128,8 @@ class TestKey:
         ("bad", "error", "text"),
         [
             (7, TypeError, r"x: key must be a Key, an int64 \[2\] tensor or None, got int"),
-            (torch.zeros(3, dtype=torch.int64), ValueError, r"x: key must be \[2\] int64, got \[3\] int64"),
-            (torch.zeros(2), ValueError, r"x: key must be \[2\] int64, got \[2\] float32"),
+            (torch.zeros(4, dtype=torch.int64), ValueError, r"x: key must be \[2\] or \[3\] int64, got \[4\] int64"),
+            (torch.zeros(2), ValueError, r"x: key must be \[2\] or \[3\] int64, got \[2\] float32"),
             (torch.zeros(2, dtype=torch.int64, device="meta"), ValueError, "x: key must be on cpu, got meta"),
         ],
     )

@@ -146,8 +146,11 @@ class TestErrors:
         table, prefix = sampler.table, sampler.prefix
         uniform, alias = torch.ops.samplex.uniform_sample, torch.ops.samplex.alias_sample
         for call, text in [
-            (lambda: uniform(key.float(), 1, 1, 5), r"uniform_sample: key must be \[2\] = \[2\] int64 contiguous"),
-            (lambda: uniform(key[:1], 1, 1, 5), r"uniform_sample: key must be \[2\]"),
+            (
+                lambda: uniform(key.float(), 1, 1, 5),
+                r"uniform_sample: key must be \[2\] or \[3\] = \[2\] int64 contiguous",
+            ),
+            (lambda: uniform(key[:1], 1, 1, 5), r"uniform_sample: key must be \[2\] or \[3\]"),
             (lambda: uniform(key, -1, 1, 5), r"uniform_sample: batch must be in \[0, 2\^32\], got -1"),
             (
                 lambda: uniform(key, 1, 2**24 + 1, 5),

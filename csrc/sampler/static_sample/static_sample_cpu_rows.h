@@ -150,7 +150,7 @@ inline void sample_range(const StaticSampleParams& p, int64_t begin, int64_t end
     }
     return;
   }
-  const PhiloxKey key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
+  const PhiloxKey key = philox_key(p.key, p.key_row);
   int64_t b = begin / p.num_samples, draw = begin - b * p.num_samples;
   Block s = {};  // zeroed: stages run over whole blocks, and lanes past `count` must hold harmless numbers
   for (s.first = begin; s.first < end; s.first += s.count) {

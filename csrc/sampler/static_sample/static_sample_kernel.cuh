@@ -39,8 +39,7 @@ SX_DEVICE inline void score_id(const StaticSampleParams& p, const StaticRow& who
 
 // ids, log_q [B, m], or log_q alone for given ids; behind them the scored ids.
 __global__ void __launch_bounds__(kStaticBlock, 2) static_sample_kernel(StaticSampleParams p) {
-  PhiloxKey key = {0, 0};
-  if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
+  const PhiloxKey key = philox_key(p.key, p.key_row);
   const StaticRow whole = whole_row_in_kernel(p);
   const int64_t count = p.batch * p.num_samples, stride = int64_t(gridDim.x) * kStaticBlock;
   for (int64_t i = int64_t(blockIdx.x) * kStaticBlock + threadIdx.x; i < count + p.num_scored; i += stride) {
@@ -70,7 +69,7 @@ __global__ void __launch_bounds__(kStaticBlock, 2)
   const int64_t first = (int64_t(blockIdx.x) - score_blocks) * kStaticWarps;
   if (threadIdx.x < kStaticWarps && first + threadIdx.x < p.num_samples) {
     const int64_t draw = first + threadIdx.x;
-    store_draw(p, whole_row_in_kernel(p), {uint64_t(p.key[0]), uint64_t(p.key[1])}, draw, 0, draw);
+    store_draw(p, whole_row_in_kernel(p), philox_key(p.key, p.key_row), draw, 0, draw);
   }
   __syncthreads();
   const int64_t at = first + warp_id();

@@ -4,6 +4,7 @@
 #include "sampler/static_sample/static_sample_op.h"
 
 #include "common/calls.h"
+#include "common/check_key.h"
 #include "common/philox.h"
 #include "sampler/static_sample/static_sample_math.h"
 #include "sampler/static_sample/static_sample_params.h"
@@ -85,10 +86,11 @@ std::tuple<Tensor, Tensor> sample(StaticLaw law, const Tensor& key, int64_t batc
                                   const MaybeTensor& exclude, const MaybeTensor& exclude_offsets) {
   const char* op = op_name(law, false);
   glue::begin_op();
-  glue::check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, key);
+  const bool key_row = glue::check_key(op, key, key);
   StaticSampleParams p =
       checked_params(law, false, key, batch, num_samples, num_classes, table, prefix, exclude, exclude_offsets);
   p.key = glue::in<int64_t>(key);
+  p.key_row = key_row;
   take_pointers(p, table, prefix, exclude, exclude_offsets);
   Tensor ids = glue::empty(key, {batch, num_samples}, ScalarType::Long);
   Tensor log_q = glue::empty(key, {batch, num_samples}, ScalarType::Float);

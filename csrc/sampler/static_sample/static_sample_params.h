@@ -36,6 +36,7 @@ struct StaticSampleParams {
   StaticLaw law;
   int64_t batch, num_samples, num_classes;  // B, m, C
   const int64_t* key;                       // [2] seed, offset; nullptr with `given`
+  bool key_row;                             // whether a third number follows: that of the first row
   const int64_t* given;                     // [B, m] ids to give the log-probability of; nullptr to draw
   const AliasEntry* table;                  // [C], alias only
   const int64_t* prefix;                    // [C + 1] running sums of the integer weights, alias only

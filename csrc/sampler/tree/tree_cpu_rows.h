@@ -280,8 +280,7 @@ inline void tree_sample_rows(const TreeSampleParams& p, int64_t begin, int64_t e
   int64_t top_nodes[1 << kTreeTopLevels];
   const float* top_x[1 << kTreeTopLevels];
   for (int node = 0; node < 1 << kTreeTopLevels; ++node) top_nodes[node] = node;
-  PhiloxKey key = {0, 0};
-  if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
+  const PhiloxKey key = philox_key(p.key, p.key_row);
   int full = 0, next_top = 0;  // blocks that wait for the other one; the place of the row's top
   for (int64_t b = begin; b < end; ++b) {
     const float* x = p.x + b * tree.dim;

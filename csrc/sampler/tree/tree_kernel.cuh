@@ -60,8 +60,7 @@ __global__ void __launch_bounds__(kTreeThreads, 8) tree_sample_kernel(TreeSample
   SX_DYN_SMEM(float, x);  // [dim]
   const TreeTable& tree = p.tree;
   const int top_levels = tree.depth < kTreeTop ? tree.depth : kTreeTop;
-  PhiloxKey key = {0, 0};
-  if (p.key != nullptr) key = {uint64_t(p.key[0]), uint64_t(p.key[1])};
+  const PhiloxKey key = philox_key(p.key, p.key_row);
   for (int64_t b = blockIdx.x; b < p.batch; b += gridDim.x) {
     __syncthreads();
     for (int c = threadIdx.x; c < tree.dim; c += kTreeThreads) x[c] = p.x[b * tree.dim + c];

@@ -8,6 +8,7 @@
 
 #include <tuple>
 
+#include "common/check_key.h"
 #include "common/ids.h"
 #include "common/philox.h"
 
@@ -85,6 +86,7 @@ void check_draws(const char* op, const TreeSampleParams& p, const Tensor& x) {
 
 std::tuple<Tensor, Tensor> run_draws(const char* op, TreeSampleParams p, const Tensor& key, const Tensor& x) {
   p.key = in<int64_t>(key);
+  p.key_row = key.size(0) == 3;
   Tensor ids = empty(x, {p.batch, p.num_samples}, ScalarType::Long);
   Tensor log_q = empty(x, {p.batch, p.num_samples}, ScalarType::Float);
   p.ids = out<int64_t>(ids);
@@ -108,7 +110,7 @@ std::tuple<Tensor, Tensor> tree_sample(Tensor key, Tensor x, Tensor nodes, Tenso
                                        MaybeTensor base_table, MaybeTensor base_prefix, double base_weight) {
   constexpr const char* op = "tree_sample";
   begin_op();
-  check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, x);
+  check_key(op, key, x);
   TreeSampleParams p{};
   p.tree = tree_table_of(op, "x", x, nodes, leaf_class, class_leaf);
   p.base = tree_base_of(op, p.tree, x, base_table, base_prefix, base_weight);
@@ -142,7 +144,7 @@ std::tuple<Tensor, Tensor, Tensor> tree_sample_and_score(Tensor key, Tensor feat
                                                          MaybeTensor base_prefix, double base_weight) {
   constexpr const char* op = "tree_sample_and_score";
   begin_op();
-  check_tensor(op, "key", key, {2}, "[2]", ScalarType::Long, features);
+  check_key(op, key, features);
   TreeSampleParams p{};
   p.tree = tree_table_of(op, "projection", projection, nodes, leaf_class, class_leaf);
   p.base = tree_base_of(op, p.tree, features, base_table, base_prefix, base_weight);

@@ -39,6 +39,7 @@ struct TreeSampleParams {
   TreeBase base;
   const float* x;                       // [B, dim]
   const int64_t* key;                   // [2] seed, offset; nullptr with `given`
+  bool key_row;                         // whether a third number follows: that of the first row
   const int64_t* given;                 // [B, m] classes to give the log-probability of; nullptr to draw
   const int64_t* exclude;               // [B, P] or [nnz] leaves, rows ascending, -1 ignored; nullptr: none
   const int64_t* exclude_offsets;       // [B + 1], or nullptr for [B, P]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from samplex_cuda._checks import check_int
 from samplex_cuda.chunking import logit_chunks, row_blocks
 from samplex_cuda.distributed.collectives import Everyone, Exchange
 from samplex_cuda.distributed.layout import Layout
+from samplex_cuda.distributed.settings import settings_of
 from samplex_cuda.heads.classifier import SampledClassifier
 from samplex_cuda.prediction import exact_topk, mean_weight, softmax_sums
 
@@ -25,6 +27,10 @@ class ShardedAnswers(SampledClassifier):
 
     exchange: Exchange
     layout: Layout
+
+    def _digest(self) -> int:
+        """The digest of the settings that all ranks must have in common."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def _sums(self, h: Tensor, target: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,7 +237,9 @@ class ShardedAnswers(SampledClassifier):
         if known is not None:
             fields["known"] = known
         widths = [0 if t is None else t.shape[1] for t in (ids, known)]
-        form = [2, 0, *widths, int(features is not None), 0, 0, 0, 0, 0, 0]  # as many numbers as a step has
-        everyone = self.exchange.meet(rows.shape[0], form, torch.zeros(2, dtype=torch.int64, device=rows.device))
+        # As many numbers as a step has.
+        form = [self._digest(), 2, 0, *widths, int(features is not None), 0, 0, 0, 0, 0, 0]
+        key = torch.zeros(2, dtype=torch.int64, device=rows.device)
+        everyone = self.exchange.meet(rows.shape[0], form, key, settings=partial(settings_of, self))
         found = self.exchange.gather(everyone, list(fields.values()), [0] * len(fields))
         return everyone, dict(zip(fields, found, strict=True))

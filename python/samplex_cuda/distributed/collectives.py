@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samplex_cuda import _device
+from samplex_cuda.distributed.health import agree
+from samplex_cuda.rng import Key, key_tensor
 
 __all__ = ["ENCODERS", "Everyone", "Exchange", "backends_of", "check_backend", "group_of"]
 
@@ -76,6 +78,7 @@ class Everyone(NamedTuple):
     key: Tensor  # int64 [2], that of rank 0
     width: int = 0  # the widest of the ranks; on a GPU that of this rank
     batch: list[Tensor] | None = None  # the fields of all ranks, where they came with the header
+    lost: Tensor | None = None  # bool [] on a GPU, whether a rank refused its batch; elsewhere all ranks raise
 
 
 class Exchange:
@@ -84,14 +87,27 @@ class Exchange:
     Args:
         group: the process group.
         capacity: the most rows of a rank in a step; None: the most of the first step.
+        name: of the public function, for messages.
     """
 
-    def __init__(self, group: dist.ProcessGroup, capacity: int | None = None) -> None:
-        self.group, self.capacity = group, capacity
+    def __init__(self, group: dist.ProcessGroup, capacity: int | None = None, name: str = _NAME) -> None:
+        self.group, self.capacity, self.name = group, capacity, name
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sent = 0  # bytes that this rank has sent
         self._last: list[tuple[torch.dtype, torch.Size]] | None = None  # fields of the last step that all agreed on
         self.unique = 1.0  # of the last step: the share of entries that name a class for the first time
+
+    def key(self, op: str, key: Key | Tensor | None, device: torch.device) -> Tensor:
+        """This rank's key for `meet` or `stack`, int64 [2]: with None only the first rank's generator moves.
+
+        Args:
+            op: name for error messages.
+            key: of the caller; that of the first rank counts.
+            device: of the group.
+        """
+        if key is None and self.rank:
+            return torch.zeros(2, dtype=torch.int64, device=device)
+        return key_tensor(op, key, device)
 
     def check_rows(self, name: str, rows: int) -> None:
         """ValueError for a batch above the capacity."""
@@ -111,6 +127,7 @@ class Exchange:
         width: int = 0,
         fields: Sequence[Tensor] | None = None,
         pads: Sequence[float] = (),
+        settings: Callable[[], dict[str, Any]] | None = None,
     ) -> Everyone:
         """Every rank says how many rows it brings and in which form.
 
@@ -119,12 +136,14 @@ class Exchange:
 
         Args:
             rows: B of this rank.
-            form: numbers that must be equal on all ranks.
+            form: numbers that must be equal on all ranks; the first is the digest of `settings`.
             key: int64 [2] on the device of the group; that of rank 0 counts.
-            refused: whether this rank cannot take part in the step; all ranks then stop.
+            refused: whether this rank cannot take part in the step. On a CPU all ranks then stop. On a GPU nobody
+                looks: this rank must go through the step with 0 rows, and `Everyone.lost` is set on all ranks.
             width: columns of what each row brings besides; ranks may have different ones on a CPU.
             fields: [B, ...] each, as for `gather`, whose sizes but B follow from the form; None: they come later.
             pads: as for `gather`.
+            settings: those that must be equal on all ranks, for the message.
         """
         capacity = self._settle(rows, key.device)
         if self._alone(key):
@@ -140,7 +159,9 @@ class Exchange:
             counts = headers[:, 3]
             unused = torch.arange(capacity, device=headers.device) >= counts[:, None]
             first, common = counts[: self.rank].sum(), headers[0, :2].clone()
-            return Everyone(rows, unused.reshape(-1).to(torch.int8).argsort(stable=True), first, common, width)
+            lost = (headers[:, 2] != 0).any() | (headers[:, 6:] != headers[:1, 6:]).any()
+            used_first = unused.reshape(-1).to(torch.int8).argsort(stable=True)
+            return Everyone(rows, used_first, first, common, width, lost=lost)
         found, room = header.unsqueeze(0), _aligned(header.nbytes)
         if self._last is None:
             headers = self.stack(header)
@@ -154,7 +175,7 @@ class Exchange:
             headers = found[:, : header.nbytes].contiguous().view(torch.int64)
         counts = headers[:, 3]
         first, common = counts[: self.rank].sum(), headers[0, :2].clone()
-        self._agree(headers[:, 2], headers[:, 6:], counts)
+        self._agree(headers[:, 2], headers[:, 6:], counts, settings)
         if refused:
             return Everyone(rows, None, first, common, width)
         place = None
@@ -166,29 +187,34 @@ class Exchange:
         self._last = kinds
         return made
 
-    def _agree(self, refused: Tensor, forms: Tensor, counts: Tensor) -> None:
+    def _agree(
+        self, refused: Tensor, forms: Tensor, counts: Tensor, settings: Callable[[], dict[str, Any]] | None
+    ) -> None:
         """RuntimeError on every rank if one of them cannot take part or brings something else than the others."""
         assert self.capacity is not None
         if refused[self.rank]:
             return  # its own error is on the way
         if bool(refused.any()):
             raise RuntimeError(
-                f"{_NAME}: rank {int(refused.argmax())} of the group rejected its batch, so no rank can take this "
+                f"{self.name}: rank {int(refused.argmax())} of the group rejected its batch, so no rank can take this "
                 "step; see the error message of that rank"
             )
         if bool((counts > self.capacity).any()):
             rank = int((counts > self.capacity).to(torch.int8).argmax())
             raise ValueError(
-                f"{_NAME}: a batch must have at most batch_capacity = {self.capacity} rows, got {int(counts[rank])} on "
-                f"rank {rank}; pass a larger batch_capacity to shard()"
+                f"{self.name}: a batch must have at most batch_capacity = {self.capacity} rows, got "
+                f"{int(counts[rank])} on rank {rank}; pass a larger batch_capacity"
             )
+        if settings is not None and bool((forms[:, 0] != forms[0, 0]).any()):
+            agree(settings(), self.group, op=self.name)  # every rank has seen the same headers
+        forms = forms[:, 1:]
         other = (forms != forms[0]).any(1)
         if bool(other.any()):
             rank = int(other.to(torch.int8).argmax())
             raise RuntimeError(
-                f"{_NAME}: all ranks must call the head in the same way (training or not, gradients or not, the same "
-                f"arguments and number of targets), got {forms[0].tolist()} on rank 0 and {forms[rank].tolist()} on "
-                f"rank {rank}"
+                f"{self.name}: all ranks must call the head in the same way (training or not, gradients or not, the "
+                f"same arguments and number of targets), got {forms[0].tolist()} on rank 0 and "
+                f"{forms[rank].tolist()} on rank {rank}"
             )
 
     def _settle(self, rows: int, device: torch.device) -> int:

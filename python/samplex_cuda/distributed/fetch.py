@@ -43,7 +43,9 @@ class Fetched(NamedTuple):
     overflow: Tensor  # bool [], whether a rank was asked for more rows than there is room for
 
 
-def fetch(exchange: Exchange, layout: Layout, weight: Tensor, bias: Tensor | None, classes: Tensor) -> Fetched:
+def fetch(
+    exchange: Exchange, layout: Layout, weight: Tensor, bias: Tensor | None, classes: Tensor, each: int
+) -> Fetched:
     """The rows of some classes, from the ranks that hold them. Every rank must call it.
 
     On a CPU as many rows travel as are named. Where the host may not look at numbers, each pair of ranks exchanges
@@ -55,13 +57,14 @@ def fetch(exchange: Exchange, layout: Layout, weight: Tensor, bias: Tensor | Non
         weight: [rows, d], this rank's table.
         bias: [rows].
         classes: int64 [k]; outside of [0, C): none.
+        each: how many of them a row of the batch has; a rank that brings fewer rows than others has as much room.
     """
     slot = layout.slot(classes)
     fixed = _device.host_waits(slot)
     counts: tuple[list[int], list[int]] | None = None
     overflow = torch.zeros((), dtype=torch.bool, device=slot.device)
     if fixed:
-        wanted, place, overflow = _in_fixed_room(exchange, layout, slot)
+        wanted, place, overflow = _in_fixed_room(exchange, layout, slot, each)
     else:
         named = slot >= 0
         wanted, found = slot[named].unique(return_inverse=True)
@@ -83,10 +86,10 @@ def fetch(exchange: Exchange, layout: Layout, weight: Tensor, bias: Tensor | Non
     return Fetched(rows, of_rows, place, asked, counts, overflow)
 
 
-def _in_fixed_room(exchange: Exchange, layout: Layout, slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _in_fixed_room(exchange: Exchange, layout: Layout, slot: Tensor, each: int) -> tuple[Tensor, Tensor, Tensor]:
     """Slots to ask for, [world * room], -1 for none; where each entry finds its row; whether there were too many."""
     world, device = exchange.world, slot.device
-    room = pair_capacity(slot.shape[0], world, layout.chunk)
+    room = pair_capacity((exchange.capacity or 1) * each, world, layout.chunk)
     ordered, order = slot.sort()
     before = torch.cat([ordered.new_full((1,), -1), ordered[:-1]])
     first = (ordered != before).to(torch.int64)  # slots of -1 come first and count as none

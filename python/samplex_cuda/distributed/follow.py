@@ -22,7 +22,7 @@ from samplex_cuda.samplers.in_batch import InBatch
 from samplex_cuda.samplers.kernel_base import KernelSampler
 from samplex_cuda.samplers.midx import MIDX
 from samplex_cuda.samplers.mixture import Mixture
-from samplex_cuda.samplers.static import Unigram
+from samplex_cuda.samplers.static import DeferredUnigram, Unigram
 from samplex_cuda.samplers.tree import Tree
 
 __all__ = ["REPLICATED", "SAMPLERS", "due_state", "follow_table", "shard_sampler"]
@@ -58,12 +58,15 @@ def shard_sampler(
     if isinstance(sampler, ExactSampler):
         return ShardedExact(sampler, layout, exchange, device)
     if isinstance(sampler, Mixture):
-        spread_out = [shard_sampler(part, "auto", layout, exchange, device, whole) for part in sampler._parts()]
+        spread_out = [
+            shard_sampler(part, how if _can_choose(part) else "auto", layout, exchange, device, whole, unique)
+            for part in sampler._parts()
+        ]
         if any(getattr(part, "collective", False) for part in spread_out):
             return ShardedMixture(spread_out, sampler.weights, layout).to(device)
         return sampler
     if isinstance(sampler, InBatch):
-        return _shard_in_batch(sampler, layout, exchange, device)
+        return _shard_in_batch(sampler, how, layout, exchange, device)
     if isinstance(sampler, MIDX):
         return ShardedMIDX(sampler, layout, exchange, device)
     if getattr(sampler, "follows_rows", False):
@@ -71,6 +74,13 @@ def shard_sampler(
             f"{_NAME}: a sampler that depends on the class table must be Quadratic, RandomFourier, Softmax, Quartic, "
             f"MIDX or a Mixture of them, got {type(sampler).__name__}, which needs the whole table on one rank"
         )
+    if isinstance(sampler, DeferredUnigram):
+        if how == "replicate" or unique:
+            raise ValueError(
+                f'{_NAME}: a deferred Unigram must be sharded and without unique draws, got sampler="{how}" and '
+                f"unique={unique}; make Unigram(counts) to replicate it"
+            )
+        return ShardedUnigram.of_counts(sampler, layout, exchange, device)
     spread = how == "shard" or (how == "auto" and layout.num_classes > REPLICATED)
     if spread and type(sampler) is Unigram and not unique:
         return ShardedUnigram.of(sampler, layout, exchange)
@@ -87,7 +97,12 @@ def shard_sampler(
     return sampler
 
 
-def _shard_in_batch(sampler: InBatch, layout: Layout, exchange: Exchange, device: torch.device) -> InBatch:
+def _can_choose(sampler: Any) -> bool:
+    """Whether a part of another sampler can be spread or replicated; others are what they are, whatever is asked."""
+    return type(sampler) in (Unigram, Tree)
+
+
+def _shard_in_batch(sampler: InBatch, how: str, layout: Layout, exchange: Exchange, device: torch.device) -> InBatch:
     """The same sampler: the head gives it the targets of all ranks. A second sampler may be spread over them."""
     if sampler.group is not None:
         raise ValueError(
@@ -96,7 +111,7 @@ def _shard_in_batch(sampler: InBatch, layout: Layout, exchange: Exchange, device
         )
     extra = None
     if sampler.extra is not None:
-        extra = shard_sampler(sampler.extra, "auto", layout, exchange, device)
+        extra = shard_sampler(sampler.extra, how if _can_choose(sampler.extra) else "auto", layout, exchange, device)
     if extra is sampler.extra:
         return sampler
     return ShardedInBatch(sampler, extra)

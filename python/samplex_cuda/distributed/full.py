@@ -91,6 +91,9 @@ def _exchanged(
     found = _row_losses(lse, sums[:, : local.shape[1]], sums[:, -1] if smoothing > 0.0 else None, counts)
     found = torch.where(outside, torch.nan, found).to(acc)
     factor = batch.get("sample_weight", torch.ones_like(found)).to(acc)
+    lost = everyone.lost
+    if lost is not None:  # a loss that nobody overlooks, and gradients of 0
+        found = torch.where(lost, torch.nan, found)
     losses, loss = found * factor, (found * factor).sum()
     if head.reduction == "none":
         loss = losses
@@ -98,6 +101,8 @@ def _exchanged(
         size = (head._row_weight(target, by_target is not None).to(acc) * factor).sum()
         size = torch.where(size == 0, 1.0, size)
         loss, factor = loss / size, factor / size
+    if lost is not None:
+        factor = torch.where(lost, 0.0, factor)
 
     def gradients(of_rows: Tensor, wanted: tuple[bool, bool, bool]) -> Any:
         if layout.rows:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -17,6 +19,7 @@ from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, c
 from samplex_cuda.distributed.examples import ExampleShard
 from samplex_cuda.distributed.follow import due_state, follow_table, shard_sampler
 from samplex_cuda.distributed.full import full_step
+from samplex_cuda.distributed.health import agree
 from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.distributed.online import online_softmax
 from samplex_cuda.distributed.own_rows import OWN_ROWS, own_rows_step
@@ -30,8 +33,10 @@ from samplex_cuda.distributed.rows import (
     target_shares,
     widened,
     with_margin,
+    without_rows,
 )
 from samplex_cuda.distributed.samplers import ShardedSampler, as_dtensor
+from samplex_cuda.distributed.settings import agreed, digest, settings_of, whole_settings
 from samplex_cuda.distributed.step import (
     StepResult,
     logits_of,
@@ -47,7 +52,7 @@ from samplex_cuda.functional._inputs import known_positives
 from samplex_cuda.heads.checks import inside_ddp, like_weight
 from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
 from samplex_cuda.optim.base import set_first_row
-from samplex_cuda.rng import Key, key_tensor, uniform_at
+from samplex_cuda.rng import Key, uniform_at
 from samplex_cuda.tables import empty_table
 
 __all__ = ["ShardedClassifier"]
@@ -89,18 +94,22 @@ class ShardedClassifier(ShardedAnswers):
         device: torch.device | str | None = None,
         sampler: str = "auto",
     ) -> None:
-        if batch_capacity is not None:
-            check_int(_NAME, "batch_capacity", batch_capacity)
-        check_choice(_NAME, "encoder", encoder, ENCODERS)
-        refuse_head(head, _NAME)
-        group = group_of(mesh_or_group)
-        if head.fused is not None:
-            raise ValueError(
-                f"{_NAME}: head must not be fused yet, got a fused head; shard it first, then fuse its optimizer"
-            )
-        whole = not head.weight.is_meta
-        place = head.weight.device if whole else torch.device("cpu" if device is None else device)
-        check_backend(_NAME, group, place)
+        known = group_of(mesh_or_group) if dist.is_available() and dist.is_initialized() else None
+        given = {"encoder": encoder, "batch_capacity": batch_capacity, "order": order, "route": route,
+                 "device": None if device is None else str(device), "shard(sampler)": sampler}  # fmt: skip
+        with agreed(_NAME, known, whole_settings(head) | given):
+            if batch_capacity is not None:
+                check_int(_NAME, "batch_capacity", batch_capacity)
+            check_choice(_NAME, "encoder", encoder, ENCODERS)
+            refuse_head(head, _NAME)
+            if head.fused is not None:
+                raise ValueError(
+                    f"{_NAME}: head must not be fused yet, got a fused head; shard it first, then fuse its optimizer"
+                )
+            group = group_of(mesh_or_group)
+            whole = not head.weight.is_meta
+            place = head.weight.device if whole else torch.device("cpu" if device is None else device)
+            check_backend(_NAME, group, place)
         exchange = Exchange(group, batch_capacity)
         layout = Layout(head.num_classes, exchange.world, exchange.rank, order)
         whole_law = head.loss.needs.prior or head.stratified
@@ -159,10 +168,12 @@ class ShardedClassifier(ShardedAnswers):
         if whole:
             self._take_rows(head)
         else:
-            self._fill(self.exchange.stack(key_tensor(_NAME, key, place))[0])
+            self._fill(self.exchange.stack(self.exchange.key(_NAME, key, place))[0])
         self._attach(self.sampler, head)
         if getattr(self.sampler, "unfilled", False):
             self.update_sampler()
+        self._known: tuple[LossSpec, int] | None = None  # a resolved step and the digest of its settings
+        self._agreed: LossSpec | None = self.spec()  # a resolved step whose settings the ranks have compared
 
     def _attach(self, sampler: Any, whole: SampledClassifier) -> None:
         """Lets a sampler that read the table of `whole` read that of this rank."""
@@ -198,6 +209,13 @@ class ShardedClassifier(ShardedAnswers):
         if route is not None:
             refuse_unfit(route, self)
         return super()._resolve()
+
+    def _digest(self) -> int:
+        """The digest of the settings of a step, computed again when the head has resolved it again."""
+        spec = self.spec()
+        if self._known is None or self._known[0] is not spec:
+            self._known = spec, digest(settings_of(self))
+        return self._known[1]
 
     # -------------------------------------------------------------------------------------------- a step
     def forward(
@@ -241,6 +259,19 @@ class ShardedClassifier(ShardedAnswers):
                 f"{_NAME}: a sharded head must not be inside DistributedDataParallel, which gives every rank the rows "
                 "of rank 0: wrap the encoder alone, and make a new head"
             )
+        more = {
+            "negatives": negatives, "hard": hard, "features": features, "index": index, "context": context,
+            "sample_weight": sample_weight, "target_weight": target_weight, "positives": positives, "key": key,
+        }  # fmt: skip
+        return self._forward(h, y, more)
+
+    def _forward(self, h: Tensor, y: Tensor, more: dict[str, Any], refused: bool = False) -> Tensor:
+        """`forward` with its further arguments in `more`; `refused`: of no rows, in place of a batch that was wrong."""
+        negatives, hard, features, index, context, sample_weight, target_weight, positives, key = (
+            more[name]
+            for name in ("negatives", "hard", "features", "index", "context", "sample_weight", "target_weight",
+                         "positives", "key")
+        )  # fmt: skip
         grad = torch.is_grad_enabled()
         negatives = negatives if self.training else None
         given = [t is not None for t in (features, index, context, sample_weight, target_weight, negatives)]
@@ -248,8 +279,19 @@ class ShardedClassifier(ShardedAnswers):
         due = due_state(self.follower, self.sampler, self.weight, self.bias) if self.training else 0
         hard = hard if self.training else None
         each = hard.shape[-1] + 1 if isinstance(hard, Tensor) and hard.dim() else 0  # hard negatives of a row
-        form = [int(self.training), int(grad), targets, *map(int, given), due, each]
+        waits, alike = _device.host_waits(self.weight), 0
+        wrong: Exception | None = None
         try:
+            alike = self._digest()
+        except Exception as error:  # settings that do not fit together: the other ranks must hear of it
+            wrong = error
+        if waits and (wrong is not None or self._agreed is not self.spec()):  # nobody looks at headers
+            agree(settings_of(self), self.exchange.group, op=_NAME, error=wrong)
+            self._agreed = self.spec()
+        form = [alike, int(self.training), int(grad), targets, *map(int, given), due, each]
+        try:
+            if wrong is not None:
+                raise wrong
             rows, target, lead = self._check_batch(h, y, features, sample_weight, positives)
             rows = like_weight(rows, self.weight) if rows.dtype is not self.weight.dtype else rows
             if not _device.host_waits(target):
@@ -266,9 +308,14 @@ class ShardedClassifier(ShardedAnswers):
                 raise TypeError(f"{_NAME}: context must be a tensor with one row per row of h, got {describe(context)}")
             pair = torch.zeros(2, dtype=torch.int64, device=self.weight.device)
             if self.loss.needs.draws:
-                pair = key_tensor(_NAME, key, self.weight.device)
+                pair = self.exchange.key(_NAME, key, self.weight.device)
         except BaseException:
-            self.exchange.meet(0, form, torch.zeros(2, dtype=torch.int64, device=self.weight.device), refused=True)
+            if not waits:
+                nothing = torch.zeros(2, dtype=torch.int64, device=self.weight.device)
+                self.exchange.meet(0, form, nothing, refused=True)
+            elif not refused and self.exchange.world > 1:
+                # The others do not look and go on: this rank takes part without a row.
+                self._forward(*without_rows(self, h, y, more), refused=True)
             raise
         target = target.unsqueeze(1) if target.dim() == 1 else target
         fields: dict[str, Tensor] = {"h": rows.detach(), "y": target}
@@ -284,7 +331,8 @@ class ShardedClassifier(ShardedAnswers):
         known = own is None and features is None and context is None and not (self.training and self.route in OWN_ROWS)
         everyone = self.exchange.meet(
             rows.shape[0], form, pair, width=0 if own is None else own.ids.shape[1],
-            fields=list(fields.values()) if known else None, pads=self._pads(fields),
+            fields=list(fields.values()) if known else None, pads=self._pads(fields), refused=refused,
+            settings=partial(settings_of, self),
         )  # fmt: skip
         if self.training and self.follower.auto:
             most = self.exchange.world * (self.exchange.capacity or 1)
@@ -298,7 +346,7 @@ class ShardedClassifier(ShardedAnswers):
             fields |= {"negatives": own.ids, "log_q": own.log_q}
         if self.training and self.route in OWN_ROWS:
             with torch.no_grad():
-                step = own_rows_step(self, self.spec(), everyone, fields)
+                step = own_rows_step(self, self.spec(), everyone, fields).unless(everyone.lost)
             if not grad:
                 return step.loss
             sink = self._fusion or self._rows_of(self.weight, self.bias)
@@ -306,7 +354,8 @@ class ShardedClassifier(ShardedAnswers):
         parts = everyone.batch or self.exchange.gather(everyone, list(fields.values()), self._pads(fields))
         found = dict(zip(fields, parts, strict=True))
         if not self.training:
-            return self._exact(found)
+            loss = self._exact(found)
+            return loss if everyone.lost is None else torch.where(everyone.lost, torch.nan, loss)
         if not self.loss.needs.draws:
             return full_step(self, everyone, found, rows, grad)
         if due:
@@ -372,9 +421,10 @@ class ShardedClassifier(ShardedAnswers):
                 if slope is not None and grad:
                     coefs = coefs._replace(target=coefs.target * slope)
             if state is not None and used is not None and coefs.extra is not None:
-                self._examples.move(spec.loss, state, batch["index"], used, coefs.extra)
+                index = batch["index"] if everyone.lost is None else torch.where(everyone.lost, -1, batch["index"])
+                self._examples.move(spec.loss, state, index, used, coefs.extra)
             if not grad:
-                return loss
+                return loss if everyone.lost is None else torch.where(everyone.lost, torch.nan, loss)
             if own.shape[1] > targets:
                 both, more = torch.cat([coefs.target, coefs.draws], 1), own.shape[1]
                 coefs = coefs._replace(target=both[:, :more].contiguous(), draws=both[:, more:].contiguous())
@@ -388,6 +438,7 @@ class ShardedClassifier(ShardedAnswers):
             make = row_scaled if self.reduction == "none" else scaled
             found = make(coefs, query, of_target, of_draws, with_bias)
         step = StepResult(loss, found, d_hidden, exchange, everyone.place, self.normalize, of_scale)
+        step = step.unless(everyone.lost)
         sink = self._fusion or self._rows_of(weight, bias)
         return run_step(fixed_query(self, rows), weight, bias, step, sink, spec.loss.name, self.log_scale)
 
@@ -499,7 +550,10 @@ class ShardedClassifier(ShardedAnswers):
         if isinstance(unseen, DTensor) and f"{prefix}sampler_lag" in state_dict:
             marked = unseen.redistribute(self.mesh, [Shard(0)]).to_local().nonzero().squeeze(1).cpu()
             lag = state_dict[f"{prefix}sampler_lag"][:2].cpu()
-            state_dict[f"{prefix}sampler_lag"] = torch.cat([lag, self.layout.class_at(marked + self.layout.start)])
+            ids = self.layout.class_at(marked + self.layout.start)
+            if _device.host_waits(self.weight):  # as many on every rank: lists have fixed sizes there
+                ids = nn.functional.pad(ids, (0, self.layout.chunk - ids.shape[0]), value=-1)
+            state_dict[f"{prefix}sampler_lag"] = torch.cat([lag, ids])
         if getattr(self.sampler, "collective", False):
             self.sampler.adopt(state_dict, f"{prefix}sampler.")
         given = {name: state_dict.get(f"{prefix}{name}") for name in ("weight", "bias")}

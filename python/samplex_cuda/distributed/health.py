@@ -37,12 +37,15 @@ def _let_threads_finish() -> None:
 atexit.register(_let_threads_finish)
 
 
-def agree(what: dict[str, Any], group: Any = None) -> None:
+def agree(what: dict[str, Any], group: Any = None, *, op: str = "agree", error: Exception | None = None) -> None:
     """ValueError on every rank unless all ranks bring the same configuration.
 
     Args:
         what: names and values that JSON can hold, e.g. of the command line.
         group: the ranks; None: all.
+        op: name for the message.
+        error: why this rank cannot go on, whatever the others bring. If the configurations are equal, it is raised
+            here and a RuntimeError that quotes it elsewhere.
 
     Example:
         >>> from samplex_cuda.distributed import agree
@@ -50,15 +53,29 @@ def agree(what: dict[str, Any], group: Any = None) -> None:
     """
     found: list[Any] = [None] * dist.get_world_size(group)
     mine = json.loads(json.dumps(what))
-    dist.all_gather_object(found, mine, group=group)
-    for rank, other in enumerate(found):
-        for name in sorted(set(found[0]) | set(other)):
-            first, here = found[0].get(name), other.get(name)
-            if first != here or (name in found[0]) != (name in other):
-                raise ValueError(
-                    f"agree: all ranks must have the same configuration, got {name} = {first!r} on rank 0 and {here!r} "
-                    f"on rank {rank}"
-                )
+    refused = None if error is None else f"{type(error).__name__}: {error}"
+    dist.all_gather_object(found, (mine, refused), group=group)
+    configurations = [configuration for configuration, _ in found]
+    for name in sorted(set().union(*configurations)):
+        values = [(name in one, one.get(name)) for one in configurations]
+        other = next((value for value in values if value != values[0]), values[0])
+        if other != values[0]:
+            first, second = (
+                [rank for rank, value in enumerate(values) if value == which] for which in (values[0], other)
+            )
+            raise ValueError(
+                f"{op}: all ranks must have the same configuration, got {name} = {values[0][1]!r} on {_ranks(first)} "
+                f"and {other[1]!r} on {_ranks(second)}"
+            )
+    if error is not None:
+        raise error
+    for rank, (_, text) in enumerate(found):
+        if text is not None:
+            raise RuntimeError(f"{op}: rank {rank} of the group must not refuse its configuration, got {text}")
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def attempt_store(store: dist.Store, attempt: int) -> dist.Store:

@@ -123,8 +123,15 @@ class ShardedMIDX(MIDX):
     def follow(self, ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """Classes [n] that may have changed, and this rank's tables; every rank must call it, with its own list.
 
-        The host waits for the numbers of rows that the ranks have to tell.
+        On a CPU ranks tell each other what has changed. On a GPU, where the host must not wait for these numbers, they
+        send the cells of all their classes, and lists must be equally long on all ranks.
         """
+        if _device.host_waits(self.cell):
+            if self.wants_refresh(ids.numel()):
+                self.refresh(weight, bias)
+            else:
+                self._follow_in_fixed_sizes(ids.reshape(-1), weight.detach(), bias)
+            return
         touched = distinct_ids(ids, self.num_classes)
         local = self.layout.local(touched)
         local = local[local >= 0]
@@ -152,6 +159,23 @@ class ShardedMIDX(MIDX):
         if bias is not None and self.bias is not None:
             self.bias[classes[there]] = numbers[there].to(torch.int32).view(torch.float32)
         self._grow_older(sum(counts))
+        self._order()
+
+    def _follow_in_fixed_sizes(self, ids: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Cells of the classes `ids` that are here, then those of all ranks; a row that is not finite keeps its own."""
+        classes = self.layout.classes(weight.device)
+        changes: list[tuple[Tensor, Tensor, Tensor | None]] = [(self.cell, self.cell[classes], None)]
+        if bias is not None and self.bias is not None:
+            changes.append((self.bias, self.bias[classes], bias.detach()))
+        # What is not here counts as row 0, whose numbers are then fresh.
+        at = self.layout.local(ids).clamp_min(0)
+        for table, mine, source in changes:
+            if self.layout.rows and ids.shape[0]:
+                rows = weight[at] if source is None else source[at].unsqueeze(1)
+                fresh = self._cells_of(rows) if source is None else rows[:, 0].float()
+                mine.index_copy_(0, at, torch.where(rows.isfinite().all(1), fresh, mine[at]))
+            table.copy_(self._by_class(mine))
+        self._grow_older(ids.shape[0])
         self._order()
 
     # -------------------------------------------------------------------------------------------- for the head

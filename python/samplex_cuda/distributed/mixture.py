@@ -75,10 +75,23 @@ class ShardedMixture(Mixture):
                 part.attach(whole, weight, bias)
 
     def adopt(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """See `ShardedSampler.adopt`."""
+        """See `ShardedSampler.adopt`; a tree with a base becomes its parts."""
+        units = state_dict.get(f"{prefix}base_units")
+        if isinstance(units, Tensor) and units.numel():
+            self._adopt_tree(state_dict, prefix)
         for number, part in enumerate(self._parts()):
             if isinstance(part, ShardedSampler):
                 part.adopt(state_dict, f"{prefix}samplers.{number}.")
+
+    def _adopt_tree(self, state_dict: dict[str, Any], prefix: str) -> None:
+        share = state_dict.pop(f"{prefix}base_share")
+        last = len(self._parts()) - 1  # a tree of no share is left out
+        for name in ("nodes", "leaf_class", "class_leaf", "mean", "projection", "fit_options"):
+            value = state_dict.pop(f"{prefix}{name}", None)
+            if last and value is not None:
+                state_dict[f"{prefix}samplers.0.{name}"] = value
+        state_dict[f"{prefix}samplers.{last}.weights"] = state_dict.pop(f"{prefix}base_units")
+        state_dict[f"{prefix}weights"] = torch.stack([1.0 - share, share])[-last - 1 :]
 
 
 class ShardedInBatch(InBatch):

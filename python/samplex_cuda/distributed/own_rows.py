@@ -14,12 +14,12 @@ from torch import Tensor
 
 from samplex_cuda.distributed.collectives import Everyone
 from samplex_cuda.distributed.fetch import fetch, give_back
+from samplex_cuda.distributed.rows import key_of_rows
 from samplex_cuda.distributed.step import StepResult, loss_of_logits, times
 from samplex_cuda.heads.classifier import LossSpec
 from samplex_cuda.ops.loss_types import Entries, Inputs, LossGrad, Plan, acc_dtype
 from samplex_cuda.ops.row_gradients import row_gradients
 from samplex_cuda.prediction import mean_weight
-from samplex_cuda.rng import fold_in
 
 if TYPE_CHECKING:
     from samplex_cuda.distributed.head import ShardedClassifier
@@ -77,10 +77,11 @@ def _rows_to_queries(
 ) -> StepResult:
     weight, bias, exchange = head.weight.detach(), head.bias, head.exchange
     h, target = batch["h"], batch["y"]
-    ids, log_q, target_log_q = _draw(head, spec, batch, fold_in(everyone.key, exchange.rank))
+    ids, log_q, target_log_q = _draw(head, spec, batch, key_of_rows(head.sampler, everyone, exchange.rank))
     valid = head._valid(target)
     classes = torch.cat([torch.where(valid, target, -1).reshape(-1), ids.reshape(-1)])
-    found = fetch(exchange, head.layout, weight, None if bias is None else bias.detach(), classes)
+    found = fetch(exchange, head.layout, weight, None if bias is None else bias.detach(), classes,
+                  target.shape[1] + ids.shape[1])  # fmt: skip
     # The loss as it is, on the table of the rows that came.
     at_target = torch.where(valid, found.place[: target.numel()].view(target.shape), -100)
     share = None
@@ -135,7 +136,7 @@ def _shared_rows(head: ShardedClassifier, spec: LossSpec, everyone: Everyone, ba
         shared = torch.where(local.unsqueeze(1) >= 0, own, 0.0)
     exchange.sum_(shared)
     valid = head._valid(target)
-    found = fetch(exchange, layout, weight, bias, torch.where(valid, target, -1).reshape(-1))
+    found = fetch(exchange, layout, weight, bias, torch.where(valid, target, -1).reshape(-1), target.shape[1])
     wide, place = h.to(acc), found.place.view(target.shape)
     rows = found.rows if found.rows.shape[0] else found.rows.new_zeros(1, dim)
     at_draws = torch.mm(wide, shared[:, :dim].t())

@@ -16,7 +16,18 @@ from torch import Tensor, nn
 from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, op_error
 from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, check_backend, group_of
-from samplex_cuda.distributed.rows import fixed_query, joined, own_draw, refuse_head, target_shares, widened
+from samplex_cuda.distributed.health import agree
+from samplex_cuda.distributed.rows import (
+    fixed_query,
+    joined,
+    key_of_rows,
+    own_draw,
+    refuse_head,
+    target_shares,
+    widened,
+    without_rows,
+)
+from samplex_cuda.distributed.settings import agreed, digest, settings_of, whole_settings
 from samplex_cuda.distributed.step import StepResult, run_step, times
 from samplex_cuda.draw import Draw
 from samplex_cuda.functional._inputs import known_positives
@@ -25,7 +36,7 @@ from samplex_cuda.heads.classifier import LossSpec, SampledClassifier
 from samplex_cuda.ops.loss_types import REDUCTIONS, Entries, Inputs, LossGrad, Plan
 from samplex_cuda.ops.row_gradients import entries
 from samplex_cuda.prediction import mean_weight
-from samplex_cuda.rng import Key, fold_in, key_tensor
+from samplex_cuda.rng import Key
 
 __all__ = ["Replica", "replicate"]
 
@@ -67,21 +78,29 @@ def replicate(
         >>> head(torch.randn(4, 8), torch.arange(4)).backward()
         >>> dist.destroy_process_group()
     """
-    check_choice(_NAME, "encoder", encoder, ENCODERS)
-    if batch_capacity is not None:
-        check_int(_NAME, "batch_capacity", batch_capacity)
-    if not isinstance(module, nn.Module) or isinstance(module, nn.parallel.DistributedDataParallel):
-        raise TypeError(
-            f"{_NAME}: module must be the module that DistributedDataParallel will wrap, got {type(module).__name__}"
-        )
-    heads = {name: head for name, head in module.named_modules() if isinstance(head, SampledClassifier)}
-    if not heads:
-        raise ValueError(f"{_NAME}: module must hold a SampledClassifier, got {type(module).__name__}")
-    for head in heads.values():
-        _check_head(head)
-    group = group_of(mesh_or_group, _NAME)
-    for head in heads.values():
-        check_backend(_NAME, group, head.weight.device)
+    heads = {}
+    if isinstance(module, nn.Module):
+        heads = {name: head for name, head in module.named_modules() if isinstance(head, SampledClassifier)}
+    known = group_of(mesh_or_group, _NAME) if dist.is_available() and dist.is_initialized() else None
+    given: dict[str, Any] = {"encoder": encoder, "batch_capacity": batch_capacity, "heads": sorted(heads)}
+    for name, head in heads.items():
+        given |= {f"{name}.{field}" if name else field: value for field, value in whole_settings(head).items()}
+    with agreed(_NAME, known, given):
+        check_choice(_NAME, "encoder", encoder, ENCODERS)
+        if batch_capacity is not None:
+            check_int(_NAME, "batch_capacity", batch_capacity)
+        if not isinstance(module, nn.Module) or isinstance(module, nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                f"{_NAME}: module must be the module that DistributedDataParallel will wrap, got "
+                f"{type(module).__name__}"
+            )
+        if not heads:
+            raise ValueError(f"{_NAME}: module must hold a SampledClassifier, got {type(module).__name__}")
+        for head in heads.values():
+            _check_head(head)
+        group = group_of(mesh_or_group, _NAME)
+        for head in heads.values():
+            check_backend(_NAME, group, head.weight.device)
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     first = dist.get_global_rank(group, 0)
     for name, head in heads.items():
@@ -91,7 +110,7 @@ def replicate(
         of_batch = head.sampler.buffers() if getattr(head.sampler, "takes_targets", False) else ()
         for value in (*own.values(), *of_batch):
             dist.broadcast(value.detach(), first, group=group)
-        head._replica = Replica(Exchange(group, batch_capacity), encoder)
+        head._replica = Replica(Exchange(group, batch_capacity, _NAME), encoder)
         head.mark_changed()
     module._ddp_params_and_buffers_to_ignore = sorted(ignored)  # type: ignore[assignment]
     return module
@@ -134,6 +153,8 @@ class Replica:
 
     def __init__(self, exchange: Exchange, encoder: str) -> None:
         self.exchange, self.encoder = exchange, encoder
+        self._known: tuple[LossSpec, int] | None = None  # a resolved step and the digest of its settings
+        self._agreed: LossSpec | None = None  # a resolved step whose settings the ranks have compared
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a head has another table and is not replicated."""
@@ -159,18 +180,43 @@ class Replica:
         Returns:
             [], the same on every rank.
         """
+        more = {
+            "negatives": negatives, "hard": hard, "features": features, "index": index, "context": context,
+            "sample_weight": sample_weight, "target_weight": target_weight, "positives": positives, "key": key,
+        }  # fmt: skip
+        return self._loss(head, h, y, more)
+
+    def _digest(self, head: SampledClassifier) -> int:
+        spec = head.spec()
+        if self._known is None or self._known[0] is not spec:
+            self._known = spec, digest(settings_of(head))
+        return self._known[1]
+
+    def _loss(
+        self, head: SampledClassifier, h: Tensor, y: Tensor, more: dict[str, Any], refused: bool = False
+    ) -> Tensor:
+        """`loss` with its further arguments in `more`; `refused`: of no rows, in place of a batch that was wrong."""
+        negatives, hard, features, index, context, sample_weight, target_weight, positives, key = (
+            more[name]
+            for name in ("negatives", "hard", "features", "index", "context", "sample_weight", "target_weight",
+                         "positives", "key")
+        )  # fmt: skip
         exchange, weight = self.exchange, head.weight
         grad = torch.is_grad_enabled()
         targets = y.shape[-1] if isinstance(y, Tensor) and isinstance(h, Tensor) and y.dim() == h.dim() else 1
         given = [int(t is not None) for t in (negatives, target_weight)]
         each = hard.shape[-1] + 1 if isinstance(hard, Tensor) and hard.dim() else 0  # hard negatives of a row
-        form = [int(grad), targets, head.num_samples, int(head.shared), *given, each]
-        spec = head.spec()
+        spec, number = head.spec(), self._digest(head)
+        waits = _device.host_waits(weight)
+        if waits and self._agreed is not None and self._agreed is not spec:  # nobody looks at headers
+            agree(settings_of(head), exchange.group, op=_NAME)
+        self._agreed = spec
+        form = [number, int(grad), targets, *given, each]
         nothing = torch.zeros(2, dtype=torch.int64, device=weight.device)
         try:
             self._check(head)
             rows, target, lead = head._check_batch(h, y, features, sample_weight, positives)
-            number = head._check_index(index, lead) if spec.needs.example_index else None
+            of_example = head._check_index(index, lead) if spec.needs.example_index else None
             if rows.dtype is not weight.dtype or rows.device != weight.device:
                 rows = like_weight(rows, weight)
             if not _device.host_waits(target):
@@ -179,11 +225,18 @@ class Replica:
             shares = target_shares(head, target_weight, y, target)
             mine = None if negatives is None else own_draw(head, negatives, target, lead)
             mined = None if hard is None else own_draw(head, hard, target, lead, hard=True)
-            pair = key_tensor(_NAME, key, weight.device)
+            pair = exchange.key(_NAME, key, weight.device)
         except BaseException:
-            exchange.meet(0, form, nothing, refused=True)
+            if not waits:
+                exchange.meet(0, form, nothing, refused=True)
+            elif not refused and exchange.world > 1:
+                # The others do not look and go on: this rank takes part without a row.
+                self._loss(head, *without_rows(head, h, y, more), refused=True)
             raise
-        everyone = exchange.meet(rows.shape[0], form, pair, width=0 if mine is None else mine.ids.shape[1])
+        everyone = exchange.meet(
+            rows.shape[0], form, pair, width=0 if mine is None else mine.ids.shape[1], refused=refused,
+            settings=partial(settings_of, head),
+        )  # fmt: skip
         if mine is not None:
             mine = widened(head, mine, negatives, everyone.width, target, lead)
         weights = None if sample_weight is None else sample_weight.reshape(-1)
@@ -199,10 +252,10 @@ class Replica:
             if mined is not None:
                 ids, log_q = joined(drawn[0].ids, drawn[0].log_q, mined.ids)
                 drawn = (Draw(ids, log_q, False), drawn[1])
-            part = self._own(head, spec, head._query(rows.detach()), target, number, weights, positives, drawn, shares)
-            in_batch = mine is None and getattr(head.sampler, "takes_targets", False)
-            part["common"] = drawn[0].ids if in_batch else None
-            step = self._exchange(head, spec, everyone, part, number, grad)
+            query = head._query(rows.detach())
+            part = self._own(head, spec, query, target, of_example, weights, positives, drawn, shares)
+            part["common"] = drawn[0].ids if mine is None and self._common(head) else None
+            step = self._exchange(head, spec, everyone, part, of_example, grad).unless(everyone.lost)
         if not grad:
             return step.loss
         sink = head.fused or head._rows_of(weight, head.bias)
@@ -219,13 +272,20 @@ class Replica:
         features: Tensor | None,
         context: Any,
     ) -> tuple[Draw, Tensor | None]:
-        """The draws of this rank's rows: its own ones, from the key of the first rank; those of a batch from all."""
+        """The draws of this rank's rows, from the key of the first rank; those of a batch from all targets."""
         sampler: Any = head.sampler
         if not getattr(sampler, "takes_targets", False):
-            return head._draw(spec, rows, target, features, context, fold_in(everyone.key, self.exchange.rank))
+            key = everyone.key if self._common(head) else key_of_rows(sampler, everyone, self.exchange.rank)
+            return head._draw(spec, rows, target, features, context, key)
         # The targets of all ranks, and one draw of the second sampler for all of them.
         (targets,) = self.exchange.gather(everyone, [target], [head.ignore_index])
         return head._draw(spec, rows, targets, features, context, everyone.key)
+
+    @staticmethod
+    def _common(head: SampledClassifier) -> bool:
+        """Whether the ranks share their draws: those of a batch, or shared ones that do not depend on the rows."""
+        sampler: Any = head.sampler
+        return getattr(sampler, "takes_targets", False) or (head.shared and not getattr(sampler, "conditional", True))
 
     def _check(self, head: SampledClassifier) -> None:
         """What may have been changed since `replicate`."""
@@ -325,8 +385,10 @@ class Replica:
         pads = [-1 if name in ("target", "ids") else 0 for name in fields]
         found = dict(zip(fields, exchange.gather(everyone, list(fields.values()), pads), strict=True))
         if "index" in found:
-            state = head.get_buffer(str(head._state_name))
-            spec.loss.update_state(state, found["index"], found["used"], found["extra"])
+            state, extra = head.get_buffer(str(head._state_name)), found["extra"]
+            if everyone.lost is not None:
+                extra = torch.where(everyone.lost, torch.nan, extra)  # leaves the number of an example as it is
+            spec.loss.update_state(state, found["index"], found["used"], extra)
         if "h" not in found:
             return StepResult(loss, partial(times, e), part["d_hidden"])
         ids, coef_b, rows_b, bias_b = found.get("ids"), found.get("coef_b"), found["h"], None
@@ -351,8 +413,8 @@ class Replica:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Ids, coefficients, rows and bias gradients of the shared draws of all ranks, m of each rank.
 
-        Draws that were merged leave fewer than m; a rank without a row has none: ids of -1 fill up. The classes of a
-        batch are the same on every rank, so that their gradients are summed where they are.
+        Draws that were merged leave fewer than m; a rank without a row has none: ids of -1 fill up. Draws that the
+        ranks share need no ids, and their gradients are summed where they are.
         """
         exchange, most = self.exchange, head.num_samples
         count = e.ids_b.shape[0]

@@ -13,7 +13,7 @@ from samplex_cuda.losses import Loss
 if TYPE_CHECKING:
     from samplex_cuda.heads.classifier import SampledClassifier
 
-__all__ = ["ROUTES", "Sizes", "bytes_sent", "refuse_unfit", "resolve_route"]
+__all__ = ["ROUTES", "Sizes", "bytes_by_route", "bytes_sent", "crossover", "refuse_unfit", "resolve_route"]
 
 _NAME = "SampledClassifier.shard"
 
@@ -45,19 +45,24 @@ def _shared_rows(s: Sizes) -> float:
     return summed + s.unique * s.batch * (8 * s.dim + 8) * (s.world - 1) / s.world
 
 
+def _replicate(s: Sizes) -> float:
+    return (s.world - 1) * s.batch * (4 * s.dim + 12 * (s.draws + 1))
+
+
 ROUTES = {
     "summed_logits": _summed_logits,
     "online_softmax": _online_softmax,
     "rows_to_queries": _rows_to_queries,
     "shared_rows": _shared_rows,
 }
+_MODELS = ROUTES | {"replicate": _replicate}  # the last one keeps whole tables, so that no sharded head can take it
 
 
 def bytes_sent(route: str, sizes: Sizes) -> float:
     """Bytes that a rank sends in a training step, fp32, one target per row: the model of docs/scale.md.
 
     Args:
-        route: one of `ROUTES`.
+        route: one of `ROUTES`, or "replicate" for `sx.distributed.replicate`.
         sizes: of the step.
 
     Example:
@@ -65,8 +70,53 @@ def bytes_sent(route: str, sizes: Sizes) -> float:
         >>> bytes_sent("online_softmax", Sizes(world=4, batch=64, draws=1000, dim=128))
         201216
     """
-    check_choice("bytes_sent", "route", route, ROUTES)
-    return ROUTES[route](sizes)
+    check_choice("bytes_sent", "route", route, _MODELS)
+    return _MODELS[route](sizes)
+
+
+def bytes_by_route(sizes: Sizes) -> dict[str, float]:
+    """Bytes of each route and of "replicate", fewest first: what to compare before a head is sharded at all.
+
+    Args:
+        sizes: of the step.
+
+    Example:
+        >>> from samplex_cuda.distributed.routes import Sizes, bytes_by_route
+        >>> list(bytes_by_route(Sizes(world=4, batch=64, draws=20, dim=128)))
+        ['shared_rows', 'replicate', 'online_softmax', 'summed_logits', 'rows_to_queries']
+    """
+    found = {name: model(sizes) for name, model in _MODELS.items()}
+    return dict(sorted(found.items(), key=lambda pair: pair[1]))
+
+
+def crossover(route: str, other: str, sizes: Sizes, field: str, most: int = 1 << 20) -> int | None:
+    """The least value of a size from which a route sends fewer bytes than another; None: up to `most` there is none.
+
+    Args:
+        route: as in `bytes_sent`.
+        other: as in `bytes_sent`.
+        sizes: the other sizes.
+        field: "world", "batch", "draws" or "dim".
+        most: where the search ends.
+
+    Example:
+        >>> from samplex_cuda.distributed.routes import Sizes, crossover
+        >>> crossover("rows_to_queries", "summed_logits", Sizes(world=2, batch=64, draws=4, dim=128), "world")
+        5
+    """
+    check_choice("crossover", "field", field, ("world", "batch", "draws", "dim"))
+
+    def wins(value: int) -> bool:
+        at = sizes._replace(**{field: value})
+        return bytes_sent(route, at) < bytes_sent(other, at)
+
+    low, high = 0, most  # the models are such that a route that wins keeps winning
+    if not wins(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if wins(middle) else (middle, high)
+    return high
 
 
 def unfit(route: str, head: SampledClassifier, balanced: bool, sampler: Any) -> str | None:

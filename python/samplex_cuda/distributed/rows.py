@@ -10,25 +10,32 @@ import torch
 from torch import Tensor
 
 from samplex_cuda import _device
-from samplex_cuda.draw import Draw
+from samplex_cuda.draw import Draw, Negatives
 from samplex_cuda.functional._inputs import target_weights
 from samplex_cuda.losses import Loss
 from samplex_cuda.ops.loss_types import acc_dtype
 from samplex_cuda.ops.sphere import inverse_norms, unit_rows
 from samplex_cuda.prediction import valid_targets
+from samplex_cuda.rng import fold_in
+from samplex_cuda.samplers.mixture import Mixture
+from samplex_cuda.samplers.static import LogUniform, Uniform, Unigram
+from samplex_cuda.samplers.tree import Tree
 
 if TYPE_CHECKING:
+    from samplex_cuda.distributed.collectives import Everyone
     from samplex_cuda.heads.classifier import SampledClassifier
 
 __all__ = [
     "fixed_query",
     "inverse_at",
     "joined",
+    "key_of_rows",
     "own_draw",
     "refuse_head",
     "target_shares",
     "widened",
     "with_margin",
+    "without_rows",
 ]
 
 _NAME = "SampledClassifier"
@@ -190,6 +197,65 @@ def target_shares(head: SampledClassifier, given: Tensor | None, y: Tensor, targ
     if given is not None and not head.loss.takes_target_weight:
         raise ValueError(f"{_NAME}: target_weight must be None with {head.loss!r}, got {type(given).__name__}")
     return target_weights(_NAME, given, y, target, head.weight)
+
+
+def without_rows(
+    head: SampledClassifier, h: Any, y: Any, more: dict[str, Any]
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The arguments of a call with 0 rows in the place of its own: the same sizes travel.
+
+    For a rank on a GPU that refuses its batch, while the others go on.
+
+    Args:
+        head: with its width.
+        h: of the call, whatever it is.
+        y: of the call.
+        more: its further arguments by name.
+    """
+    device = head.weight.device
+    rows = torch.empty(0, head.in_features, dtype=head.weight.dtype, device=device)
+    several = isinstance(y, Tensor) and isinstance(h, Tensor) and y.dim() == h.dim()
+    lead = h.dim() - 1 if isinstance(h, Tensor) else 1
+    target = torch.empty((0, y.shape[-1]) if several else (0,), dtype=torch.int64, device=device)
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    made: dict[str, Any] = dict.fromkeys(more)
+    made["key"] = more["key"]
+    made["index"] = None if more["index"] is None else none
+    for name, like in (("sample_weight", none), ("target_weight", target)):
+        made[name] = None if more[name] is None else like.to(torch.float32)
+    for name, kept in (("features", -1), ("context", lead)):
+        t = more[name]
+        if isinstance(t, Tensor) and t.dim():
+            made[name] = t.new_empty(0, *t.shape[kept:])
+    hard, ids = more["hard"], getattr(more["negatives"], "ids", None)
+    if isinstance(hard, Tensor) and hard.dim():
+        made["hard"] = none.view(0, 1).expand(0, hard.shape[-1])
+    if ids is not None:
+        width = int(ids[0].diff().max()) if isinstance(ids, tuple) else ids.shape[-1]
+        made["negatives"] = Negatives(none.view(0, 1).expand(0, width))
+    return rows, target, made
+
+
+def key_of_rows(sampler: Any, everyone: Everyone, rank: int) -> Tensor:
+    """The key from which a rank draws for its own rows alone.
+
+    Static samplers and trees number the rows through all ranks: their draws are those of one process that has all rows.
+    Others draw from a key of the rank.
+
+    Args:
+        sampler: of the head.
+        everyone: of the batch.
+        rank: this one.
+    """
+    if _draws_by_row(sampler):
+        return torch.cat([everyone.key, everyone.first.reshape(1)])
+    return fold_in(everyone.key, rank)
+
+
+def _draws_by_row(sampler: Any) -> bool:
+    if type(sampler) is Mixture:
+        return all(_draws_by_row(part) for part in sampler._parts())
+    return type(sampler) in (Uniform, LogUniform, Unigram, Tree)
 
 
 def refuse_head(head: SampledClassifier, op: str) -> None:

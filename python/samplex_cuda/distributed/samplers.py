@@ -23,7 +23,7 @@ from samplex_cuda.distributed.layout import Layout
 from samplex_cuda.draw import Draw
 from samplex_cuda.rng import Key, below, key_tensor, philox_bits
 from samplex_cuda.samplers.base import Exclude, Sampler, check_int64
-from samplex_cuda.samplers.static import Unigram
+from samplex_cuda.samplers.static import DeferredUnigram, Unigram
 
 __all__ = ["ShardedSampler", "ShardedUnigram"]
 
@@ -206,6 +206,35 @@ class ShardedUnigram(ShardedSampler):
     def of(cls, sampler: Unigram, layout: Layout, exchange: Exchange) -> ShardedUnigram:
         """The part of a `Unigram` that this rank holds."""
         return cls(layout, exchange, sampler.prefix.diff()[layout.classes(sampler.prefix.device)])
+
+    @classmethod
+    def of_counts(
+        cls, sampler: DeferredUnigram, layout: Layout, exchange: Exchange, device: torch.device
+    ) -> ShardedUnigram:
+        """A `Unigram` of which this rank asks for its own classes alone. Every rank must call it.
+
+        Integer counts are the weights. Others are multiplied by a power of two over the largest of all, which does not
+        depend on the number of ranks; a positive count weighs 1 at least.
+        """
+        parts = [sampler.counts(some) for some in layout.classes(device).split(_BLOCK)]
+        counts = torch.cat(parts) if parts else torch.zeros(0, device=device)
+        wrong = (~counts.isfinite() | (counts < 0)).sum().reshape(1)
+        kinds = exchange.stack(torch.stack([wrong[0], torch.tensor(int(counts.is_floating_point()), device=device)]))
+        if int(kinds[:, 0].sum()):
+            raise ValueError(
+                f"unigram: counts must be finite and not negative, got {int(kinds[:, 0].sum())} that are not, "
+                f"{int(wrong)} of them on this rank"
+            )
+        exact = not bool(kinds[:, 1].any())
+        values = counts.double()
+        sums = exchange.stack(torch.stack([values.sum(), values.amax() if len(values) else values.sum()]))
+        most = sums[:, 1].max()
+        if not float(most):
+            raise ValueError("unigram: counts must have a positive sum, got all zero")
+        if exact and float(sums[:, 0].sum()) < 2.0**61:
+            return cls(layout, exchange, counts.to(torch.int64))
+        weights = (values / most * 2.0 ** (60 - layout.num_classes.bit_length())).round().to(torch.int64)
+        return cls(layout, exchange, torch.where(values > 0, weights.clamp_min(1), 0))
 
     def _fill(self, weights: Tensor) -> None:
         mass = self.exchange.stack(weights.sum().reshape(1)).reshape(-1)

@@ -312,6 +312,21 @@ class StepResult(NamedTuple):
     project: bool = False  # whether class rows are on the unit sphere: gradients along them are left out
     of_scale: Tensor | None = None  # [R], or [] with a loss of []: derivatives by the logarithm of a learned scale
 
+    def unless(self, lost: Tensor | None) -> StepResult:
+        """This step, or where `lost` bool [] a step that nobody overlooks: the loss is nan, and no row is updated."""
+        if lost is None:
+            return self
+        make = self.entries
+
+        def of_no_row(grad: Tensor) -> Entries:
+            e = make(grad)
+            return e._replace(ids_a=torch.where(lost, -1, e.ids_a), ids_b=torch.where(lost, -1, e.ids_b))
+
+        of_scale = None if self.of_scale is None else torch.where(lost, 0.0, self.of_scale)
+        hidden = torch.where(lost, 0.0, self.d_hidden)
+        loss = torch.where(lost, torch.nan, self.loss)
+        return self._replace(loss=loss, entries=of_no_row, d_hidden=hidden, of_scale=of_scale)
+
     def hidden(self, grad: Tensor) -> Tensor:
         """The gradient of this rank's rows from that of the loss, [] or [R]."""
         if grad.dim() and self.exchange is not None:

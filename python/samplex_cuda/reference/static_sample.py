@@ -79,6 +79,7 @@ def sample(
     num_samples: int,
     exclude: Sequence[Sequence[int]] | None = None,
     table: np.ndarray | None = None,
+    first: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The draw itself.
 
@@ -90,6 +91,7 @@ def sample(
         num_samples: m.
         exclude: B lists of class ids; -1 is ignored.
         table: [C, 4] int64, for "alias".
+        first: number of the first row, the third number of a key.
 
     Returns:
         ids [B, m] int64, log_q [B, m] float64.
@@ -109,6 +111,7 @@ def sample(
         return column if bits1 < threshold else alias
 
     for b in range(batch):
+        row = first + b
         excluded = {k for k in (exclude[b] if exclude is not None else ()) if k >= 0}
         probability = conditional(weights, sorted(excluded))
         left = np.array([k not in excluded for k in range(C)]) * weights
@@ -117,14 +120,14 @@ def sample(
                 chosen = min(excluded)
             elif law == "uniform":
                 allowed = np.flatnonzero(left)
-                chosen = int(allowed[philox_bits(*key, b, draw, 0)[0] * len(allowed) >> 64])
+                chosen = int(allowed[philox_bits(*key, row, draw, 0)[0] * len(allowed) >> 64])
             else:
                 for attempt in range(REJECTIONS):
-                    chosen = first_choice(*philox_bits(*key, b, draw, attempt))
+                    chosen = first_choice(*philox_bits(*key, row, draw, attempt))
                     if chosen not in excluded:
                         break
                 else:  # every attempt was excluded: invert the distribution function of what is left
-                    bits = philox_bits(*key, b, draw, REJECTIONS)[0]
+                    bits = philox_bits(*key, row, draw, REJECTIONS)[0]
                     total = left.sum()
                     point = bits * int(total) >> 64 if law == "alias" else (bits >> 11) * 2.0**-53 * total
                     chosen = int(np.searchsorted(np.cumsum(left), point, side="right"))

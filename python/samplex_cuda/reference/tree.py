@@ -74,10 +74,12 @@ def sample(
     leaf_class: Tensor,
     num_samples: int,
     excluded: list[list[int]] | None = None,
+    first: int = 0,
 ) -> Tensor:
     """Classes drawn with the op's own random numbers, [B, m]; a branch within 1e-6 of its threshold gives -1 instead.
 
     At each level the right child is taken if u < P(right | node, no excluded class). Two levels share a Philox block.
+    Row b is number `first` + b.
     """
     leaves = weights.shape[0]
     depth = leaves.bit_length() - 1
@@ -91,7 +93,7 @@ def sample(
         for draw in range(num_samples):
             low, high, sure = 0, leaves, True
             for level in range(depth):
-                u = (philox_bits(seed, offset, b, draw, level // 2)[level % 2] >> 11) * 2.0**-53
+                u = (philox_bits(seed, offset, first + b, draw, level // 2)[level % 2] >> 11) * 2.0**-53
                 middle = (low + high) // 2
                 on_left, on_right = float(p[b, low:middle].sum()), float(p[b, middle:high].sum())
                 right = on_right / (on_left + on_right)

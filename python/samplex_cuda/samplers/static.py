@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from samplex_cuda.samplers.base import Exclude, Sampler, check_int64, check_live
 from samplex_cuda.samplers.stored import alias_error, shape_error
 from samplex_cuda.samplers.unique import DrawSource, UniqueDraw, draw_unique, excluded_of, log_inclusion
 
-__all__ = ["LogUniform", "StaticSampler", "Uniform", "Unigram"]
+__all__ = ["DeferredUnigram", "LogUniform", "StaticSampler", "Uniform", "Unigram"]
 
 MAX_CLASSES = 1 << 52
 
@@ -473,6 +473,23 @@ class Unigram(StaticSampler):
         self.register_buffer("table", table.to(device))
         self.register_buffer("prefix", prefix.to(device))
 
+    @staticmethod
+    def deferred(num_classes: int, counts: Callable[[Tensor], Tensor]) -> DeferredUnigram:
+        """A `Unigram` for `head.shard` that no rank ever holds as a whole.
+
+        Args:
+            num_classes: C.
+            counts: gives the counts [n] of some classes, int64 [n]. A rank asks for those that it holds; a class must
+                have the same count whoever asks.
+
+        Example:
+            >>> import samplex_cuda as sx
+            >>> sampler = sx.samplers.Unigram.deferred(10**8, lambda ids: 1.0 / (ids + 1.0))
+            >>> sampler
+            DeferredUnigram(100000000)
+        """
+        return DeferredUnigram(num_classes, counts)
+
     def resize(self, num_classes: int) -> None:
         """See `StaticSampler.resize`."""
         self._check_classes(num_classes)
@@ -558,3 +575,40 @@ class Unigram(StaticSampler):
     def extra_repr(self) -> str:
         """The number of classes and the power."""
         return f"{self.num_classes}, power={self.power}"
+
+
+class DeferredUnigram(Sampler):
+    """What `Unigram.deferred` makes: counts by a function, for a head that is sharded before it draws.
+
+    Args:
+        num_classes: C.
+        counts: as in `Unigram.deferred`.
+    """
+
+    _op = "unigram"
+    conditional = False
+
+    def __init__(self, num_classes: int, counts: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        check_int("unigram", "num_classes", num_classes, 1, 1 << 52)
+        if not callable(counts):
+            raise TypeError(f"unigram: counts must be a function of class ids, got {type(counts).__name__}")
+        self.num_classes, self.counts_of = num_classes, counts
+
+    def counts(self, classes: Tensor) -> Tensor:
+        """The counts [n] of classes, int64 [n]; checked, but for their values."""
+        found = self.counts_of(classes)
+        if not isinstance(found, Tensor) or found.shape != classes.shape or found.is_complex():
+            raise ValueError(f"unigram: counts must give {list(classes.shape)} numbers, got {describe(found)}")
+        return found.to(classes.device)
+
+    def sample(self, *_: Any, **__: Any) -> Draw:
+        """Not before the head is sharded."""
+        raise RuntimeError(
+            "unigram: a deferred sampler must be sharded with its head before it draws, got a draw; call head.shard(), "
+            "or make Unigram(counts)"
+        )
+
+    def extra_repr(self) -> str:
+        """The number of classes."""
+        return f"{self.num_classes}"

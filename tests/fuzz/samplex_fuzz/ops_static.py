@@ -23,8 +23,13 @@ _WORDS = ("exclude", "offsets", "draws", "batch")
 
 def key_of(a: Args) -> tuple[int, int]:
     """The key as two unsigned numbers."""
-    seed, offset = a.key.tolist()
+    seed, offset, *_ = a.key.tolist()
     return seed % 2**64, offset % 2**64
+
+
+def row_of(a: Args) -> int:
+    """The number of the first row, the third number of a key that has one."""
+    return int(a.key[2]) if a.key.shape[0] == 3 else 0
 
 
 def weights_of(law: str, classes: int, prefix: Tensor | None) -> np.ndarray:
@@ -81,7 +86,9 @@ def _sample(law: str) -> Any:
                     near("log_q", log_q[b], torch.from_numpy(np.log(p))[ids[b]], _TOLERANCE)
             if exact:
                 table = a.table.numpy() if law == "alias" else None
-                want, _ = static.sample(law, weights, key_of(a), int(a.batch), int(a.num_samples), lists, table)
+                want, _ = static.sample(
+                    law, weights, key_of(a), int(a.batch), int(a.num_samples), lists, table, row_of(a)
+                )
                 expect(bool((ids.numpy() == want).all()), f"ids must be {want.tolist()}, got {ids.tolist()}")
 
         return op_call(f"{law}_sample", args, check, words=_WORDS)

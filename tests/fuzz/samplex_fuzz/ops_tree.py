@@ -14,7 +14,7 @@ from samplex_cuda.reference import rff as plain_rff
 from samplex_cuda.reference import tree as plain
 from samplex_cuda.reference import tree_shared as shared
 from samplex_fuzz.call import Args, Call, Dice, generator, op_call
-from samplex_fuzz.ops_static import key_of
+from samplex_fuzz.ops_static import key_of, row_of
 from samplex_fuzz.oracle import acc, all_ordinary, close, drawn, excluded, expect, has_form, is_meta, make_exclude, near
 
 _TREE = {"nodes", "leaf_class", "class_leaf"}
@@ -91,7 +91,7 @@ def _tree_sample(d: Dice) -> Call:
         want = _log_p(a, lists).gather(1, ids)
         near("log_q", log_q.double(), want, 1e-4 * max(1.0, float(want.abs().max()) if want.numel() else 0.0))
         if exact:
-            sure = plain.sample(*key_of(a), a.x, *_parts(a), a.num_samples, lists)
+            sure = plain.sample(*key_of(a), a.x, *_parts(a), a.num_samples, lists, row_of(a))
             expect(bool(((sure == ids) | (sure < 0)).all()), f"ids must be {sure.tolist()}, got {ids.tolist()}")
 
     args = {

@@ -250,7 +250,8 @@ class Head:
     )
     hard_pool: int = _key(4096, "Number of random classes per batch that hard negatives are chosen from", least=1)
     hard_index: str = _key(
-        "flat", 'Index for hard_source = "index": "flat", "ivf", "hnsw", a string of `faiss.index_factory`, or "usearch"'
+        "flat",
+        'Index for hard_source = "index": "flat", "ivf", "hnsw", "usearch" or a string of `faiss.index_factory`',
     )
     hard_refresh: int = _key(
         100, "Number of steps between two builds of the index; it is also built after each checkpoint", least=1
