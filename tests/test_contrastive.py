@@ -402,7 +402,7 @@ q, bank, own = torch.zeros(3, 4), torch.zeros(9, 4), torch.tensor([0, 1, 2])
         (
             lambda: contrastive(q, bank, own, num_negatives=-1),
             ValueError,
-            r"num_negatives must be in \[0, 2\^24\], got -1",
+            r"num_negatives must be an int in \[0, 2\^24\], got -1",
         ),
         (lambda: contrastive(q, bank, own, num_negatives=2.0), TypeError, "num_negatives must be an int"),
         (lambda: contrastive(q, bank, own, num_negatives=True), TypeError, "num_negatives must be an int"),

@@ -209,7 +209,9 @@ class InBatch(Sampler):
         """
         check_int64(self._op, "targets", targets)
         if self.group is not None:
-            raise ValueError("in_batch: group must be None for tower_keys: each rank encodes the items of the local batch")
+            raise ValueError(
+                "in_batch: group must be None for tower_keys: each rank encodes the items of its batch"
+            )
         for name, t in (("targets", targets), ("hard", hard)):
             if t is None:
                 continue
