@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, op_error
 from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, check_backend, group_of
+from samplex_cuda.distributed.embeddings import share_embeddings, sparse_embeddings
 from samplex_cuda.distributed.rows import fixed_query, joined, own_draw, refuse_head, target_shares, widened
 from samplex_cuda.distributed.step import StepResult, run_step, times
 from samplex_cuda.draw import Draw
@@ -45,6 +46,10 @@ def replicate(
     call the head at the same time. All ranks make the same update of the whole table, from (h, ids, coefficients). The
     tables start with the numbers of rank 0. DistributedDataParallel leaves parameters and buffers of these heads alone:
     it reads their names from the module that it wraps, so that must be `module` itself.
+
+    `nn.Embedding(sparse=True)` in `module` takes part, also with the table of a head: its row gradients are exchanged in
+    the backward of every training step, in which every rank must use it. Such a table is updated with the gradients of
+    all ranks, like those of the heads.
 
     In evaluation mode nothing is exchanged: each rank answers for its own rows.
 
@@ -79,6 +84,16 @@ def replicate(
         raise ValueError(f"{_NAME}: module must hold a SampledClassifier, got {type(module).__name__}")
     for head in heads.values():
         _check_head(head)
+    embeddings = sparse_embeddings(module)
+    tables = {id(head.weight) for head in heads.values()}
+    for name, other in module.named_modules():
+        if other in heads.values() or other in embeddings:
+            continue
+        if any(id(p) in tables for p in other.parameters(recurse=False)):
+            raise ValueError(
+                f"{_NAME}: module must share a class table with nn.Embedding(sparse=True) only, got {name} "
+                f"({type(other).__name__}), whose gradient is dense"
+            )
     group = group_of(mesh_or_group, _NAME)
     for head in heads.values():
         check_backend(_NAME, group, head.weight.device)
@@ -93,12 +108,15 @@ def replicate(
             dist.broadcast(value.detach(), first, group=group)
         head._replica = Replica(Exchange(group, batch_capacity), encoder)
         head.mark_changed()
+    share_embeddings(embeddings, group, encoder)
+    tables |= {id(one.weight) for one in embeddings}
+    ignored |= {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in tables}
     module._ddp_params_and_buffers_to_ignore = sorted(ignored)  # type: ignore[assignment]
     return module
 
 
 def _check_head(head: SampledClassifier) -> None:
-    if type(head) is not SampledClassifier:
+    if hasattr(head, "layout"):
         raise ValueError(f"{_NAME}: heads must be plain, got a {type(head).__name__}, which has its own exchange")
     refuse_head(head, _NAME)
     if not head.loss.needs.draws:
@@ -134,6 +152,7 @@ class Replica:
 
     def __init__(self, exchange: Exchange, encoder: str) -> None:
         self.exchange, self.encoder = exchange, encoder
+        self.rows: Tensor | None = None  # [], of all ranks in the last step
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a head has another table and is not replicated."""
@@ -290,7 +309,7 @@ class Replica:
             )
             * upstream
         )
-        sums = torch.stack([(made.loss * upstream).sum(), counts.sum()])
+        sums = torch.stack([(made.loss * upstream).sum(), counts.sum(), counts.new_full((), rows.shape[0])])
         if head.log_scale is not None:  # what it adds to the derivative by the logarithm of the scale
             sums = torch.cat([sums, (d_hidden * rows.to(d_hidden.dtype)).sum().to(sums.dtype).reshape(1)])
         return {"entries": found, "d_hidden": d_hidden, "sums": sums, "used": used, "extra": made.extra}
@@ -309,6 +328,7 @@ class Replica:
         e: Entries = part["entries"]
         total = exchange.stack(part["sums"]).sum(0)
         loss, scale = total[0], torch.ones_like(total[0])
+        self.rows = total[2]
         if head.reduction == "mean":
             scale = torch.where(total[1] == 0, 0.0, 1.0 / torch.where(total[1] == 0, 1.0, total[1]))
             loss = loss * scale
@@ -343,7 +363,7 @@ class Replica:
             None if bias_b is None else bias_b * scale,
         )  # fmt: skip
         d_hidden = part["d_hidden"].to(scale.dtype) * factor
-        of_scale = None if head.log_scale is None else total[2] * scale
+        of_scale = None if head.log_scale is None else total[3] * scale
         return StepResult(loss, partial(times, whole), d_hidden, of_scale=of_scale)
 
     def _shared(
