@@ -84,10 +84,12 @@ class Exchange:
     Args:
         group: the process group.
         capacity: the most rows of a rank in a step; None: the most of the first step.
+        grows: whether a larger batch raises the capacity on all ranks, for heads that pass no `fields` to `meet`. On a
+            GPU that is one collective more, for which the host waits.
     """
 
-    def __init__(self, group: dist.ProcessGroup, capacity: int | None = None) -> None:
-        self.group, self.capacity = group, capacity
+    def __init__(self, group: dist.ProcessGroup, capacity: int | None = None, grows: bool = False) -> None:
+        self.group, self.capacity, self.grows = group, capacity, grows
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sent = 0  # bytes that this rank has sent
         self._last: list[tuple[torch.dtype, torch.Size]] | None = None  # fields of the last step that all agreed on
@@ -95,7 +97,7 @@ class Exchange:
 
     def check_rows(self, name: str, rows: int) -> None:
         """ValueError for a batch above the capacity."""
-        if self.capacity is not None and rows > self.capacity:
+        if self.capacity is not None and rows > self.capacity and not self.grows:
             raise ValueError(
                 f"{name}: a batch must have at most batch_capacity = {self.capacity} rows, got {rows}; pass a larger "
                 "batch_capacity"
@@ -153,6 +155,8 @@ class Exchange:
             found = self.stack(buffer)
             headers = found[:, : header.nbytes].contiguous().view(torch.int64)
         counts = headers[:, 3]
+        if self.grows:
+            capacity = self.capacity = max(capacity, int(counts.max()))
         first, common = counts[: self.rank].sum(), headers[0, :2].clone()
         self._agree(headers[:, 2], headers[:, 6:], counts)
         if refused:
@@ -193,12 +197,12 @@ class Exchange:
 
     def _settle(self, rows: int, device: torch.device) -> int:
         """The capacity; without one, the largest batch of the ranks in the first step becomes it."""
-        if self.capacity is None and self.world == 1:
-            self.capacity = max(1, rows)
-        elif self.capacity is None:
-            most = torch.tensor([rows], device=device)
+        if self.capacity is not None and not (self.grows and device.type != "cpu"):
+            return self.capacity
+        most = torch.tensor([rows], device=device)
+        if self.world > 1:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-            self.capacity = max(1, int(most))
+        self.capacity = max(1, self.capacity or 0, int(most))
         return self.capacity
 
     def _alone(self, t: Tensor) -> bool:

@@ -38,7 +38,7 @@ def replicate(
     mesh_or_group: Any = None,
     *,
     encoder: str,
-    batch_capacity: int | None = None,
+    batch_capacity: int | str | None = None,
 ) -> nn.Module:
     """Keeps the class tables of plain heads equal on all ranks; call it before DistributedDataParallel wraps `module`.
 
@@ -58,7 +58,8 @@ def replicate(
         mesh_or_group: a `DeviceMesh` of one dimension or a process group; None: all ranks.
         encoder: what happens to the gradients of the model before the head: "average" over the ranks, as
             DistributedDataParallel and FSDP2 do, or "sum".
-        batch_capacity: the most rows of a rank in a step; None: the most in the first step.
+        batch_capacity: the most rows of a rank in a step; None: the most in the first step. "grow": as many as there
+            are, for batches of different sizes; on a GPU the host then waits for the sizes in every step.
 
     Returns:
         `module`, changed in place.
@@ -73,7 +74,7 @@ def replicate(
         >>> dist.destroy_process_group()
     """
     check_choice(_NAME, "encoder", encoder, ENCODERS)
-    if batch_capacity is not None:
+    if not (batch_capacity is None or batch_capacity == "grow"):
         check_int(_NAME, "batch_capacity", batch_capacity)
     if not isinstance(module, nn.Module) or isinstance(module, nn.parallel.DistributedDataParallel):
         raise TypeError(
@@ -106,7 +107,8 @@ def replicate(
         of_batch = head.sampler.buffers() if getattr(head.sampler, "takes_targets", False) else ()
         for value in (*own.values(), *of_batch):
             dist.broadcast(value.detach(), first, group=group)
-        head._replica = Replica(Exchange(group, batch_capacity), encoder)
+        capacity = batch_capacity if isinstance(batch_capacity, int) else None
+        head._replica = Replica(Exchange(group, capacity, batch_capacity == "grow"), encoder)
         head.mark_changed()
     share_embeddings(embeddings, group, encoder)
     tables |= {id(one.weight) for one in embeddings}

@@ -46,6 +46,15 @@ class LMHead(SampledClassifier):
             return h.new_tensor(_PROBE).expand(*h.shape[:-1], len(_PROBE))
         return h.new_empty(*h.shape[:-1], 0)
 
+    def tokens(self, y: Tensor) -> Any:
+        """Of how many tokens the last loss was the mean; on several processes per process: a Trainer multiplies by them.
+
+        Args:
+            y: int64 [*], the targets of this process.
+        """
+        replica = self._replica if self.training else None
+        return y.shape[0] if replica is None else replica.rows / replica.exchange.world
+
     def check_probe(self, logits: Tensor) -> None:
         """Raises where a model does more with its logits than multiply them by `scale`.
 
@@ -189,7 +198,7 @@ def _with_loss(forward: Any, shift: bool) -> Any:
         h, y = h[valid].to(head.weight.dtype), y[valid]
         found["loss"] = head(h, y)
         if count is not None:  # tokens of all the batches that make one step
-            found["loss"] = found["loss"] * (y.shape[0] / count)
+            found["loss"] = found["loss"] * (head.tokens(y) / count)
         if found.get("aux_loss") is not None:  # of the routers of a mixture of experts
             rate = getattr(self, "router_aux_loss_coef", None) or self.config.router_aux_loss_coef
             found["loss"] = found["loss"] + rate * found["aux_loss"].to(found["loss"].device)
