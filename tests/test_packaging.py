@@ -164,7 +164,7 @@ def test_gate_names_are_short():
 
 
 def test_integrations_are_a_group_of_their_own():
-    """`make test` leaves tests/integrations out; `make test-integrations` and CI run them; pip says nothing but errors."""
+    """`make test` leaves tests/integrations out; `make test-integrations` and CI run them; pip is quiet."""
 
     def make(*words: str) -> str:
         command = ["make", "--dry-run", "--always-make", "--no-print-directory", *words]

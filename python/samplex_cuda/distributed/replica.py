@@ -47,9 +47,8 @@ def replicate(
     tables start with the numbers of rank 0. DistributedDataParallel leaves parameters and buffers of these heads alone:
     it reads their names from the module that it wraps, so that must be `module` itself.
 
-    `nn.Embedding(sparse=True)` in `module` takes part, also with the table of a head: its row gradients are exchanged in
-    the backward of every training step, in which every rank must use it. Such a table is updated with the gradients of
-    all ranks, like those of the heads.
+    `nn.Embedding(sparse=True)` in `module` takes part, also with the table of a head: its row gradients are exchanged
+    in the backward of every training step, in which every rank must use it.
 
     In evaluation mode nothing is exchanged: each rank answers for its own rows.
 

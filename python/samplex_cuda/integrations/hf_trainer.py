@@ -84,8 +84,8 @@ class FusedRows(TrainerCallback):
     where the table is tied to the embedding, and in fp16, whose GradScaler may leave a step out, the rows wait for
     `step()`: `callback.waits` says why. A table tied to an embedding is updated once, with the sum of both gradients.
 
-    On several processes with DistributedDataParallel it calls `sx.distributed.replicate` when the Trainer is made: every
-    process keeps the whole class table, and all make the same update of it.
+    On several processes with DistributedDataParallel it calls `sx.distributed.replicate` when the Trainer is made:
+    every process keeps the whole class table, and all make the same update of it.
 
     Args:
         model: with an `LMHead`.

@@ -119,8 +119,8 @@ class SampledModule(LightningModule):
         strategy = self.trainer.strategy
         if type(strategy) is not DDPStrategy:
             raise ValueError(
-                f'SampledModule: strategy must be "ddp" on several processes, got {type(strategy).__name__}: for others '
-                "see docs/scale.md"
+                f'SampledModule: strategy must be "ddp" on several processes, got {type(strategy).__name__}: '
+                "for others see docs/scale.md"
             )
         from samplex_cuda.distributed import replicate
 
