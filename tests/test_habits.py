@@ -158,7 +158,9 @@ def test_other_dtypes_leave_the_tables_of_a_sampler(sampler, dtype):
     """Probabilities are exact to float32 whatever the dtype of the model: `to` moves the class table alone."""
     made = head(sampler)
     step(made)
-    before = {name: value.clone() for name, value in made.sampler.state_dict().items() if isinstance(value, torch.Tensor)}
+    before = {
+        name: value.clone() for name, value in made.sampler.state_dict().items() if isinstance(value, torch.Tensor)
+    }
     made.to(dtype)
     made.to(torch.float32)
     for name, value in made.sampler.state_dict().items():

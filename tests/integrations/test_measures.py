@@ -155,7 +155,7 @@ def test_negatives_column(tmp_path):
     settings = ["model.name=linear", "sampler.name=uniform", "head.num_samples=6", "training.batch_size=16"]
     settings += ["data.negatives=shown", "training.epochs=1", "training.plot=false", "training.threads=1"]
     Trainer(config.override(Config(), settings), data, data, tmp_path / "run").fit()
-    with pytest.raises(ValueError, match="Columns: negatives must be one of x, label, .*, got 'z'"):
+    with pytest.raises(ValueError, match=r"Columns: negatives must be one of x, label, .*, got 'z'"):
         sx.integrations.datasets.Columns(made, negatives="z")
     with pytest.raises(ValueError, match="Columns: negatives_log_q must be None without negatives"):
         sx.integrations.datasets.Columns(made, negatives_log_q="shown_log_q")

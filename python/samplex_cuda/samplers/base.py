@@ -120,7 +120,7 @@ def refuse_classes(
     return False
 
 
-def restore_dtypes(module: nn.Module, kept: dict[str, Tensor]) -> None:
+def restore_dtypes(module: torch.nn.Module, kept: dict[str, Tensor]) -> None:
     """Gives buffers back the numbers that a change of dtype has rounded, on the device they are on now.
 
     Args:
