@@ -24,7 +24,7 @@ import torch
 import samplex_cuda as sx
 
 adapter = sx.integrations.sentence_transformers
-PRODUCTS, NOISE = 2000, 200
+PRODUCTS, NOISE = 500, 100
 
 
 def make_model() -> sentence_transformers.SentenceTransformer:
@@ -72,8 +72,8 @@ def run(name: str, make, share: torch.Tensor, steps: int, batch: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=64)
     args = parser.parse_args()
     share = 1.0 / torch.arange(1.0, PRODUCTS + 1)
     frequency = sx.samplers.StreamingFrequency(PRODUCTS)
