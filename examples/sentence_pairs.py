@@ -5,11 +5,11 @@
 Words are made up and the model is a table of word vectors: no download. A query names its product by one word of two
 and has two words of noise. Expected output on two CPU cores:
 
-    loss                                  recall@1  of rare products  ms a step
-    MultipleNegativesRankingLoss             0.500             0.500        5.0
-    InBatchLoss                              0.500             0.500        5.0
-    InBatchLoss, counts                      0.500             0.500        5.0
-    InBatchLoss, StreamingFrequency          0.500             0.500        5.0
+    loss                                  recall@1  of rare products  ms, best step
+    MultipleNegativesRankingLoss             0.873             0.672            1.2
+    InBatchLoss                              0.873             0.672            0.9
+    InBatchLoss, counts                      0.909             0.720            1.0
+    InBatchLoss, StreamingFrequency          0.907             0.716            2.0
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def run(name: str, make, share: torch.Tensor, steps: int, batch: int) -> None:
     options = {"convert_to_tensor": True, "normalize_embeddings": True, "show_progress_bar": False}
     h, table = model.encode(queries(asked, -1), **options), model.encode(titles(torch.arange(PRODUCTS)), **options)
     right = ((h @ table.T).argmax(1) == asked).float()
-    ms = sorted(taken)[len(taken) // 2] * 1e3
-    print(f"{name:<36s} {right.mean():9.3f} {right[asked >= PRODUCTS // 10].mean():17.3f} {ms:10.1f}")
+    ms = min(taken) * 1e3  # other work on the machine only adds to it
+    print(f"{name:<36s} {right.mean():9.3f} {right[asked >= PRODUCTS // 10].mean():17.3f} {ms:14.1f}")
 
 
 if __name__ == "__main__":
@@ -77,7 +77,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     share = 1.0 / torch.arange(1.0, PRODUCTS + 1)
     frequency = sx.samplers.StreamingFrequency(PRODUCTS)
-    print(f"{'loss':<36s} {'recall@1':>9s} {'of rare products':>17s} {'ms a step':>10s}")
+    print(f"{'loss':<36s} {'recall@1':>9s} {'of rare products':>17s} {'ms, best step':>14s}")
     losses = {
         "MultipleNegativesRankingLoss": sentence_transformers.sentence_transformer.losses.MultipleNegativesRankingLoss,
         "InBatchLoss": adapter.InBatchLoss,
