@@ -18,7 +18,7 @@ __all__ = ["share_embeddings", "sparse_embeddings"]
 _MARK = "_samplex_of_all_ranks"  # attribute of an embedding: the handles of its hooks
 
 
-def sparse_embeddings(module: nn.Module) -> list[nn.Module]:
+def sparse_embeddings(module: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
     """Modules with row gradients besides heads: `nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`.
 
     Args:
@@ -30,11 +30,14 @@ def sparse_embeddings(module: nn.Module) -> list[nn.Module]:
         >>> sparse_embeddings(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)))
         [Embedding(9, 4, sparse=True)]
     """
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return [m for m in module.modules() if isinstance(m, kinds) and m.sparse and m.weight.requires_grad]
+    return [
+        m
+        for m in module.modules()
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse and m.weight.requires_grad
+    ]
 
 
-def share_embeddings(found: list[nn.Module], group: dist.ProcessGroup, encoder: str) -> None:
+def share_embeddings(found: list[nn.Embedding | nn.EmbeddingBag], group: dist.ProcessGroup, encoder: str) -> None:
     """Has the row gradients of embeddings be those of all ranks, exchanged in the backward of every training step.
 
     Args:
@@ -45,7 +48,7 @@ def share_embeddings(found: list[nn.Module], group: dist.ProcessGroup, encoder: 
     if not found:
         return
     for table in {id(m.weight): m.weight for m in found}.values():
-        dist.broadcast(table.detach(), dist.get_global_rank(group, 0), group=group)  # type: ignore[arg-type]
+        dist.broadcast(table.detach(), dist.get_global_rank(group, 0), group=group)
     shared = _Shared(Exchange(group), 1.0 / dist.get_world_size(group) if encoder == "average" else 1.0)
     for m in found:
         for handle in m.__dict__.pop(_MARK, ()):
@@ -84,7 +87,7 @@ class _OfAllRanks(torch.autograd.Function):
         return table.view_as(table)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         exchange: Exchange = ctx.exchange
         own = grad.coalesce()
         ids, rows = own.indices()[0], own.values()

@@ -128,7 +128,8 @@ class SampledModule(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """`RandomState`, unless the Trainer has one."""
-        has = any(isinstance(one, RandomState) for one in self.trainer.callbacks)
+        trainer: Any = self.trainer
+        has = any(isinstance(one, RandomState) for one in trainer.callbacks)
         return [] if has else [RandomState()]
 
     def configure_optimizers(self) -> Any:
@@ -175,7 +176,7 @@ class SampledModule(LightningModule):
             return
         count = self.trainer.accumulate_grad_batches if self.automatic_optimization else _UNTIL_STEP
         if self.head.fused is None or self.head.fused.accumulate != count:
-            [optimizer] = self.trainer.optimizers
+            optimizer: Any = self.trainer.optimizers[0]
             self.head.fuse_optimizer(optimizer, count)
             self._fusion = self.head.fused
 
