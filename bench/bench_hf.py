@@ -24,7 +24,7 @@ import samplex_cuda as sx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import hf_large_vocabulary as example
 
-SIZE = {"vocabulary": 250_000, "steps": 12, "batch": 8, "length": 64}
+SIZE = {"vocabulary": 250_000, "steps": 6, "batch": 8, "length": 64}
 QUICK = {"vocabulary": 20_000, "steps": 3, "batch": 2, "length": 16}
 
 
