@@ -57,15 +57,14 @@ demo: $(STAMPS)/build ## Train with the full and the sampled softmax, and compar
 	$(PY) -m samplex_cuda.demo $(ARGS)
 
 test: $(STAMPS)/build ## Run the test suite on every backend of this machine, without slow tests
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(PY) -m pytest -m "not slow and not integrations" $(ARGS)
 
 test-slow: $(STAMPS)/build ## The slow studies: larger statistics, wheel in a clean environment
-	$(PY) -m pytest -m slow $(ARGS)
+	$(PY) -m pytest -m "slow and not integrations" $(ARGS)
 
 test-integrations: ## Test the adapters with their libraries, in the environment INTEGRATIONS
-	$(MAKE) build VENV=$(INTEGRATIONS)
-	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install $$($(INTEGRATIONS)/bin/python scripts/extra.py integrations)
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)
+	@$(MAKE) VENV=$(INTEGRATIONS) $(INTEGRATIONS)/.samplex/integrations
+	$(INTEGRATIONS)/bin/python -m pytest -m integrations $(or $(ARGS),tests/integrations)
 
 test-settings: $(STAMPS)/build ## The suite as on other processors, file by file, continuing where it stopped; table in build/settings_sweep
 	$(PY) scripts/settings_sweep.py $(ARGS)
@@ -142,6 +141,13 @@ $(STAMPS)/lint: $(STAMPS)/torch pyproject.toml
 
 $(STAMPS)/gate: $(STAMPS)/tools pyproject.toml
 	@$(PIP) install $$($(PY) scripts/extra.py gate)
+	@touch $@
+
+# With the torch that is there: a library would otherwise be free to fetch another one.
+$(STAMPS)/integrations: $(STAMPS)/build pyproject.toml
+	@echo "== libraries of the extra integrations, a large download"
+	@$(PIP) install "torch==$$($(PY) -c 'from importlib.metadata import version; print(version("torch"))')" \
+	  $$($(PY) scripts/extra.py integrations)
 	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/torch pyproject.toml

@@ -45,6 +45,7 @@ SECTIONS: dict[str, tuple[str, str]] = {
         "Kinds of negatives",
         "A training step with negatives from other sources than a sampler: see [Negatives](negatives.md). d = 128.",
     ),
+    "hf": ("Hugging Face", "A step of a small GPT-2 with a vocabulary of 250,000: 8 sequences of 64 tokens."),
     "sphere": (
         "Normalized heads and weighted targets",
         "`normalize=True` with a margin, and `target_weight=`; C = 1,000,000. See [Cosine heads](faces.md).",

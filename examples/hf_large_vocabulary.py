@@ -23,8 +23,8 @@ import transformers
 import samplex_cuda as sx
 
 
-def measure(kind: str, vocabulary: int, steps: int, batch: int, length: int) -> None:
-    """Trains for some steps; prints the median step and the peak memory of this process."""
+def measure(kind: str, vocabulary: int, steps: int, batch: int, length: int) -> tuple[list[float], float]:
+    """Trains for some steps; milliseconds of each, and the most memory of this process in GiB."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=vocabulary, n_embd=128, n_layer=2, n_head=4, n_positions=length)
     model = transformers.GPT2LMHeadModel(config).train()
@@ -43,8 +43,7 @@ def measure(kind: str, vocabulary: int, steps: int, batch: int, length: int) -> 
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{kind:8s} {sorted(times)[len(times) // 2] * 1e3:8.0f} ms a step, {peak:5.2f} GiB at most")
+    return [1e3 * t for t in times], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 if __name__ == "__main__":
@@ -56,7 +55,8 @@ if __name__ == "__main__":
     parser.add_argument("--length", type=int, default=64)
     args = parser.parse_args()
     if args.kind:
-        measure(args.kind, args.vocabulary, args.steps, args.batch, args.length)
+        times, peak = measure(args.kind, args.vocabulary, args.steps, args.batch, args.length)
+        print(f"{args.kind:8s} {sorted(times)[len(times) // 2]:8.0f} ms a step, {peak:5.2f} GiB at most")
     else:  # a process each: peak memory is that of a process
         for kind in ("full", "sampled"):
             subprocess.run([sys.executable, *sys.argv, "--kind", kind], check=True)

@@ -1,19 +1,15 @@
-"""Top-k over HTTP: requests that arrive together are answered in one batch.
+"""Top-k over HTTP: requests that arrive together are answered in one batch. examples/serve_load.py measures it.
 
-    python examples/serve.py                 # serve on port 8000
-    python examples/serve.py --load 200      # serve on a free port, send 200 requests, print latency percentiles
+    python examples/serve.py
+    curl localhost:8000/topk -H 'content-type: application/json' -d '[0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15]'
 
-Expected output of the second command, on two CPU cores that also send the requests:
+Expected output of the second command, as one line:
 
-    200 requests, 16 at once
-    215 requests/s, p50 52.3 ms, p90 130.3 ms, p99 273.7 ms
+    {"ids":[36962,41256,78028,68795,91372,64214,16740,95429,13452,47637],
+    "logits":[10.834,10.098,10.042,9.457,9.259,9.23,9.02,8.955,8.924,8.851]}
 """
 
-from __future__ import annotations
-
-import argparse
 import asyncio
-import time
 
 import fastapi
 import torch
@@ -22,79 +18,36 @@ import uvicorn
 import samplex_cuda as sx
 
 torch.manual_seed(0)
-CLASSES, WIDTH = 100_000, 64
-encoder = torch.nn.Linear(16, WIDTH).eval()  # your model
+CLASSES, INPUTS, WIDTH = 100_000, 16, 64
+encoder = torch.nn.Linear(INPUTS, WIDTH).eval()  # your model
 head = sx.SampledClassifier(WIDTH, CLASSES, sx.samplers.Uniform(CLASSES), num_samples=64).eval()
 app = fastapi.FastAPI()
-waiting: asyncio.Queue = asyncio.Queue()
+waiting: list = []
+busy = asyncio.Lock()
 
 
 @torch.inference_mode()
 def answer(rows: list[list[float]]) -> list[dict]:
     """Top 10 of each row."""
     logits, ids = head.topk(encoder(torch.tensor(rows)), 10)
-    return [{"ids": i, "logits": s} for i, s in zip(ids.tolist(), logits.tolist(), strict=True)]
-
-
-async def worker() -> None:
-    """Answers what is waiting, up to 64 requests at a time."""
-    while True:
-        batch = [await waiting.get()]
-        while not waiting.empty() and len(batch) < 64:
-            batch.append(waiting.get_nowait())
-        found = await asyncio.to_thread(answer, [x for x, _ in batch])
-        for (_, future), result in zip(batch, found, strict=True):
-            future.set_result(result)
+    return [{"ids": i, "logits": [round(x, 3) for x in s]} for i, s in zip(ids.tolist(), logits.tolist(), strict=True)]
 
 
 @app.post("/topk")
 async def topk(x: list[float]) -> dict:
     """POST 16 numbers, get ids and logits."""
-    if len(x) != 16:
-        raise fastapi.HTTPException(422, f"x must have 16 numbers, got {len(x)}")
-    future = asyncio.get_running_loop().create_future()
-    await waiting.put((x, future))
-    return await future
-
-
-async def load(port: int, requests: int, at_once: int = 16) -> None:
-    """Sends requests, some at a time, and prints latencies."""
-    import httpx
-
-    gate, times = asyncio.Semaphore(at_once), []
-
-    async def one(client: httpx.AsyncClient) -> None:
-        async with gate:
-            start = time.perf_counter()
-            reply = await client.post(f"http://127.0.0.1:{port}/topk", json=torch.randn(16).tolist(), timeout=60)
-            assert len(reply.raise_for_status().json()["ids"]) == 10
-            times.append(time.perf_counter() - start)
-
-    async with httpx.AsyncClient() as client:
-        start = time.perf_counter()
-        await asyncio.gather(*(one(client) for _ in range(requests)))
-        total = time.perf_counter() - start
-    p50, p90, p99 = (sorted(times)[min(len(times) - 1, int(len(times) * q))] * 1e3 for q in (0.5, 0.9, 0.99))
-    print(f"{requests} requests, {at_once} at once")
-    print(f"{requests / total:.0f} requests/s, p50 {p50:.1f} ms, p90 {p90:.1f} ms, p99 {p99:.1f} ms")
-
-
-async def main(port: int, requests: int) -> None:
-    """Serves; with `requests`, only for the load test."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0 if requests else port, log_level="warning"))
-    jobs = [asyncio.create_task(worker()), asyncio.create_task(server.serve())]
-    if requests:
-        while not server.started:
-            await asyncio.sleep(0.05)
-        await load(server.servers[0].sockets[0].getsockname()[1], requests)
-        server.should_exit = True
-    await jobs[1]
-    jobs[0].cancel()
+    if len(x) != INPUTS:
+        raise fastapi.HTTPException(422, f"x must have {INPUTS} numbers, got {len(x)}")
+    mine = asyncio.get_running_loop().create_future()
+    waiting.append((x, mine))
+    async with busy:  # in the order of arrival; whoever holds it answers for all who wait
+        if not mine.done():
+            batch, waiting[:] = waiting[:64], waiting[64:]
+            found = await asyncio.to_thread(answer, [numbers for numbers, _ in batch])
+            for (_, future), result in zip(batch, found, strict=True):
+                future.set_result(result)
+    return await mine
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--load", type=int, default=0)
-    args = parser.parse_args()
-    asyncio.run(main(args.port, args.load))
+    uvicorn.run(app, log_level="warning")

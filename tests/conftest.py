@@ -12,6 +12,7 @@ import dataclasses
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,6 +95,14 @@ def ranks():
     pool = RankPool()
     yield pool
     pool.close()
+
+
+def pytest_collection_modifyitems(items):
+    """Tests in tests/integrations need other libraries: `make test` leaves them out."""
+    folder = Path(__file__).parent / "integrations"
+    for item in items:
+        if folder in item.path.parents:
+            item.add_marker("integrations")
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,23 @@ def page(group: Any, number: int) -> list[Tensor]:
     return names["whole"]
 
 
-def made() -> tuple[Any, Any]:
-    """Model and optimizer."""
+def made(embedding: str = "none") -> tuple[Any, Any]:
+    """Model and optimizer; embedding: "none", "own" or "tied", of the nearest class of x."""
     torch.manual_seed(0)
     model: Any = nn.Module()
+    if embedding != "none":
+        model.table = nn.Embedding(CLASSES, DIM, sparse=True)
     model.encoder = nn.Linear(DIM, DIM)
     model.head = sx.SampledClassifier(DIM, CLASSES, sx.samplers.Uniform(CLASSES), num_samples=6)
-    model.forward = lambda x, y, key: model.head(model.encoder(x), y, key=key)
+    if embedding == "tied":
+        model.head.weight = model.table.weight
+
+    def forward(x: Tensor, y: Tensor, key: Any) -> Tensor:
+        if embedding != "none":
+            x = x + model.table((x.abs().sum(1) * 7).long() % CLASSES)
+        return model.head(model.encoder(x), y, key=key)
+
+    model.forward = forward
     dense, rows = sx.optim.split_parameters(model)
     return model, sx.optim.Combined(dense=torch.optim.AdamW(dense, lr=0.05), rows=sx.optim.RowAdam(rows, lr=0.05))
 
@@ -45,10 +56,12 @@ def batch(step: int, world: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x.tensor_split(world), y.tensor_split(world), strict=True))
 
 
-def ddp_loop(group: Any, clip: float, accumulate: int) -> dict[str, Tensor]:
+def ddp_loop(group: Any, clip: float, accumulate: int, embedding: str = "none") -> dict[str, Tensor]:
     """A loop with torch's clipping and DDP's no_sync; norms and parameters."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    model, optimizer = made()
+    model, optimizer = made(embedding)
+    if embedding != "none" and rank:
+        nn.init.zeros_(model.table.weight)  # the first rank's numbers count
     sx.distributed.replicate(model, group, encoder="average", batch_capacity=BATCH)
     ddp = nn.parallel.DistributedDataParallel(model, process_group=group)
     norms = []
@@ -65,9 +78,9 @@ def ddp_loop(group: Any, clip: float, accumulate: int) -> dict[str, Tensor]:
     return {"norms": torch.tensor(norms), **{name: p.detach().clone() for name, p in model.named_parameters()}}
 
 
-def one_process(world: int, clip: float, accumulate: int) -> dict[str, Tensor]:
+def one_process(world: int, clip: float, accumulate: int, embedding: str = "none") -> dict[str, Tensor]:
     """The same steps without ranks: each part with the draws of its rank."""
-    model, optimizer = made()
+    model, optimizer = made(embedding)
     norms = []
     for step in range(6):
         for rank, (x, y) in enumerate(batch(step, world)):
@@ -77,6 +90,29 @@ def one_process(world: int, clip: float, accumulate: int) -> dict[str, Tensor]:
             optimizer.step()
             optimizer.zero_grad()
     return {"norms": torch.tensor(norms), **{name: p.detach().clone() for name, p in model.named_parameters()}}
+
+
+def copied(group: Any) -> bool:
+    """A copy exchanges nothing: one rank alone can train it; replicating again does not exchange twice."""
+    model, _ = made("own")
+    del model.forward  # a closure
+    for _ in range(2):
+        sx.distributed.replicate(model, group, encoder="average")
+    assert len(model.table._forward_hooks) == 1
+    other = copy.deepcopy(model)
+    if dist.get_rank(group) == 0:
+        x, y = batch(0, 1)[0]
+        other.head(other.encoder(x + other.table(y)), y).backward()
+        assert other.table.weight.grad.is_sparse
+    return other.head._replica is None
+
+
+def shared_with_dense(group: Any) -> None:
+    """A layer with dense gradients of the table."""
+    model, _ = made()
+    model.other = nn.Linear(DIM, CLASSES)
+    model.other.weight = model.head.weight
+    sx.distributed.replicate(model, group, encoder="average")
 
 
 def ranked(rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -16,7 +16,14 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 # Under torchrun in tests/test_demo.py; with other libraries in tests/integrations.
-ELSEWHERE = {"train_sharded.py", "hf_large_vocabulary.py", "lightning_classifier.py", "serve.py"}
+ELSEWHERE = {
+    "train_sharded.py",
+    "hf_large_vocabulary.py",
+    "lightning_classifier.py",
+    "serve.py",
+    "serve_load.py",
+    "sentence_pairs.py",
+}
 MOST_LINES = 120
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 

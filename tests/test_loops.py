@@ -9,7 +9,7 @@ import torch
 import samplex_cuda as sx
 
 
-@pytest.mark.parametrize(("number", "kind"), [(0, "ddp"), (1, "fsdp2")])
+@pytest.mark.parametrize(("number", "kind"), [(2, "ddp"), (3, "fsdp2")])
 def test_the_loops_of_the_page(ranks, number, kind):
     """As a person copies them; parameters end the same on all four ranks and have moved."""
     first, *others = ranks.run(4, "loop_cases:page", number)
@@ -31,6 +31,27 @@ def test_ddp_with_clipping_is_one_process(ranks, clip, accumulate):
     for name, want in alone.items():
         assert torch.equal(one[name], two[name]), name
         torch.testing.assert_close(one[name], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("embedding", ["own", "tied"])
+@pytest.mark.parametrize(("world", "accumulate"), [(2, 1), (3, 2)])
+def test_sparse_embeddings_are_those_of_one_process(ranks, world, accumulate, embedding):
+    """Their row gradients are exchanged too, and joined with those of a head that has the same table."""
+    alone = loop_cases.one_process(world, 0.1, accumulate, embedding)
+    found = ranks.run(world, "loop_cases:ddp_loop", 0.1, accumulate, embedding)
+    for name, want in alone.items():
+        for other in found[1:]:
+            assert torch.equal(found[0][name], other[name]), name
+        torch.testing.assert_close(found[0][name], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_copy_of_a_replicated_model_is_plain(ranks):
+    assert all(ranks.run(2, "loop_cases:copied"))
+
+
+def test_a_table_shared_with_a_dense_layer_is_refused(ranks):
+    for error, _ in ranks.outcomes(2, "loop_cases:shared_with_dense"):
+        assert "must share a class table with nn.Embedding(sparse=True) only, got other (Linear)" in error
 
 
 @pytest.mark.parametrize("with_nll", [False, True])

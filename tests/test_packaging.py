@@ -161,3 +161,24 @@ def test_gate_names_are_short():
     name = "void samplex::cuda::(anonymous namespace)::fwd<float, (int)4, true>(samplex::Params)"
     assert gate.short_name(name) == "fwd<float, 4, true>"
     assert gate.short_name("plain(float*)") == "plain"
+
+
+def test_integrations_are_a_group_of_their_own():
+    """`make test` leaves tests/integrations out; `make test-integrations` and CI run them; pip is quiet."""
+
+    def make(*words: str) -> str:
+        command = ["make", "--dry-run", "--always-make", "--no-print-directory", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert '-m pytest -m "not slow and not integrations"' in make("test")
+    printed = make("test-integrations")
+    assert ".venv-integrations/bin/python -m pytest -m integrations tests/integrations" in printed
+    installs = [line for line in printed.splitlines() if "-m pip" in line and " install " in line]
+    installs = [line for line in installs if " -v " not in line]  # the extension, whose output is a progress bar
+    assert any("scripts/extra.py integrations" in line or "torch==$(" in line for line in installs)
+    assert all("--quiet --quiet" in line for line in installs), installs
+    assert ".ci/run integrations" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/integrations/test_pages.py"]
+    command += ["-m", "not integrations"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 5, found.stdout[-500:]  # nothing is left

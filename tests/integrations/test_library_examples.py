@@ -15,6 +15,7 @@ SMALL = {
         ["--vocabulary", "5000", "--steps", "2", "--batch", "2", "--length", "8"],
     ),
     "lightning_classifier.py": ("lightning", ["--epochs", "1"]),
+    "sentence_pairs.py": ("sentence_transformers", ["--steps", "2", "--batch", "8"]),
 }
 
 
@@ -35,3 +36,12 @@ def test_examples_run_in_a_small_size(name, tmp_path):
     lines = [" ".join(line.split()) for line in done.stdout.splitlines() if line.strip()]
     wanted = [" ".join(line.split()) for line in expected(path)]
     assert [NUMBER.sub("#", line) for line in lines] == [NUMBER.sub("#", line) for line in wanted]
+
+
+def test_the_bench_of_transformers_runs(tmp_path):
+    pytest.importorskip("transformers")
+    command = [sys.executable, str(ROOT / "bench" / "bench_hf.py"), "--quick", "--threads", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "peak memory with all logits / sampled" in done.stdout
+    assert "stored" not in done.stdout

@@ -136,3 +136,77 @@ def test_columns_refused():
         sx.integrations.datasets.Columns(made, x="other")
     with pytest.raises(TypeError, match=r"Columns: source must be a datasets.Dataset, got IterableDataset"):
         sx.integrations.datasets.Columns(made.to_iterable_dataset())
+
+
+def test_negatives_column(tmp_path):
+    """Classes that the data name as negatives, with and without log q, as the trainer takes them."""
+    _, _, made = source()
+    named = [[i % 60, (i + 7) % 60][: 1 + i % 2] for i in range(120)]
+    made = made.add_column("shown", named).add_column("shown_log_q", [[-1.5] * len(row) for row in named])
+    data = sx.integrations.datasets.Columns(made, num_classes=60, negatives="shown", negatives_log_q="shown_log_q")
+    offsets, ids = data.negatives(torch.tensor([3, 0]))
+    assert (offsets.tolist(), ids.tolist()) == ([0, 2, 3], [*named[3], *named[0]])
+    assert torch.equal(data.negatives_log_q(torch.tensor([3, 0])), torch.full((3,), -1.5))
+    plain = sx.integrations.datasets.Columns(made, num_classes=60, negatives="shown")
+    assert plain.negatives_log_q(torch.tensor([3])) is None
+    assert plain.fingerprint() != data.fingerprint()
+    from samplex_cuda.training import Config, Trainer, config
+
+    settings = ["model.name=linear", "sampler.name=uniform", "head.num_samples=6", "training.batch_size=16"]
+    settings += ["data.negatives=shown", "training.epochs=1", "training.plot=false", "training.threads=1"]
+    Trainer(config.override(Config(), settings), data, data, tmp_path / "run").fit()
+    with pytest.raises(ValueError, match=r"Columns: negatives must be one of x, label, .*, got 'z'"):
+        sx.integrations.datasets.Columns(made, negatives="z")
+    with pytest.raises(ValueError, match="Columns: negatives_log_q must be None without negatives"):
+        sx.integrations.datasets.Columns(made, negatives_log_q="shown_log_q")
+    with pytest.raises(ValueError, match="Columns: column other must hold integers or lists of integers"):
+        sx.integrations.datasets.Columns(made, negatives="other")
+
+
+def test_token_stream(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    g = torch.Generator().manual_seed(0)
+    rows = [torch.randint(1, 30, (int(n),), generator=g).tolist() for n in torch.randint(0, 9, (200,), generator=g)]
+    rows[0] = [5, 6]
+    made = datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
+    stream = sx.integrations.datasets.token_stream(made, 30, window=5, columns=4, end=0)
+    assert stream.tokens.tolist() == [token for row in rows for token in [*row, 0]]
+    assert stream.tokens.dtype == "int32"
+    plain = sx.integrations.datasets.token_stream(made, 30)
+    assert plain.tokens.tolist() == [token for row in rows for token in row]
+    want = sx.data.Tokens(stream.tokens, 30, 5, 4)
+    assert torch.equal(stream.batch(torch.arange(3))["y"], want.batch(torch.arange(3))["y"])
+    from samplex_cuda.training import Config, Trainer, config
+
+    settings = ["model.name=lstm", "model.dim=8", "sampler.name=uniform", "head.num_samples=6"]
+    settings += ["training.batch_size=4", "training.epochs=1", "training.plot=false", "training.threads=1"]
+    Trainer(config.override(Config(), settings), stream, stream, tmp_path / "run").fit()
+    with pytest.raises(ValueError, match=r"Tokens: tokens must be in \[0, 10\)"):
+        sx.integrations.datasets.token_stream(made, 10)
+    with pytest.raises(ValueError, match="token_stream: column must be one of input_ids, attention_mask, got 'z'"):
+        sx.integrations.datasets.token_stream(made, 30, "z")
+    with pytest.raises(TypeError, match=r"token_stream: source must be a datasets.Dataset, got list"):
+        sx.integrations.datasets.token_stream(rows, 30)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_interactions(named, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    g = torch.Generator().manual_seed(0)
+    users, items = torch.randint(15, (300,), generator=g).tolist(), torch.randint(40, (300,), generator=g).tolist()
+    made = datasets.Dataset.from_dict({"who": [f"u{u:02}" for u in users] if named else users, "what": items})
+    found = sx.integrations.datasets.interactions(made, "who", "what", num_items=40, history=3)
+    assert (found.num_users, found.num_interactions, found.num_classes) == (15, 300, 40)
+    for user in range(15):
+        own = [item for u, item in zip(users, items, strict=True) if u == user]
+        assert found.items[found.indptr[user] : found.indptr[user + 1]].tolist() == own
+    from samplex_cuda.training import Config, Trainer, config
+
+    settings = ["model.name=two_tower", "sampler.name=uniform", "head.num_samples=6", "training.batch_size=16"]
+    settings += ["training.epochs=1", "training.plot=false", "training.threads=1"]
+    Trainer(config.override(Config(), settings), found, found, tmp_path / "run").fit()
+    lists = datasets.Dataset.from_dict({"user": [0, 1], "item": [[1, 2], [3]]})
+    with pytest.raises(ValueError, match="interactions: item must be a column of integers, got lists in 'item'"):
+        sx.integrations.datasets.interactions(lists)
+    with pytest.raises(ValueError, match="interactions: user must be one of who, what, got 'user'"):
+        sx.integrations.datasets.interactions(made)

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import samplex_cuda as sx
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted((DOCS / "integrations").glob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FIRST = "# Before it, to try it"  # a block with what the one before it takes
 # Import name of what a page needs besides torch.
 LIBRARIES = {
     "accelerate": ["accelerate"],
@@ -33,7 +36,7 @@ def test_blocks_run(page, tmp_path, monkeypatch, request):
         pytest.skip(f"{', '.join(missing)} not installed")
     monkeypatch.chdir(tmp_path)  # what a page writes
     text = page.read_text()
-    found = list(BLOCK.finditer(text))
+    found = sorted(BLOCK.finditer(text), key=lambda block: not block.group(1).startswith(FIRST))
     assert found, f"{page.name} has no example"
     names: dict[str, object] = {"__name__": page.stem}
     if page.stem == "loops":  # torchrun's work; tests/test_loops.py runs it on four ranks
@@ -42,6 +45,22 @@ def test_blocks_run(page, tmp_path, monkeypatch, request):
     for block in found:
         line = text[: block.start(1)].count("\n")
         exec(compile("\n" * line + block.group(1), str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_begin_with_ten_lines_to_copy(page):
+    first = BLOCK.search(page.read_text()).group(1)
+    assert len(first.splitlines()) <= 10, first
+    assert not first.startswith(FIRST)
+    assert "samplex_cuda" in first
+
+
+def test_adapters_are_short():
+    """Adapters, not frameworks."""
+    modules = sorted(Path(sx.integrations.__file__).parent.glob("*.py"))
+    assert len(modules) >= 10
+    for module in modules:
+        assert len(module.read_text().splitlines()) < 200, module.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

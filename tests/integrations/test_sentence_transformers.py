@@ -147,6 +147,66 @@ def test_known_positives_are_no_negatives_in_the_batch():
     torch.testing.assert_close(got, (corrected.logsumexp(1) - logits.diagonal()).mean())
 
 
+@pytest.mark.parametrize("columns", [2, 4])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_in_batch_with_negatives_is_theirs_without_counts(columns, symmetric):
+    made = model()
+    texts = [features(made, WORDS[i : i + 6]) for i in (0, 20, 10, 30)[:columns]]
+    directions = ("query_to_doc", "doc_to_query") if symmetric else ("query_to_doc",)
+    kind = st.sentence_transformer.losses.MultipleNegativesRankingLoss
+    theirs = kind(made, directions=directions, partition_mode="per_direction")(texts, None)
+    grads = []
+    for loss in (theirs, adapter.InBatchLoss(made, symmetric=symmetric)(texts, torch.arange(6))):
+        made.zero_grad()
+        loss.backward()
+        grads.append(made[0].embedding.weight.grad.clone())
+        torch.testing.assert_close(loss, theirs)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("labeled", [False, True])
+def test_negatives_beside_the_correction(labeled):
+    """Draws of the batch are corrected and divided by their number; each further text counts once."""
+    made, counts = model(), torch.arange(1.0, 41.0)
+    ids, hard = torch.tensor([3, 7, 3, 19]), torch.tensor([7, 5, 6, 3])
+    texts = [[WORDS[i] for i in which] for which in (ids, 20 + ids % 20, hard)]
+    labels = torch.stack([ids, hard], 1) if labeled else ids
+    got = adapter.InBatchLoss(made, counts)([features(made, t) for t in texts], labels)
+    a, p, n = (torch.nn.functional.normalize(made.encode(t, convert_to_tensor=True), dim=1) for t in texts)
+    off = ~torch.eye(4, dtype=torch.bool)
+    own = 20 * a @ p.T
+    batch = torch.where(off, own - (counts / counts.sum()).log()[ids] - torch.log(torch.tensor(3.0)), own)
+    batch[(ids[:, None] == ids) & off] = -torch.inf
+    further = 20 * a @ n.T
+    if labeled:
+        further[ids[:, None] == hard] = -torch.inf
+    want = (torch.cat([batch, further], 1).logsumexp(1) - own.diagonal()).mean()
+    torch.testing.assert_close(got, want)
+
+
+def test_frequency_learns_the_counts():
+    """After a while the estimate is close to the true shares; evaluation does not count."""
+    made, counts = model(), torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0])
+    frequency = sx.samplers.StreamingFrequency(5, rate=0.01)
+    ours, right = adapter.InBatchLoss(made, frequency=frequency), adapter.InBatchLoss(made, counts)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        ids = torch.multinomial(counts, 32, replacement=True, generator=g)
+        texts = [features(made, [WORDS[start + int(i)] for i in ids]) for start in (0, 20)]
+        found = ours(texts, ids)
+    learned = frequency.log_q(torch.arange(5))
+    assert float((learned.exp() - counts / counts.sum()).abs().max()) < 0.08
+    right.log_q = learned
+    torch.testing.assert_close(found, right(texts, ids))
+    clock = int(frequency.clock)
+    assert clock == 60 * 32
+    with torch.no_grad():
+        ours(texts, ids)
+    assert int(ours.frequency.clock) == clock
+    assert "frequency.gap" in ours.state_dict()
+    assert ours.get_config_dict()["log_q"] == "frequency"
+
+
 def test_in_batch_training_beside_theirs(tmp_path):
     """Both losses learn the pairs of the same data; ours also runs in the library's trainer."""
     which, data = pairs()
@@ -176,10 +236,20 @@ def test_in_batch_training_beside_theirs(tmp_path):
 def test_refused():
     made = model()
     one = features(made, WORDS[:3])
-    with pytest.raises(ValueError, match="InBatchLoss: the data must have two columns of texts, got 1"):
+    with pytest.raises(ValueError, match="InBatchLoss: the data must have at least two columns of texts, got 1"):
         adapter.InBatchLoss(made)([one], None)
     with pytest.raises(ValueError, match="InBatchLoss: counts must be"):
         adapter.InBatchLoss(made, torch.zeros(3))
+    with pytest.raises(ValueError, match="InBatchLoss: frequency must be None with counts, got both"):
+        adapter.InBatchLoss(made, torch.ones(3), frequency=sx.samplers.StreamingFrequency(3))
+    with pytest.raises(TypeError, match="InBatchLoss: frequency must be a StreamingFrequency or None, got"):
+        adapter.InBatchLoss(made, frequency=sx.samplers.Uniform(3))
+    counted = adapter.InBatchLoss(made, torch.ones(3))
+    for labels, got in ((None, "None"), (torch.arange(4), r"\[4\]"), (torch.zeros(3, 2), r"\[3, 2\]")):
+        with pytest.raises(ValueError, match=rf"InBatchLoss: labels must be \[3\] or \[3, 1\] with counts .*{got}"):
+            counted([one, one], labels)
+    with pytest.raises(IndexError, match=r"InBatchLoss: labels must be in \[0, 3\), got 3"):
+        counted([one, one], torch.tensor([0, 1, 3]))
     loss = adapter.SampledSoftmaxLoss(made, 10, sx.samplers.Uniform(10), 5)
     with pytest.raises(ValueError, match="SampledSoftmaxLoss: the data must have one column of texts, got 2"):
         loss([one, one], torch.arange(3))

@@ -88,10 +88,14 @@ class Exchange:
         group: the process group.
         capacity: the most rows of a rank in a step; None: the most of the first step.
         name: of the public function, for messages.
+        grows: whether a larger batch raises the capacity on all ranks, for heads that pass no `fields` to `meet`. On a
+            GPU this needs one more collective, for which the host waits.
     """
 
-    def __init__(self, group: dist.ProcessGroup, capacity: int | None = None, name: str = _NAME) -> None:
-        self.group, self.capacity, self.name = group, capacity, name
+    def __init__(
+        self, group: dist.ProcessGroup, capacity: int | None = None, name: str = _NAME, grows: bool = False
+    ) -> None:
+        self.group, self.capacity, self.name, self.grows = group, capacity, name, grows
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sent = 0  # bytes that this rank has sent
         self._last: list[tuple[torch.dtype, torch.Size]] | None = None  # fields of the last step that all agreed on
@@ -111,7 +115,7 @@ class Exchange:
 
     def check_rows(self, name: str, rows: int) -> None:
         """ValueError for a batch above the capacity."""
-        if self.capacity is not None and rows > self.capacity:
+        if self.capacity is not None and rows > self.capacity and not self.grows:
             raise ValueError(
                 f"{name}: a batch must have at most batch_capacity = {self.capacity} rows, got {rows}; pass a larger "
                 "batch_capacity"
@@ -174,6 +178,8 @@ class Exchange:
             found = self.stack(buffer)
             headers = found[:, : header.nbytes].contiguous().view(torch.int64)
         counts = headers[:, 3]
+        if self.grows:
+            capacity = self.capacity = max(capacity, int(counts.max()))
         first, common = counts[: self.rank].sum(), headers[0, :2].clone()
         self._agree(headers[:, 2], headers[:, 6:], counts, settings)
         if refused:
@@ -219,12 +225,12 @@ class Exchange:
 
     def _settle(self, rows: int, device: torch.device) -> int:
         """The capacity; without one, the largest batch of the ranks in the first step becomes it."""
-        if self.capacity is None and self.world == 1:
-            self.capacity = max(1, rows)
-        elif self.capacity is None:
-            most = torch.tensor([rows], device=device)
+        if self.capacity is not None and not (self.grows and device.type != "cpu"):
+            return self.capacity
+        most = torch.tensor([rows], device=device)
+        if self.world > 1:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-            self.capacity = max(1, int(most))
+        self.capacity = max(1, self.capacity or 0, int(most))
         return self.capacity
 
     def _alone(self, t: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from samplex_cuda import _device
 from samplex_cuda._checks import check_choice, check_int, op_error
 from samplex_cuda.distributed.collectives import ENCODERS, Everyone, Exchange, check_backend, group_of
+from samplex_cuda.distributed.embeddings import share_embeddings, sparse_embeddings
 from samplex_cuda.distributed.health import agree
 from samplex_cuda.distributed.rows import (
     fixed_query,
@@ -48,7 +49,7 @@ def replicate(
     mesh_or_group: Any = None,
     *,
     encoder: str,
-    batch_capacity: int | None = None,
+    batch_capacity: int | str | None = None,
 ) -> nn.Module:
     """Keeps the class tables of plain heads equal on all ranks; call it before DistributedDataParallel wraps `module`.
 
@@ -57,6 +58,9 @@ def replicate(
     tables start with the numbers of rank 0. DistributedDataParallel leaves parameters and buffers of these heads alone:
     it reads their names from the module that it wraps, so that must be `module` itself.
 
+    `nn.Embedding(sparse=True)` in `module` takes part, also with the table of a head: its row gradients are exchanged
+    in the backward of every training step, in which every rank must use it.
+
     In evaluation mode nothing is exchanged: each rank answers for its own rows.
 
     Args:
@@ -64,7 +68,8 @@ def replicate(
         mesh_or_group: a `DeviceMesh` of one dimension or a process group; None: all ranks.
         encoder: what happens to the gradients of the model before the head: "average" over the ranks, as
             DistributedDataParallel and FSDP2 do, or "sum".
-        batch_capacity: the most rows of a rank in a step; None: the most in the first step.
+        batch_capacity: the most rows of a rank in a step; None: the most in the first step. "grow": as many as there
+            are, for batches of different sizes; on a GPU the host then waits for the sizes in every step.
 
     Returns:
         `module`, changed in place.
@@ -87,7 +92,7 @@ def replicate(
         given |= {f"{name}.{field}" if name else field: value for field, value in whole_settings(head).items()}
     with agreed(_NAME, known, given):
         check_choice(_NAME, "encoder", encoder, ENCODERS)
-        if batch_capacity is not None:
+        if not (batch_capacity is None or batch_capacity == "grow"):
             check_int(_NAME, "batch_capacity", batch_capacity)
         if not isinstance(module, nn.Module) or isinstance(module, nn.parallel.DistributedDataParallel):
             raise TypeError(
@@ -98,6 +103,16 @@ def replicate(
             raise ValueError(f"{_NAME}: module must hold a SampledClassifier, got {type(module).__name__}")
         for head in heads.values():
             _check_head(head)
+        embeddings = sparse_embeddings(module)
+        tables = {id(head.weight) for head in heads.values()}
+        for name, other in module.named_modules():
+            if other in heads.values() or other in embeddings:
+                continue
+            if any(id(p) in tables for p in other.parameters(recurse=False)):
+                raise ValueError(
+                    f"{_NAME}: module must share a class table with nn.Embedding(sparse=True) only, got {name} "
+                    f"({type(other).__name__}), whose gradient is dense"
+                )
         group = group_of(mesh_or_group, _NAME)
         for head in heads.values():
             check_backend(_NAME, group, head.weight.device)
@@ -110,14 +125,18 @@ def replicate(
         of_batch = head.sampler.buffers() if getattr(head.sampler, "takes_targets", False) else ()
         for value in (*own.values(), *of_batch):
             dist.broadcast(value.detach(), first, group=group)
-        head._replica = Replica(Exchange(group, batch_capacity, _NAME), encoder)
+        capacity = batch_capacity if isinstance(batch_capacity, int) else None
+        head._replica = Replica(Exchange(group, capacity, _NAME, batch_capacity == "grow"), encoder)
         head.mark_changed()
+    share_embeddings(embeddings, group, encoder)
+    tables |= {id(one.weight) for one in embeddings}
+    ignored |= {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in tables}
     module._ddp_params_and_buffers_to_ignore = sorted(ignored)  # type: ignore[assignment]
     return module
 
 
 def _check_head(head: SampledClassifier) -> None:
-    if type(head) is not SampledClassifier:
+    if hasattr(head, "layout"):
         raise ValueError(f"{_NAME}: heads must not be sharded, got a {type(head).__name__}, which needs no replicate()")
     refuse_head(head, _NAME)
     if not head.loss.needs.draws:
@@ -155,6 +174,7 @@ class Replica:
         self.exchange, self.encoder = exchange, encoder
         self._known: tuple[LossSpec, int] | None = None  # a resolved step and the digest of its settings
         self._agreed: LossSpec | None = None  # a resolved step whose settings the ranks have compared
+        self.rows: Tensor | None = None  # [], of all ranks in the last step
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a head has another table and is not replicated."""
@@ -350,7 +370,7 @@ class Replica:
             )
             * upstream
         )
-        sums = torch.stack([(made.loss * upstream).sum(), counts.sum()])
+        sums = torch.stack([(made.loss * upstream).sum(), counts.sum(), counts.new_full((), rows.shape[0])])
         if head.log_scale is not None:  # what it adds to the derivative by the logarithm of the scale
             sums = torch.cat([sums, (d_hidden * rows.to(d_hidden.dtype)).sum().to(sums.dtype).reshape(1)])
         return {"entries": found, "d_hidden": d_hidden, "sums": sums, "used": used, "extra": made.ratio}
@@ -369,6 +389,7 @@ class Replica:
         e: Entries = part["entries"]
         total = exchange.stack(part["sums"]).sum(0)
         loss, scale = total[0], torch.ones_like(total[0])
+        self.rows = total[2]
         if head.reduction == "mean":
             scale = torch.where(total[1] == 0, 0.0, 1.0 / torch.where(total[1] == 0, 1.0, total[1]))
             loss = loss * scale
@@ -405,7 +426,7 @@ class Replica:
             None if bias_b is None else bias_b * scale,
         )  # fmt: skip
         d_hidden = part["d_hidden"].to(scale.dtype) * factor
-        of_scale = None if head.log_scale is None else total[2] * scale
+        of_scale = None if head.log_scale is None else total[3] * scale
         return StepResult(loss, partial(times, whole), d_hidden, of_scale=of_scale)
 
     def _shared(

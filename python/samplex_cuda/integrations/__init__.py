@@ -1,6 +1,6 @@
 """Adapters for libraries that train, measure and search: one small module each, loaded on first use.
 
-`sx.integrations.hf` needs `pip install 'samplex-cuda[hf]'`, and so on; docs/integrations has a page for each.
+`sx.integrations.hf` needs the libraries of the extra `hf`, and so on; docs/integrations has a page for each.
 """
 
 from __future__ import annotations

@@ -56,5 +56,5 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Combined, *ot
     if accelerator.num_processes > 1:
         from samplex_cuda.distributed import replicate
 
-        model = replicate(model.to(accelerator.device), encoder="average")
+        model = replicate(model.to(accelerator.device), encoder="average", batch_capacity="grow")
     return tuple(accelerator.prepare(model, optimizer, *others))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.integrations.hf_loss import with_loss
 from samplex_cuda.losses import Loss
 
 __all__ = ["LMHead", "replace_lm_head"]
@@ -45,6 +45,15 @@ class LMHead(SampledClassifier):
         if self._probe and not torch.compiler.is_compiling():
             return h.new_tensor(_PROBE).expand(*h.shape[:-1], len(_PROBE))
         return h.new_empty(*h.shape[:-1], 0)
+
+    def tokens(self, y: Tensor) -> Any:
+        """Of how many tokens the last loss was the mean; on several processes per process, as a Trainer expects it.
+
+        Args:
+            y: int64 [*], the targets of this process.
+        """
+        replica = self._replica if self.training else None
+        return y.shape[0] if replica is None else replica.rows / replica.exchange.world
 
     def check_probe(self, logits: Tensor) -> None:
         """Raises where a model does more with its logits than multiply them by `scale`.
@@ -148,52 +157,5 @@ def replace_lm_head(
     head.train(model.training)
     if shift is None:  # XLNet's labels are those of the same position
         shift = model.can_generate() and not model.config.is_encoder_decoder and model.config.model_type != "xlnet"
-    model.forward = types.MethodType(_with_loss(type(model).forward, shift), model)
+    model.forward = types.MethodType(with_loss(type(model).forward, shift), model)
     return head
-
-
-@contextlib.contextmanager
-def _narrow(model: Any) -> Iterator[None]:
-    """Within it, a `final_logits_bias` [1, C] of zeros has the width of the logits that are not made."""
-    bias = getattr(model, "final_logits_bias", None)
-    if bias is not None:
-        model.final_logits_bias = bias[:, :1]
-    try:
-        yield
-    finally:
-        if bias is not None:
-            model.final_logits_bias = bias
-
-
-def _with_loss(forward: Any, shift: bool) -> Any:
-    """The forward of a model class, with the loss of its head."""
-
-    @functools.wraps(forward)
-    def sampled(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        head: LMHead = self.get_output_embeddings()
-        if labels is None:
-            return forward(self, *args, **kwargs)
-        count = kwargs.pop("num_items_in_batch", None)
-        wanted, kwargs["return_dict"] = kwargs.get("return_dict", True), True
-        if self.config.is_encoder_decoder and kwargs.get("decoder_input_ids") is None:
-            kwargs["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(labels)
-        with head.hidden_states() as seen, _narrow(self):
-            found = forward(self, *args, **kwargs)
-        head.check_probe(found["logits"])
-        [h] = seen
-        y = labels.to(h.device)
-        if shift:
-            h, y = h[..., :-1, :], y[..., 1:]
-        valid = y != head.ignore_index
-        # Autocast runs the layers before in half precision; the table keeps its own.
-        h, y = h[valid].to(head.weight.dtype), y[valid]
-        found["loss"] = head(h, y)
-        if count is not None:  # tokens of all the batches that make one step
-            found["loss"] = found["loss"] * (y.shape[0] / count)
-        if found.get("aux_loss") is not None:  # of the routers of a mixture of experts
-            rate = getattr(self, "router_aux_loss_coef", None) or self.config.router_aux_loss_coef
-            found["loss"] = found["loss"] + rate * found["aux_loss"].to(found["loss"].device)
-        found["logits"] = None
-        return found if wanted else found.to_tuple()
-
-    return sampled

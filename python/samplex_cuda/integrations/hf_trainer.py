@@ -84,6 +84,9 @@ class FusedRows(TrainerCallback):
     where the table is tied to the embedding, and in fp16, whose GradScaler may leave a step out, the rows wait for
     `step()`: `callback.waits` says why. A table tied to an embedding is updated once, with the sum of both gradients.
 
+    On several processes with DistributedDataParallel it calls `sx.distributed.replicate` when the Trainer is made:
+    every process keeps the whole class table, and all make the same update of it.
+
     Args:
         model: with an `LMHead`.
         options: of `make_optimizer`.
@@ -101,13 +104,40 @@ class FusedRows(TrainerCallback):
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
         made = make_optimizer(model, **options)
         self.optimizer = _WithSampler(made.dense, made.rows)
+        self.model = model
         self.head: LMHead = model.get_output_embeddings()
         self.optimizer.head = self.head
         self.tied = getattr(model.get_input_embeddings(), "weight", None) is self.head.weight
         self.waits: str | None = None
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """On several processes: replicates the class tables, before the Trainer wraps the model."""
+        kind = args.parallel_mode.value
+        if args.deepspeed or args.fsdp:
+            kind = "DeepSpeed" if args.deepspeed else "FSDP"
+        elif kind == "distributed":
+            if not args.average_tokens_across_devices:
+                raise ValueError(
+                    "FusedRows: args.average_tokens_across_devices must be True on several processes, whose tokens "
+                    "make one mean, got False"
+                )
+            if self.head._replica is None:
+                from samplex_cuda.distributed import replicate
+
+                replicate(self.model, encoder="average", batch_capacity="grow")
+            return
+        if kind != "not_parallel":
+            raise ValueError(
+                f"FusedRows: the Trainer must use one device per process and DistributedDataParallel, got {kind}"
+            )
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Fuses the head, or leaves it to `step()`."""
+        if args.world_size > 1 and self.head._replica is None:
+            raise ValueError(
+                "FusedRows: on several processes the Trainer must have callbacks=[callback] when it is made, got a "
+                "callback that was added later: the class tables are not replicated"
+            )
         used = given.get("optimizer")
         used = getattr(used, "optimizer", used)  # as accelerate wraps it
         if used is not None and used is not self.optimizer:

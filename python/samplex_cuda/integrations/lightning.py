@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from samplex_cuda.heads import SampledClassifier
@@ -49,6 +50,9 @@ class SampledModule(LightningModule):
     `accumulate_grad_batches`, and no gradient of theirs is stored. Where the Trainer clips, where the table is tied to
     another layer, and in "16-mixed", whose GradScaler may leave a step out, the rows wait for `step()`: `waits` says
     why.
+
+    On several processes (`strategy="ddp"`) every process keeps the whole class table, and all make the same update of
+    it, by `sx.distributed.replicate`. The losses that are logged are then the means over all processes.
 
     Args:
         encoder: x to h [*, d].
@@ -96,20 +100,36 @@ class SampledModule(LightningModule):
         """The sampled loss of a batch (x, y)."""
         x, y = batch
         loss = self.head(self(x), y)
-        self.log("train_loss", loss, prog_bar=True)
+        self.log("train_loss", loss, prog_bar=True)  # on several processes it is that of all their rows
         return loss
 
     def validation_step(self, batch: Any, number: int) -> None:
         """Exact loss and recall of a batch (x, y)."""
         x, y = batch
         h = self(x).to(self.head.weight.dtype)
-        self.log("val_nll", self.head(h, y), prog_bar=True, batch_size=len(y))
+        options: dict[str, Any] = {"batch_size": len(y), "sync_dist": self.trainer.world_size > 1}
+        self.log("val_nll", self.head(h, y), prog_bar=True, **options)
         ids = self.head.topk(h, max(self.k))[1]
-        self.log_dict({f"val_recall@{k}": recall_at_k(ids, y, k) for k in self.k}, batch_size=len(y))
+        self.log_dict({f"val_recall@{k}": recall_at_k(ids, y, k) for k in self.k}, **options)
+
+    def setup(self, stage: str) -> None:
+        """On several processes: replicates the class tables, before the strategy wraps the module."""
+        if stage != "fit" or self.trainer.world_size == 1:
+            return
+        strategy = self.trainer.strategy
+        if type(strategy) is not DDPStrategy:
+            raise ValueError(
+                f'SampledModule: strategy must be "ddp" on several processes, got {type(strategy).__name__}: '
+                "for others see docs/scale.md"
+            )
+        from samplex_cuda.distributed import replicate
+
+        replicate(self.to(strategy.root_device), encoder="average", batch_capacity="grow")
 
     def configure_callbacks(self) -> list[Callback]:
         """`RandomState`, unless the Trainer has one."""
-        has = any(isinstance(one, RandomState) for one in self.trainer.callbacks)
+        trainer: Any = self.trainer
+        has = any(isinstance(one, RandomState) for one in trainer.callbacks)
         return [] if has else [RandomState()]
 
     def configure_optimizers(self) -> Any:
@@ -156,7 +176,7 @@ class SampledModule(LightningModule):
             return
         count = self.trainer.accumulate_grad_batches if self.automatic_optimization else _UNTIL_STEP
         if self.head.fused is None or self.head.fused.accumulate != count:
-            [optimizer] = self.trainer.optimizers
+            optimizer: Any = self.trainer.optimizers[0]
             self.head.fuse_optimizer(optimizer, count)
             self._fusion = self.head.fused
 

@@ -9,23 +9,19 @@ import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 
-from samplex_cuda.functional import contrastive
 from samplex_cuda.heads import SampledClassifier
+from samplex_cuda.integrations.sentence_in_batch import InBatchLoss, embed, processes
 from samplex_cuda.optim import Combined, RowAdam, split_parameters
 
 __all__ = ["InBatchLoss", "SampledSoftmaxLoss", "make_optimizer"]
-
-
-def _embed(model: Any, features: Iterable[dict[str, Tensor]]) -> list[Tensor]:
-    """Embeddings [B, d] of each column of texts."""
-    return [model(feature)["sentence_embedding"] for feature in features]
 
 
 class SampledSoftmaxLoss(nn.Module):
     """Classifies a text among C classes (products, labels, entities) by a sampled softmax over class vectors.
 
     The data set has one column of texts and "label", the class. Where both the text and the class vector are
-    normalized, `scale` is an inverse temperature, as in `MultipleNegativesRankingLoss`.
+    normalized, `scale` is an inverse temperature, as in `MultipleNegativesRankingLoss`. On several processes each keeps
+    all class vectors, by `sx.distributed.replicate`, and all make the same update of them.
 
     Args:
         model: whose embeddings are classified.
@@ -67,9 +63,13 @@ class SampledSoftmaxLoss(nn.Module):
             labels: int64 [B], the classes.
         """
         self.head.train(self.training and self.model.training)  # the library's trainer changes the model alone
-        embedded = _embed(self.model, sentence_features)
+        embedded = embed(self.model, sentence_features)
         if len(embedded) != 1:
             raise ValueError(f"SampledSoftmaxLoss: the data must have one column of texts, got {len(embedded)}")
+        if self.head._replica is None and self.head.training and processes() > 1:
+            from samplex_cuda.distributed import replicate
+
+            replicate(self.head, encoder="average", batch_capacity="grow")
         h = nn.functional.normalize(embedded[0], dim=1) if self.normalize else embedded[0]
         return self.head(h.to(self.head.weight.dtype), labels.reshape(-1))
 
@@ -80,66 +80,6 @@ class SampledSoftmaxLoss(nn.Module):
             "num_samples": self.head.num_samples,
             "loss": repr(self.head.loss),
         }
-
-
-class InBatchLoss(nn.Module):
-    """`MultipleNegativesRankingLoss` with the correction for frequent positives (log Q).
-
-    A positive that occurs often is a negative of other rows as often: without a correction its score is pushed down.
-    The log of its frequency is subtracted from its logit as a negative. Rows with the same positive are not negatives
-    of each other. The data set has two columns of texts, anchor and positive, and "label", the number of the positive
-    in `counts`; or a list of equal length in every row, the number of the positive and then those of all other
-    positives that are known of this anchor, padded with -100: they are not negatives of it.
-
-    Args:
-        model: whose embeddings are compared, by cosine.
-        counts: [C], how often each positive occurs in the data; None: no correction, and labels are not read.
-        scale: inverse temperature.
-
-    Example:
-        >>> import samplex_cuda as sx
-        >>> sx.integrations.sentence_transformers.InBatchLoss  # doctest: +ELLIPSIS
-        <class '...InBatchLoss'>
-    """
-
-    log_q: Tensor | None
-
-    def __init__(self, model: SentenceTransformer, counts: Tensor | None = None, scale: float = 20.0) -> None:
-        super().__init__()
-        self.model, self.scale = model, scale
-        log_q = None
-        if counts is not None:
-            if counts.dim() != 1 or not bool((counts > 0).all()):
-                raise ValueError(f"InBatchLoss: counts must be [C] and above 0, got {list(counts.shape)}")
-            log_q = (counts.double() / counts.sum()).log().float().to(model.device)
-        self.register_buffer("log_q", log_q, persistent=False)
-
-    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
-        """The loss of a batch.
-
-        Args:
-            sentence_features: tokens of anchors and of positives.
-            labels: int64 [B], which positive each one is, or [B, 1 + K] with further known ones.
-        """
-        embedded = _embed(self.model, sentence_features)
-        if len(embedded) != 2:
-            raise ValueError(f"InBatchLoss: the data must have two columns of texts, got {len(embedded)}")
-        anchor, positive = (nn.functional.normalize(e.float(), dim=1) for e in embedded)
-        if self.log_q is None:
-            return contrastive(anchor, positive, scale=self.scale)
-        assert labels is not None
-        rows = labels.reshape(anchor.shape[0], -1).long()
-        ids, known = rows[:, 0].contiguous(), None
-        if rows.shape[1] > 1:
-            offsets = torch.arange(rows.shape[0] + 1, device=rows.device) * (rows.shape[1] - 1)
-            known = offsets, rows[:, 1:].reshape(-1)
-        return contrastive(
-            anchor, positive, scale=self.scale, log_q=self.log_q[ids], key_ids=ids, known_positives=known
-        )
-
-    def get_config_dict(self) -> dict[str, Any]:
-        """What a model card says of the loss."""
-        return {"scale": self.scale, "log_q": self.log_q is not None}
 
 
 class _WithHead(Combined):

@@ -13,7 +13,7 @@ from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import sort_exclude, uniform_sample
 from samplex_cuda.rng import Key, fold_in, key_tensor
 
-__all__ = ["Exclude", "Sampler", "check_live", "distinct_ids", "mark_ids"]
+__all__ = ["Exclude", "Sampler", "check_live", "distinct_ids", "mark_ids", "restore_dtypes"]
 
 # int64 [B] | [B, P] padded with -1 | CSR pair (offsets [B + 1], ids [nnz])
 Exclude: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -117,6 +117,19 @@ def refuse_classes(
                 state_dict[own] = t
             return True
     return False
+
+
+def restore_dtypes(module: torch.nn.Module, kept: dict[str, Tensor]) -> None:
+    """Gives buffers back the numbers that a change of dtype has rounded, on the device they are on now.
+
+    Args:
+        module: with the buffers.
+        kept: what they were, by name.
+    """
+    for name, t in kept.items():
+        now = module.get_buffer(name)
+        if now.dtype != t.dtype:
+            setattr(module, name, t.to(now.device))
 
 
 class Sampler(torch.nn.Module):
@@ -502,10 +515,7 @@ class Sampler(torch.nn.Module):
         """`nn.Module._apply` without a change of dtype: `.half()` of a model is not about the distribution."""
         kept = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
-        for name, t in kept.items():
-            now = self.get_buffer(name)
-            if now.dtype != t.dtype:
-                setattr(self, name, t.to(now.device))
+        restore_dtypes(self, kept)
 
     def _check_stratified(self, stratified: bool, shared: bool) -> None:
         if stratified and not shared:

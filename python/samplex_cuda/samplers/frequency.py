@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda._checks import check_choice, check_int, check_number, describe
-from samplex_cuda.samplers.base import check_int64, check_live
+from samplex_cuda.samplers.base import check_int64, check_live, restore_dtypes
 
 __all__ = ["StreamingFrequency", "gather_ids"]
 
@@ -202,6 +202,12 @@ class StreamingFrequency(nn.Module):
                 "estimator with .to(device)"
             )
         return ids.reshape(-1)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> StreamingFrequency:
+        kept = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        restore_dtypes(self, kept)  # `.half()` of a model is not about counts
+        return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)

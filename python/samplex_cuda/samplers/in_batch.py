@@ -209,9 +209,7 @@ class InBatch(Sampler):
         """
         check_int64(self._op, "targets", targets)
         if self.group is not None:
-            raise ValueError(
-                "in_batch: group must be None for tower_keys: each rank encodes the items of its batch"
-            )
+            raise ValueError("in_batch: group must be None for tower_keys: each rank encodes the items of its batch")
         for name, t in (("targets", targets), ("hard", hard)):
             if t is None:
                 continue

@@ -15,7 +15,7 @@ from samplex_cuda.draw import Draw
 from samplex_cuda.ops import midx_sample as ops
 from samplex_cuda.products import product
 from samplex_cuda.rng import Key, fold_in, key_tensor, uniform_at
-from samplex_cuda.samplers.base import Exclude, Sampler, _no_law, check_int64, distinct_ids
+from samplex_cuda.samplers.base import Exclude, Sampler, _no_law, check_int64, distinct_ids, restore_dtypes
 from samplex_cuda.samplers.kmeans import ROWS_PER_CODE, assign, kmeans
 from samplex_cuda.samplers.stored import finite_error, shape_error
 from samplex_cuda.samplers.table_rows import check_changes, check_table, last_of_equal, replace_rows, taken_rows
@@ -566,10 +566,7 @@ class MIDX(Sampler):
         kept = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         # `.half()` of a model is not about the sampler: its distribution, and with it log_q, would change.
-        for name, t in kept.items():
-            now = self.get_buffer(name)
-            if now.dtype != t.dtype:
-                setattr(self, name, t.to(now.device))
+        restore_dtypes(self, kept)
         if self._table is not None and self._table[0].device != self.cell.device:
             self._table = None
         return self

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from samplex_cuda._checks import check_dense, check_int, check_tensor, describe
-from samplex_cuda.samplers.base import check_int64
+from samplex_cuda.samplers.base import check_int64, restore_dtypes
 
 __all__ = ["KeyQueue", "QueuedKeys"]
 
@@ -110,6 +110,12 @@ class KeyQueue(nn.Module):
             raise ValueError(f"{op}: keys must be [n, {self.dim}], the width of the queue, got {describe(keys)}")
         if keys.dtype != self.keys.dtype or keys.device != self.keys.device:
             raise ValueError(f"{op}: keys must be {describe(self.keys)} like the queue, got {describe(keys)}")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> KeyQueue:
+        kept = {"log_q": self.log_q}
+        super()._apply(fn, recurse)
+        restore_dtypes(self, kept)
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -540,15 +540,7 @@ class Tree(Sampler):
         self._fill_leaf_tables()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Tree:
-        before = self.nodes.dtype
-        super()._apply(fn, recurse)
-        # `.to(bfloat16)` or `.half()` of a model is not about the tree: its distribution, and with it log_q, would
-        # change.
-        if self.nodes.dtype != before:
-            raise TypeError(
-                f"tree: nodes must stay {before}; choose the storage with dtype= when the tree is made, "
-                f"got {self.nodes.dtype}"
-            )
+        self._apply_keeping_dtypes(fn, recurse)
         return self
 
     def extra_repr(self) -> str:
