@@ -15,7 +15,14 @@ CSRC = ROOT / "csrc"
 STAGES = [path for path in sorted(CSRC.iterdir()) if path.is_dir() and path.name not in ("bindings", "common")]
 
 # Files besides *_op.cpp and *_op.h (glue that two ops share) that may see a tensor or torch's thread pool.
-TORCH_FILES = {"common/calls.h", "common/glue.h", "common/ids.h", "common/logits.h", "common/parallel.cpp", "bindings/library.cpp"}
+TORCH_FILES = {
+    "common/calls.h",
+    "common/glue.h",
+    "common/ids.h",
+    "common/logits.h",
+    "common/parallel.cpp",
+    "bindings/library.cpp",
+}
 GLUE = {"common/calls.h", "common/glue.h", "common/ids.h", "common/logits.h"}
 # What the ops of a stage share: specified, tested and timed through each of them.
 SHARED_STEMS = {"fused_loss"}

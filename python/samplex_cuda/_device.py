@@ -11,7 +11,16 @@ from torch import Tensor
 from samplex_cuda._driver import kernels_for
 from samplex_cuda._library import _native
 
-__all__ = ["Mailbox", "Notices", "aligns_rows", "captured", "fuses_products", "host_waits", "multiplies_narrow", "passes_by_class"]
+__all__ = [
+    "Mailbox",
+    "Notices",
+    "aligns_rows",
+    "captured",
+    "fuses_products",
+    "host_waits",
+    "multiplies_narrow",
+    "passes_by_class",
+]
 
 
 def host_waits(t: Tensor) -> bool:

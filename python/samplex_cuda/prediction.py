@@ -125,8 +125,8 @@ def mean_weight(target: Tensor, valid: Tensor, class_weight: Tensor | None) -> T
 def flat_targets(op: str, target: Tensor, ignore_index: int, num_classes: int) -> tuple[Tensor, Tensor]:
     """Targets [B, P] with -1 in place of what is ignored, and which are not.
 
-    An id out of range is an IndexError; on a device, where the host does not look, it becomes `num_classes`, whose logit
-    is nan in `softmax_sums`.
+    An id out of range is an IndexError; on a device, where the host does not look, it becomes `num_classes`, whose
+    logit is nan in `softmax_sums`.
     """
     valid = valid_targets(target, ignore_index)
     outside = valid & ((target < 0) | (target >= num_classes))

@@ -212,8 +212,8 @@ SX_DEVICE inline void store_at(void* to, int64_t at, const Columns<T, Width>& x)
   *reinterpret_cast<Columns<T, Width>*>(static_cast<T*>(to) + at) = x;
 }
 
-// What the backward does with h and its gradient in row b; `Width` columns of a thread at a time. Returns the largest |h|
-// if a loss scale asks for it.
+// What the backward does with h and its gradient in row b; `Width` columns of a thread at a time. Returns the largest
+// |h| if a loss scale asks for it.
 template <int Width, typename T, typename A>
 SX_DEVICE inline A hidden_columns(const LossBwdParams& p, const LossUpstream<A>& up, int64_t b) {
   const bool none = up.none(p, b), asks = p.found_inf != nullptr;
@@ -262,7 +262,8 @@ SX_DEVICE inline A hidden_columns(const LossBwdParams& p, const LossUpstream<A>&
 
 // One block per batch row, behind the blocks that sum the biases, which take longest.
 template <typename T>
-__global__ void __launch_bounds__(kBwdThreads, kBwdResident) loss_bwd_kernel(LossBwdParams p, int bias_blocks, bool wide) {
+__global__ void __launch_bounds__(kBwdThreads, kBwdResident)
+    loss_bwd_kernel(LossBwdParams p, int bias_blocks, bool wide) {
   using A = acc_t<T>;
   if (int(blockIdx.x) < bias_blocks) return sum_draw_coefs<A>(p, int64_t(blockIdx.x) * kBiasColumns);
   const int64_t b = int64_t(blockIdx.x) - bias_blocks, P = p.num_targets, m = p.num_samples, entries = P + m;

@@ -48,8 +48,8 @@ SX_DEVICE inline int64_t entry_id(const SampledSoftmaxParams& p, int64_t b, int6
   return there ? target_id(p, b, k) : -1;
 }
 
-// body(k, whether it is below `end`) for k = first + this thread, in steps of kBlock threads. All lanes of a warp come to
-// the body together.
+// body(k, whether it is below `end`) for k = first + this thread, in steps of kBlock threads. All lanes of a warp come
+// to the body together.
 template <int kBlock, typename F>
 SX_DEVICE inline void for_entries(int64_t first, int64_t end, const F& body) {
   for (int64_t base = first + int64_t(threadIdx.x) - lane_id(); base < end; base += kBlock) {

@@ -1,9 +1,8 @@
 // Fused sampled softmax on the GPU: one block per batch row. Formulas in sampled_softmax_params.h.
 //
 //   sampled_softmax_kernel         float, half, bfloat16 storage, d <= 4096: one pass, of one warp or of several
-//   sampled_softmax_wide_kernel    any other d, double, and shared draws (whose products come from a GEMM); of class rows
-//                                  on the sphere those that cannot be read 16 bytes at a time, and a margin with several
-//                                  targets or smoothing
+//   sampled_softmax_wide_kernel    any other d, double, and shared draws (whose products come from a GEMM); rows on the
+//                                  sphere that are not aligned, or with a margin and several targets or smoothing
 //   sampled_softmax_check_kernel   SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 #pragma once
 
@@ -190,9 +189,7 @@ SX_DEVICE inline void wide_row(const SampledSoftmaxParams& p, acc_t<T>* scratch)
         const A of_entry = logits[k], of_its_lse = coef_lse != nullptr ? coef_lse[k] : A(0);
         // What takes no part has coefficients of 0, and who has those adds nothing.
         const bool none = of_entry == A(0) && of_its_lse == A(0);
-        ids[threadIdx.x] = none    ? -1
-                           : k < P ? target_id(p, b, k)
-                                   : class_or_unknown(drawn_id(p, b, k), p.num_classes);
+        ids[threadIdx.x] = none ? -1 : k < P ? target_id(p, b, k) : class_or_unknown(drawn_id(p, b, k), p.num_classes);
         coefs[threadIdx.x] = of_entry;
         coefs_lse[threadIdx.x] = of_its_lse;
       }

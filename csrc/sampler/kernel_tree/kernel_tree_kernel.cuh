@@ -129,8 +129,8 @@ SX_DEVICE inline void kernel_tree_score_leaf(const KernelTree& tree, const Kerne
   leaf.kept = kept;
 }
 
-// The class in which a lane's mass `mark` of what is left lies; by the whole warp. One after the other: running sums are
-// rounded, so that they need not ascend.
+// The class in which a lane's mass `mark` of what is left lies; by the whole warp. One after the other: running sums
+// are rounded, so that they need not ascend.
 SX_DEVICE inline int kernel_tree_choose(const KernelTreeLeaf& leaf, double mark) {
   int found = -1;
   for (int j = 0; j < leaf.count && warp_any(found < 0);) {
