@@ -30,9 +30,14 @@ DRAWS = {
     "bigram": "bigram_sample",
     "subset": "subset_sample",
     "tree": "tree",
+    "tree_base": "tree",
     "tree_shared": "tree_shared",
+    "tree_stratified_shared": "tree_shared",
     "kernel_tree": "kernel_tree",
     "kernel_tree_shared": "kernel_tree",
+    "midx": "midx_sample",
+    "midx_shared": "midx_sample",
+    "softmax": "exact_sample",
 }
 # Instructions of the fp64 unit that a PTX instruction becomes; moves, loads and selects do not use it.
 FP64_COST = {"div": 10, "rcp": 8, "sqrt": 10}
@@ -187,15 +192,23 @@ def run_draw(name: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
     if name == "subset":
         subset_sample(sx.Key(1).reserve(), BATCH, M, classes, target)
         return {"draw": {"launches": list(launches), "draws": BATCH * M}}
-    if name.startswith("kernel_tree"):
+    if name.startswith(("kernel_tree", "midx", "softmax")):
         weight = torch.nn.functional.normalize(torch.randn(classes, dim), dim=1)
         _native.set_cpu_backend("cpu")
-        sampler: Any = sx.samplers.RandomFourier(weight, KERNEL_TREE_FEATURES, 1.0, key=sx.Key(1))
+        if name.startswith("kernel_tree"):
+            sampler: Any = sx.samplers.RandomFourier(weight, KERNEL_TREE_FEATURES, 1.0, key=sx.Key(1))
+        elif name.startswith("midx"):
+            sampler = sx.samplers.MIDX(weight, 32, key=sx.Key(1))
+        else:
+            sampler = sx.samplers.Softmax(weight, copy=True)
         _native.set_cpu_backend("cuda")
     elif name.startswith("tree"):
         h = torch.randn(BATCH, FEATURES)
-        nodes = torch.randn(classes, FEATURES) * 0.5
-        sampler = sx.samplers.Tree(nodes, torch.randn(classes) * 0.3, torch.randperm(classes))
+        nodes, bias, order = torch.randn(classes, FEATURES) * 0.5, torch.randn(classes) * 0.3, torch.randperm(classes)
+        base = sx.samplers.Unigram(torch.randint(1, 99, (classes,))) if name.endswith("base") else None
+        sampler = sx.samplers.Tree(nodes, bias, order, base=base)
+        if "stratified" in name:
+            options["stratified"] = True
     elif name == "bigram":
         pairs = torch.randint(classes, (classes, 2), dtype=torch.int64).sort(dim=1).values
         pairs[:, 1] += (pairs[:, 0] == pairs[:, 1]) & (pairs[:, 1] < classes - 1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +29,20 @@ def counts(request, ptxshim, monkeypatch):
     return count_step(ptxshim, make_step(request.param))
 
 
+def _model():
+    """bench/gpu_model.py, whose page shows what is counted here."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+    try:
+        return importlib.import_module("gpu_model")
+    finally:
+        sys.path.pop(0)
+
+
+def test_every_counted_step_is_one_of_these():
+    kinds = {*PLAIN, *ENTRY, *FOLLOWING, *SPHERE, *BATCHED, *EXAMPLE, *FULL}
+    assert set(_model().COUNTED) <= kinds
+
+
 @pytest.mark.parametrize("counts", ["per row", "shared", *ENTRY], indirect=True)
 def test_launches_of_a_fused_step(counts):
     assert counts.launches["aten sort inside an op"] == 1
@@ -47,8 +64,10 @@ def test_passes_of_the_sort(counts):
 
 
 @pytest.mark.parametrize("counts", [*PLAIN, *ENTRY, *FOLLOWING, *SPHERE, *BATCHED, *EXAMPLE, *FULL], indirect=True)
-def test_no_synchronization_and_capturable(counts):
-    assert counts.total_launches > 5
+def test_no_synchronization_and_capturable(request, counts):
+    counted = _model().COUNTED
+    kind = request.node.callspec.params["counts"]
+    assert counts.total_launches == counted.get(kind, counts.total_launches) > 5, "run python bench/gpu_model.py"
     assert not counts.syncs
     assert not counts.violations
     assert counts.allocations == 0
@@ -190,7 +209,7 @@ def test_unit_rows_take_no_longer_warp(ptxshim, dim, dtype, margin):
     plain = forward_warp(ptxshim, dim=dim, dtype=dtype)
     unit = forward_warp(ptxshim, dim=dim, dtype=dtype, normalize=True, margin=margin)
     print(f"d = {dim}, {dtype}: {unit} of {plain} instructions, {unit / plain:.2f} times")
-    assert unit < 1.5 * plain
+    assert unit < 1.75 * plain
 
 
 # ------------------------------------------------------------------------------------------------ sectors
