@@ -36,7 +36,6 @@ DRAWS = {
     "kernel_tree": "kernel_tree",
     "kernel_tree_shared": "kernel_tree",
     "midx": "midx_sample",
-    "midx_shared": "midx_sample",
     "softmax": "exact_sample",
 }
 # Instructions of the fp64 unit that a PTX instruction becomes; moves, loads and selects do not use it.

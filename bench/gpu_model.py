@@ -310,9 +310,12 @@ DRAWS = {
     "bigram": (15.66, 1.83),
     "subset": (23.14, 0.00),
     "tree": (160.72, 12.80),
+    "tree_base": (242.92, 18.88),
     "tree_shared": (7979.00, 885.00),
+    "tree_stratified_shared": (6596.00, 1233.00),
     "kernel_tree": (1961.08, 175.42),
     "kernel_tree_shared": (65521.16, 5899.08),
+    "midx": (597.82, 147.94),
 }
 SHARED_ROWS = 32  # rows that a shared draw was counted with: its work grows with them
 
@@ -333,14 +336,30 @@ COUNTED = {
     "shared": 10,
     "adam": 9,
     "grad scaler": 13,
+    "per row negative_sampling": 8,
+    "per row augment_reduce": 10,
+    "per row sphere": 23,
+    "per row arcface": 23,
+    "shared sphere": 25,
     "per row kernel sampler": 49,
     "per row midx": 122,
+    "shared midx": 150,
+    "shared softmax sampler": 124,
+    "full softmax": 65,
 }
 KIND_NAMES = {
     "adam": "per row, RowAdam",
     "grad scaler": "per row, GradScaler with its update",
     "per row kernel sampler": "per row, kernel tree of 11 levels that follows its rows",
     "per row midx": "per row, MIDX that follows its rows",
+    "shared midx": "shared, MIDX that follows its rows",
+    "shared softmax sampler": "shared, exact softmax draws that follow the rows",
+    "per row negative_sampling": "per row, negative sampling",
+    "per row augment_reduce": "per row, augment and reduce",
+    "per row sphere": "per row, class rows on the sphere",
+    "per row arcface": "per row, ArcFace",
+    "shared sphere": "shared, class rows on the sphere",
+    "full softmax": "full softmax of one chunk, without an update",
 }
 
 
@@ -495,8 +514,9 @@ def page() -> str:
             *fp64_table(),
             "",
             wrapped(
-                """Only the kernel tree is held up by much. It stays as it is: cheaper arithmetic would change the
-                draws. On a consumer GPU, use another sampler where that time matters."""
+                """Only the kernel tree and MIDX per row are held up by much. They stay as they are: cheaper arithmetic
+                would change the draws. On a consumer GPU, use another sampler where that time matters. A draw of
+                `Mixture` costs what those of its samplers cost, each with the log-probabilities of the others."""
             ),
             "",
             "## Assumptions",
