@@ -316,6 +316,7 @@ DRAWS = {
     "kernel_tree": (1961.08, 175.42),
     "kernel_tree_shared": (65521.16, 5899.08),
     "midx": (597.82, 147.94),
+    "softmax": (11369.25, 140.96),
 }
 SHARED_ROWS = 32  # rows that a shared draw was counted with: its work grows with them
 
@@ -329,8 +330,8 @@ def draw_seconds(name: str, gpu: Gpu, batch: int = 1024, samples: int = 64) -> t
 
 
 # ----------------------------------------------------------------------------------------------------- counted steps
-# Launches of the steps of tests/emulated/step_kinds.py (B = 64, m = 64, d = 32), with the key drawn by torch and the seed
-# of backward, by the counters of tests/emulated, which hold them against the present build.
+# Launches of the steps of tests/emulated/step_kinds.py (B = 64, m = 64, d = 32), with the key drawn by torch and the
+# seed of backward, by the counters of tests/emulated, which hold them against the present build.
 COUNTED = {
     "per row": 9,
     "shared": 10,
