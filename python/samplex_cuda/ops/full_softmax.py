@@ -64,7 +64,7 @@ def _shares(
         class_weight = class_weight.double()
         share = share * class_weight[target.clamp(0, num_classes - 1)]
         mass = class_weight.sum()
-    if _device.host_waits(target):  # where nobody has looked for a target out of range: loss and gradient are nan
+    if _device.host_waits(target):  # a target out of range has not been refused: loss and gradient are nan
         share = torch.where(target == num_classes, torch.nan, share)
     return share, every, share.sum(1) + every * mass
 
