@@ -30,9 +30,13 @@ DRAWS = {
     "bigram": "bigram_sample",
     "subset": "subset_sample",
     "tree": "tree",
+    "tree_base": "tree",
     "tree_shared": "tree_shared",
+    "tree_stratified_shared": "tree_shared",
     "kernel_tree": "kernel_tree",
     "kernel_tree_shared": "kernel_tree",
+    "midx": "midx_sample",
+    "softmax": "exact_sample",
 }
 # Instructions of the fp64 unit that a PTX instruction becomes; moves, loads and selects do not use it.
 FP64_COST = {"div": 10, "rcp": 8, "sqrt": 10}
@@ -116,19 +120,24 @@ def width_and_dtype(case: str) -> tuple[int, str]:
 
 
 def run_sampled_softmax(case: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Forward, training and no_grad, of rows of a width and dtype."""
+    """Forward, training and no_grad, of rows of a width and dtype; `sphere:128`: of unit rows with a margin."""
+    import samplex_cuda as sx
     from samplex_cuda import functional as sxf
 
     # All ids different: then no row is shared and the fewest possible sectors are known exactly.
+    unit, case = case.startswith("sphere:"), case.removeprefix("sphere:")
     dim, dtype = width_and_dtype(case)
+    options: dict[str, Any] = {"normalize": True, "margin": sx.losses.CosFace(0.25)} if unit else {}
     classes = min(CLASSES, (1 << 24) // dim)
     perm = torch.randperm(classes)[: BATCH * (M + 1)]
     target, ids = perm[:BATCH].clone(), perm[BATCH:].view(BATCH, M).clone()
     h = torch.randn(BATCH, dim).to(getattr(torch, dtype))
     weight = (torch.randn(classes, dim) * dim**-0.5).to(h.dtype)
     log_q = torch.full((BATCH, M), -math.log(classes))
-    logits = torch.einsum("bmd,bd->bm", weight[ids].double(), h.double()) + math.log(classes) - math.log(M)
-    positive = (weight[target].double() * h.double()).sum(1)
+    exact = weight.double()
+    exact = exact / exact.norm(dim=1, keepdim=True) if unit else exact
+    logits = torch.einsum("bmd,bd->bm", exact[ids], h.double()) + math.log(classes) - math.log(M)
+    positive = (exact[target] * h.double()).sum(1) - (0.25 * h.double().norm(dim=1) if unit else 0.0)
     want = (torch.logsumexp(torch.cat([positive[:, None], logits], 1), 1) - positive).mean()
     result: dict[str, Any] = {}
     for mode in ("training", "no_grad"):
@@ -136,7 +145,7 @@ def run_sampled_softmax(case: str, launches: list[dict[str, Any]]) -> dict[str, 
         trains = mode == "training"
         with torch.set_grad_enabled(trains):
             loss = sxf.sampled_softmax(
-                h.clone().requires_grad_(trains), weight.clone().requires_grad_(trains), target, ids, log_q
+                h.clone().requires_grad_(trains), weight.clone().requires_grad_(trains), target, ids, log_q, **options
             )
         error = float((loss.detach().double() - want).abs() / want.abs())
         if not error <= max(1e-5, torch.finfo(loss.dtype).eps):  # a 16-bit loss is rounded
@@ -182,15 +191,23 @@ def run_draw(name: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
     if name == "subset":
         subset_sample(sx.Key(1).reserve(), BATCH, M, classes, target)
         return {"draw": {"launches": list(launches), "draws": BATCH * M}}
-    if name.startswith("kernel_tree"):
+    if name.startswith(("kernel_tree", "midx", "softmax")):
         weight = torch.nn.functional.normalize(torch.randn(classes, dim), dim=1)
         _native.set_cpu_backend("cpu")
-        sampler: Any = sx.samplers.RandomFourier(weight, KERNEL_TREE_FEATURES, 1.0, key=sx.Key(1))
+        if name.startswith("kernel_tree"):
+            sampler: Any = sx.samplers.RandomFourier(weight, KERNEL_TREE_FEATURES, 1.0, key=sx.Key(1))
+        elif name.startswith("midx"):
+            sampler = sx.samplers.MIDX(weight, 32, key=sx.Key(1))
+        else:
+            sampler = sx.samplers.Softmax(weight, copy=True)
         _native.set_cpu_backend("cuda")
     elif name.startswith("tree"):
         h = torch.randn(BATCH, FEATURES)
-        nodes = torch.randn(classes, FEATURES) * 0.5
-        sampler = sx.samplers.Tree(nodes, torch.randn(classes) * 0.3, torch.randperm(classes))
+        nodes, bias, order = torch.randn(classes, FEATURES) * 0.5, torch.randn(classes) * 0.3, torch.randperm(classes)
+        base = sx.samplers.Unigram(torch.randint(1, 99, (classes,))) if name.endswith("base") else None
+        sampler = sx.samplers.Tree(nodes, bias, order, base=base)
+        if "stratified" in name:
+            options["stratified"] = True
     elif name == "bigram":
         pairs = torch.randint(classes, (classes, 2), dtype=torch.int64).sort(dim=1).values
         pairs[:, 1] += (pairs[:, 0] == pairs[:, 1]) & (pairs[:, 1] < classes - 1)

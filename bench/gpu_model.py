@@ -195,6 +195,8 @@ def tree_draws(s: Shape) -> list[Work]:
 
 
 LEAF = 16
+# Of small ops around an update of the sums: what COUNTED has for a tree of 11 levels, less the parts of `kernel_draws`.
+FOLLOW_LAUNCHES = 26
 
 
 def kernel_draws(s: Shape, features: int = 128) -> list[Work]:
@@ -210,6 +212,7 @@ def kernel_draws(s: Shape, features: int = 128) -> list[Work]:
         Work("features of rows, old and new", 2 * entries * (s.dim * 4 + sums), 4 * entries * s.dim * features, 2),
         Work("sums of leaves", entries * 2 * sums),
         Work("sums above", 3 * sums * entries * 2, launches=levels),
+        Work("ids, checks and gathers of the update", 0, launches=FOLLOW_LAUNCHES),
     ]
 
 
@@ -307,9 +310,13 @@ DRAWS = {
     "bigram": (15.66, 1.83),
     "subset": (23.14, 0.00),
     "tree": (160.72, 12.80),
+    "tree_base": (242.92, 18.88),
     "tree_shared": (7979.00, 885.00),
-    "kernel_tree": (1919.32, 179.83),
-    "kernel_tree_shared": (64220.00, 5839.50),
+    "tree_stratified_shared": (6596.00, 1233.00),
+    "kernel_tree": (1961.08, 175.42),
+    "kernel_tree_shared": (65521.16, 5899.08),
+    "midx": (597.82, 147.94),
+    "softmax": (11369.25, 140.96),
 }
 SHARED_ROWS = 32  # rows that a shared draw was counted with: its work grows with them
 
@@ -320,6 +327,49 @@ def draw_seconds(name: str, gpu: Gpu, batch: int = 1024, samples: int = 64) -> t
     count = batch * samples if not name.endswith("_shared") else samples * batch / SHARED_ROWS
     cycles = gpu.sms * gpu.clock
     return count * warps / 4 / cycles, count * fp64 * 32 / gpu.fp64_lanes / cycles
+
+
+# ----------------------------------------------------------------------------------------------------- counted steps
+# Launches of the steps of tests/emulated/step_kinds.py (B = 64, m = 64, d = 32), with the key drawn by torch and the
+# seed of backward, by the counters of tests/emulated, which hold them against the present build.
+COUNTED = {
+    "per row": 9,
+    "shared": 10,
+    "adam": 9,
+    "grad scaler": 13,
+    "per row negative_sampling": 8,
+    "per row augment_reduce": 10,
+    "per row sphere": 23,
+    "per row arcface": 23,
+    "shared sphere": 25,
+    "per row kernel sampler": 49,
+    "per row midx": 122,
+    "shared midx": 150,
+    "shared softmax sampler": 124,
+    "full softmax": 65,
+}
+KIND_NAMES = {
+    "adam": "per row, RowAdam",
+    "grad scaler": "per row, GradScaler with its update",
+    "per row kernel sampler": "per row, kernel tree of 11 levels that follows its rows",
+    "per row midx": "per row, MIDX that follows its rows",
+    "shared midx": "shared, MIDX that follows its rows",
+    "shared softmax sampler": "shared, exact softmax draws that follow the rows",
+    "per row negative_sampling": "per row, negative sampling",
+    "per row augment_reduce": "per row, augment and reduce",
+    "per row sphere": "per row, class rows on the sphere",
+    "per row arcface": "per row, ArcFace",
+    "shared sphere": "shared, class rows on the sphere",
+    "full softmax": "full softmax of one chunk, without an update",
+}
+
+
+def counted_table() -> list[str]:
+    lines = ["| step | launches | in a graph | host without a graph |", "|---|---|---|---|"]
+    for kind, launches in COUNTED.items():
+        graph, host = micro(launches * GRAPH_LAUNCH), micro(launches * HOST_LAUNCH)
+        lines.append(f"| {KIND_NAMES.get(kind, kind)} | {launches} | {graph} | {host} |")
+    return lines
 
 
 # ----------------------------------------------------------------------------------------------------- the page
@@ -443,6 +493,16 @@ def page() -> str:
             "## Parts",
             "",
             *details,
+            "## Launches, counted",
+            "",
+            wrapped(
+                """What the emulated runtime counts in a whole step of the head; a sort is one launch. `capturable=True`
+                adds one. Where launches take longer than the work of a step, as with samplers that follow the class
+                table, a CUDA graph is worth most."""
+            ),
+            "",
+            *counted_table(),
+            "",
             "## fp64 in draws",
             "",
             wrapped(
@@ -455,8 +515,9 @@ def page() -> str:
             *fp64_table(),
             "",
             wrapped(
-                """Only the kernel tree is slowed down considerably. Cheaper arithmetic would change its draws. On a
-                consumer GPU, use another sampler if that time matters."""
+                """Only the kernel tree and MIDX per row are slowed down considerably. Cheaper arithmetic would change
+                their draws. On a consumer GPU, use another sampler if that time matters. A draw of `Mixture` costs the
+                sum of the draws of its samplers, each with the log-probabilities of the others."""
             ),
             "",
             "## Assumptions",

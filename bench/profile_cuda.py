@@ -56,7 +56,16 @@ from _profile_child import (
 SOURCES = {
     **{
         name: (ROOT / "csrc" / "sampler" / name / f"{name}_cuda.cu", ["-fmad=false"])
-        for name in ("static_sample", "bigram_sample", "subset_sample", "tree", "tree_shared", "kernel_tree")
+        for name in (
+            "static_sample",
+            "bigram_sample",
+            "subset_sample",
+            "tree",
+            "tree_shared",
+            "kernel_tree",
+            "midx_sample",
+            "exact_sample",
+        )
     },
     "sampled_softmax": (ROOT / "csrc" / "loss" / "sampled_softmax" / "sampled_softmax_cuda.cu", []),
     "rff": (ROOT / "csrc" / "features" / "rff" / "rff_cuda.cu", []),

@@ -18,19 +18,38 @@ OPTIMIZERS = {
 }
 
 
+FOLLOWING = ("kernel", "midx", "softmax")  # samplers that follow the class table
+
+
+def _sampler(name):
+    if name == "log-uniform":
+        return sx.samplers.LogUniform(CLASSES)
+    weight = torch.nn.functional.normalize(torch.randn(CLASSES, DIM), dim=1)
+    if name == "kernel":
+        return sx.samplers.RandomFourier(weight, 16, 1.0, key=sx.Key(1), normalize=True)
+    if name == "midx":
+        return sx.samplers.MIDX(weight, 4, bias=torch.zeros(CLASSES), key=sx.Key(1))
+    return sx.samplers.Softmax(weight, torch.zeros(CLASSES), copy=True)
+
+
 class Model:
     """An encoder with an update of its own, a head with a fused row optimizer, a schedule for both."""
 
-    def __init__(self, name="adam", *, capturable, shared=False, scaler=False, bias=True, **options):
+    def __init__(
+        self, name="adam", *, capturable, shared=False, scaler=False, bias=True, sampler="log-uniform", **options
+    ):
         torch.manual_seed(3)
         self.encoder = torch.nn.Linear(DIM, DIM)
-        sampler = sx.samplers.LogUniform(CLASSES)
-        self.head = sx.SampledClassifier(DIM, CLASSES, sampler, num_samples=5, shared=shared, bias=bias)
+        self.head = sx.SampledClassifier(
+            DIM, CLASSES, _sampler(sampler), num_samples=5, shared=shared, bias=bias,
+            sampler_update="step" if sampler in FOLLOWING else None,
+        )  # fmt: skip
         self.optimizer = OPTIMIZERS[name](self.head.parameters(), capturable=capturable, **options)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) if scaler else None
         self.head.fuse_optimizer(self.optimizer, grad_scaler=self.scaler)
         # The step of a GPU, which these tests look at on a CPU: only a CPU has the gradient of h from its forward.
-        self.head.fused.at_once = False
+        if self.head.weight.device.type == "cpu":
+            self.head.fused.at_once = False
         self.rate = torch.tensor(0.5)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
 

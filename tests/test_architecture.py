@@ -20,10 +20,11 @@ TORCH_FILES = {
     "common/check_key.h",
     "common/glue.h",
     "common/ids.h",
+    "common/logits.h",
     "common/parallel.cpp",
     "bindings/library.cpp",
 }
-GLUE = {"common/calls.h", "common/check_key.h", "common/glue.h", "common/ids.h"}
+GLUE = {"common/calls.h", "common/check_key.h", "common/glue.h", "common/ids.h", "common/logits.h"}
 # What the ops of a stage share: specified, tested and timed through each of them.
 SHARED_STEMS = {"fused_loss"}
 PARAMS_INCLUDES = {"cstddef", "cstdint"} | {

@@ -11,6 +11,7 @@ from gpu_calls import Calls
 import samplex_cuda as sx
 from samplex_cuda import chunking, prediction
 from samplex_cuda.ops.predict import MOST_K
+from samplex_cuda.ops.sphere import project_rows_
 
 # A device that is no CPU and needs none: shapes are worked out, nothing is computed.
 GPU = torch.device("meta")
@@ -66,9 +67,34 @@ def test_conversions_fit_the_budget(no_autocast, h_dtype, weight_dtype, bias_dty
     assert sum(calls.made.values()) <= 32, calls.made
 
 
+@pytest.mark.parametrize(("classes", "chunk_size"), [(50_257, None), (50_257, 1001), (17, None), (1, None)])
+def test_rows_of_logits_are_aligned_on_a_gpu(classes, chunk_size):
+    """At 50,257 classes three rows of four would begin beside 16 bytes, and GEMMs have an odd leading dimension."""
+    h, weight = torch.empty(64, 32, device=GPU), torch.empty(classes, 32, device=GPU)
+    kept = chunking.KeptLogits(GPU)
+    for keep in (None, kept):
+        for c in chunking.logit_chunks(h, weight, None, 1.0, False, None, chunk_size, keep=keep):
+            assert c.dots.shape[1] == min(classes - c.first, chunk_size or classes)
+            assert c.dots.stride(1) == 1
+            assert c.dots.stride(0) % 16 == 0
+            assert c.dots.storage_offset() % 16 == 0
+    host = next(chunking.logit_chunks(torch.empty(2, 3), torch.empty(50_257, 3), None, 1.0, False))
+    assert host.dots.is_contiguous()
+
+
+def test_sphere_gradients_on_a_gpu_take_one_pass():
+    """The part of each row along its class row: of a step's 66,560 rows at a time."""
+    rows, ids = torch.empty(66_560, 128, device=GPU), torch.empty(66_560, dtype=torch.int64, device=GPU)
+    weight = torch.empty(10**6, 128, device=GPU)
+    with Calls() as calls:
+        project_rows_(rows, ids, weight)
+    assert calls.made["addcmul_"] == 1
+    assert sum(calls.made.values()) <= 14, calls.made
+
+
 def test_sizes():
-    cpu, kinds = torch.device("cpu"), ("logits", "features", "changed features")
-    assert [chunking.chunk_bytes(cpu, kind) >> 20 for kind in kinds] == [2, 8, 2]
+    cpu, kinds = torch.device("cpu"), ("logits", "features", "changed features", "rows", "probabilities")
+    assert [chunking.chunk_bytes(cpu, kind) >> 20 for kind in kinds] == [2, 8, 2, 2, 32]
     assert {64 << 20 <= chunking.chunk_bytes(torch.device("cuda"), kind) <= 256 << 20 for kind in kinds} == {True}
 
 
@@ -93,3 +119,9 @@ def test_every_loop_asks(monkeypatch):
     asked.clear()
     prediction.exact_lse(h, weight)
     assert asked == {"logits"}
+    asked.clear()
+    project_rows_(torch.randn(3, 8), torch.tensor([1, 0, 5]), weight)
+    assert asked == {"rows"}
+    asked.clear()
+    sx.samplers.Quadratic(weight).log_prob_shared(h, torch.tensor([1, 2]))
+    assert "probabilities" in asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -80,3 +81,22 @@ def test_fp64_bounds_a_draw_where_its_unit_is_narrow(model, monkeypatch):
     issue, unit = model.draw_seconds("uniform", consumer, batch=1, samples=1)
     assert (issue, unit) == pytest.approx((16e-9, 64e-9))  # four schedulers; 32 lanes over 2
     assert model.draw_seconds("uniform", wide, batch=1, samples=1)[1] == pytest.approx(2e-9)
+
+
+def test_the_page_on_exact_draws_has_the_same_numbers(model):
+    text = (ROOT / "docs" / "samplers" / "exact.md").read_text(encoding="utf-8")
+    steps = {name: (function, shape) for name, function, shape in model.STEPS}
+    made = [steps[f"exact softmax draws, m = 64{kind}"] for kind in ("", ", bf16")]
+    made = [function(shape) for function, shape in made]
+    launches = " | ".join(str(sum(work.launches for work in step)) for step in made)
+    times = " | ".join(f"{model.seconds(step, model.GPUS[1]) * 1e3:.1f} ms" for step in made)
+    assert f"| launches | | | {launches} |" in text
+    assert f"| step | | | {times} |" in text
+    for name, features in (("kernel tree, m = 64", 128), ("kernel tree, D = 1024", 1024)):
+        function, shape = steps[name]
+        time = model.micro(model.seconds(function(shape), model.GPUS[1]))
+        assert f"{time} with D = {features}" in text
+    wide = functools.partial(model.kernel_draws, features=1024)
+    for size in (2, 4):
+        for other in (model.kernel_draws, wide):
+            assert f"{model.even_classes(other, size):,}" in text

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from graph_cases import CLASSES, DIM, OPTIMIZERS, STEPS, Model, batch, graphs_on_cpu, run  # noqa: F401
+from graph_cases import CLASSES, DIM, FOLLOWING, OPTIMIZERS, STEPS, Model, batch, graphs_on_cpu, run  # noqa: F401
 from step_recorder import SyncGuard
 
 import samplex_cuda as sx
@@ -27,6 +27,32 @@ def test_replays_are_the_steps_of_a_run_without_a_graph(graphs_on_cpu, name, sha
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert len({float(loss) for loss in got}) == STEPS
     assert all(torch.equal(a.double(), b.double()) for a, b in zip(captured.tensors(), plain.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("sampler", FOLLOWING)
+def test_replays_of_a_sampler_that_follows_the_table(graphs_on_cpu, monkeypatch, sampler, shared):  # noqa: F811
+    """The rows of a step wait in one buffer for the next one, whose update is a part of the graph."""
+    monkeypatch.setattr("samplex_cuda._device.host_waits", lambda _: True)
+    monkeypatch.setattr("samplex_cuda.samplers.midx.REFRESH_AFTER", 1000)  # no graph makes new codes
+    plain, captured = (Model(capturable=True, shared=shared, sampler=sampler) for _ in range(2))
+    key = sx.Key(7)
+    want = run(plain, lambda x, y: plain.step(x, y, key=key))
+    step = graphs.capture_step(captured.step, key=sx.Key(7), warmup=2)
+    got = run(captured, step)
+    assert step.captured
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert all(torch.equal(a.double(), b.double()) for a, b in zip(captured.tensors(), plain.tensors(), strict=True))
+    followed = dict(captured.head.sampler.named_buffers())
+    assert followed
+    for name, t in plain.head.sampler.named_buffers():
+        assert torch.equal(followed[name], t), name
+    unchanged = _fresh(Model(capturable=True, shared=shared, sampler=sampler))
+    assert any(not torch.equal(followed[name], t) for name, t in unchanged.items())
+
+
+def _fresh(model):
+    return dict(model.head.sampler.named_buffers())
 
 
 @pytest.mark.parametrize("bad", [None, 5])

@@ -8,8 +8,10 @@ import re
 import pytest
 import torch
 from head_cases import C, D, batch, make
+from step_recorder import SyncGuard
 
 import samplex_cuda as sx
+from samplex_cuda import prediction
 from samplex_cuda.prediction import rerank
 
 
@@ -123,6 +125,32 @@ def test_rerank_ties_and_types(dtype):
     assert found.tolist() == [[1, 3, 0, 4, -1]]
     assert logits.tolist() == [[3.0, 3.0, 1.0, -torch.inf, -torch.inf]]
     assert logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_answers_of_a_device_without_waiting_for_it(monkeypatch, normalize):
+    """The same numbers, by ops of fixed sizes."""
+    h, weight, bias = torch.randn(6, D), torch.randn(3000, D), torch.randn(3000)
+    ids = torch.stack([torch.randperm(3000)[:40] for _ in range(6)])
+    ids[1, 3:30] = -1
+    target = torch.tensor([1, 2, -100, 4, 5, 6])
+    flat = torch.zeros(2000, D)  # all logits are equal: every row is crowded at the border
+
+    def work():
+        return [
+            *rerank(h, weight, ids, 20, bias, normalize=normalize),
+            *prediction.exact_topk(h, weight, 1500, bias, normalize=normalize),
+            *prediction.exact_topk(h, flat, 1500),
+            prediction.exact_nll(h, weight, target, bias, normalize=normalize),
+        ]
+
+    plain = work()
+    monkeypatch.setattr("samplex_cuda._device.host_waits", lambda _: True)
+    with SyncGuard() as guard:
+        unseen = work()
+    assert guard.found == []
+    for mine, theirs in zip(unseen, plain, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize(

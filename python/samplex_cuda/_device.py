@@ -11,7 +11,16 @@ from torch import Tensor
 from samplex_cuda._driver import kernels_for
 from samplex_cuda._library import _native
 
-__all__ = ["Mailbox", "Notices", "captured", "fuses_products", "host_waits", "multiplies_narrow", "passes_by_class"]
+__all__ = [
+    "Mailbox",
+    "Notices",
+    "aligns_rows",
+    "captured",
+    "fuses_products",
+    "host_waits",
+    "multiplies_narrow",
+    "passes_by_class",
+]
 
 
 def host_waits(t: Tensor) -> bool:
@@ -34,6 +43,14 @@ def multiplies_narrow(t: Tensor) -> bool:
 def passes_by_class(t: Tensor) -> bool:
     """Whether the passes over a chunk of logits take it as [n, B]: the CPU kernels do, and are quick if vectorized."""
     return t.device.type == "cpu" and _native.cpu_backend() == "cpu" and _native.simd_level() != "scalar"
+
+
+def aligns_rows(t: Tensor) -> bool:
+    """Whether rows of logits of the device of `t` have space behind them, so that all of them are aligned.
+
+    The kernels of a GPU take such rows; tests replace this function to go the way of a GPU with CPU tensors.
+    """
+    return t.device.type != "cpu"
 
 
 def fuses_products(t: Tensor) -> bool:

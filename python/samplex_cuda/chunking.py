@@ -26,7 +26,9 @@ __all__ = [
     "cut",
     "kept_bytes",
     "logit_chunks",
+    "probabilities_at_once",
     "row_blocks",
+    "rows_at_once",
 ]
 
 Prior: TypeAlias = Callable[[slice], Tensor]
@@ -36,6 +38,8 @@ _CPU_BYTES = {
     "logits": 2 << 20,  # [B, n] of `logit_chunks`
     "logits by class": 4 << 20,  # [n, B], which its passes go through in pieces that stay nearer
     "features": 8 << 20,  # [n, D] of a kernel sampler
+    "rows": 2 << 20,  # class rows [n, d] that are gathered for a pass over them
+    "probabilities": 32 << 20,  # [B, n] of a distribution, in fp64
     "changed features": 2 << 20,  # the same where old and new ones are held, beside the leaves that they change
 }
 # On a GPU a chunk does not stay in a cache anyway: it is so large that launches take no time beside the products.
@@ -55,14 +59,26 @@ _LEAST_BY_CLASS = 64
 _BLOCK_ROWS = 1024
 # A block of rows of a prior holds at most this many elements: it is [rows, C] at once.
 _PRIOR_ELEMENTS = 1 << 25
+# On a GPU rows of logits begin at multiples of this many numbers.
+_ALIGNED = 16
 
 
-Kind: TypeAlias = Literal["logits", "logits by class", "features", "changed features"]
+Kind: TypeAlias = Literal["logits", "logits by class", "features", "changed features", "rows", "probabilities"]
 
 
 def chunk_bytes(device: torch.device, of: Kind = "logits") -> int:
     """Bytes of a chunk on a device; every chunk size of this package that the caller does not give comes from here."""
     return _CPU_BYTES[of] if device.type == "cpu" else _GPU_BYTES
+
+
+def rows_at_once(rows: Tensor) -> int:
+    """How many rows like those of `rows` [n, d] a pass that gathers class rows takes at a time."""
+    return max(1, chunk_bytes(rows.device, "rows") // max(1, rows.shape[1] * rows.element_size()))
+
+
+def probabilities_at_once(device: torch.device) -> int:
+    """How many numbers of the distributions of rows, or of walks that lead to them, are held at a time."""
+    return chunk_bytes(device, "probabilities") // 8
 
 
 def kept_bytes(device: torch.device) -> int:
@@ -97,6 +113,15 @@ def _classes_per_chunk(rows: int, num_classes: int, like: Tensor, copied: int = 
     return size + line if size % far == 0 else size
 
 
+def _row_stride(count: int, like: Tensor) -> int:
+    """Numbers from one row of `count` logits to the next.
+
+    On a GPU a multiple of 64 bytes of float32: at 50,257 classes three rows of four would otherwise be read in single
+    numbers, and a GEMM would get a leading dimension that no tensor core takes.
+    """
+    return -(-count // _ALIGNED) * _ALIGNED if _device.aligns_rows(like) else count
+
+
 class KeptLogits:
     """Products that a forward pass keeps for its backward pass, as many chunks as fit `kept_bytes`.
 
@@ -112,11 +137,13 @@ class KeptLogits:
 
     def make(self, row: int, first: int, shape: tuple[int, int], like: Tensor) -> Tensor | None:
         """Memory for the products of some rows with some classes, of dtype as `like`; None if it does not fit."""
-        nbytes = shape[0] * shape[1] * like.element_size()
+        stride = _row_stride(shape[1], like)
+        nbytes = shape[0] * stride * like.element_size()
         if nbytes > self._left:
             return None
         self._left -= nbytes
-        self._chunks[row, first] = dots = predict_buffer(like, *shape)
+        dots = predict_buffer(like, shape[0], stride)
+        self._chunks[row, first] = dots = dots if stride == shape[1] else dots[:, : shape[1]]
         return dots
 
     def take(self, row: int, first: int) -> Tensor | None:
@@ -141,7 +168,7 @@ class Chunk(NamedTuple):
     """Products of a block of rows with the classes [first, first + n), and how they become logits."""
 
     first: int
-    dots: Tensor  # [rows, n], or [n, rows] with `by_class`; the caller's to overwrite
+    dots: Tensor  # [rows, n], on a GPU with aligned rows, or [n, rows] with `by_class`; the caller's to overwrite
     bias: Tensor | None  # [n]
     scale: float
     absolute: bool
@@ -222,8 +249,10 @@ def logit_chunks(
             dots = None if keep is None else keep.make(row, begin, shape, like)
             if dots is None:
                 if buffer is None:
-                    buffer = predict_buffer(like, h.shape[0], chunk_size).view(-1)
-                dots = buffer[: h.shape[0] * count].view(shape)
+                    buffer = predict_buffer(like, h.shape[0], _row_stride(chunk_size, like)).view(-1)
+                stride = _row_stride(shape[1], like)
+                dots = buffer[: shape[0] * stride].view(shape[0], stride)
+                dots = dots if stride == shape[1] else dots[:, : shape[1]]
             if turned:
                 product(part, h.t(), dots)
             else:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor
 
+from samplex_cuda import _device, chunking
 from samplex_cuda._checks import check_int, describe
 from samplex_cuda.chunking import KeptLogits, Prior, cut, logit_chunks, row_blocks
 from samplex_cuda.ops.predict import MOST_K, predict_dots, predict_lse, predict_topk
@@ -122,10 +123,16 @@ def mean_weight(target: Tensor, valid: Tensor, class_weight: Tensor | None) -> T
 
 
 def flat_targets(op: str, target: Tensor, ignore_index: int, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Targets [B, P] with -1 in place of what is ignored, and which are not; an id out of range is an IndexError."""
+    """Targets [B, P] with -1 in place of what is ignored, and which are not.
+
+    An id out of range is an IndexError; on a device, where the host does not look, it becomes `num_classes`, whose
+    logit is nan in `softmax_sums`.
+    """
     valid = valid_targets(target, ignore_index)
     outside = valid & ((target < 0) | (target >= num_classes))
-    if bool(outside.any()):
+    if _device.host_waits(target):
+        target = torch.where(outside, num_classes, target)
+    elif bool(outside.any()):
         got = int(target[outside][0])
         raise IndexError(f"{op}: target must be in [0, {num_classes}) or {ignore_index}, got {got}")
     target = torch.where(valid, target, -1)
@@ -243,7 +250,7 @@ def exact_nll(
     )
     terms = torch.where(valid, lse.unsqueeze(1) - positive, 0.0)
     if class_weight is not None:
-        terms *= class_weight[target.clamp(min=0)]
+        terms *= class_weight[target.clamp(0, weight.shape[0] - 1)]
     if target_weight is not None:
         return torch.where(valid, terms * target_weight.reshape(terms.shape), 0.0).sum(1).to(positive.dtype)
     return (terms.sum(1) / valid.sum(1).clamp(min=1)).to(positive.dtype)
@@ -345,6 +352,9 @@ def _stable_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return logits.max(1, keepdim=True)  # the first maximal column, says torch
     if k == logits.shape[1]:
         return logits.sort(dim=1, descending=True, stable=True)
+    if _device.host_waits(logits):  # what follows would wait for the rows that need a sort
+        values, columns = logits.sort(dim=1, descending=True, stable=True)
+        return values[:, :k], columns[:, :k]
     values, columns = logits.topk(k, dim=1, sorted=True)
     # torch.topk may take any of the columns that tie at the border: where there are more of them than places, sort.
     crowded = ((logits < values[:, -1:]).sum(1) < logits.shape[1] - k).nonzero().squeeze(1)
@@ -451,6 +461,15 @@ def _exported_topk(
     return values, ids
 
 
+def _inverse_norms_at(weight: Tensor, ids: Tensor, unseen: bool) -> Tensor:
+    """1 / |w| of the class rows `ids` [B, n]. `unseen`: without a look at how many different ones there are."""
+    if not unseen:
+        classes, places = ids.unique(return_inverse=True)
+        return inverse_norms(weight[classes])[places]
+    parts = [inverse_norms(weight[part]) for part in ids.reshape(-1).split(chunking.rows_at_once(weight))]
+    return torch.cat(parts).view(ids.shape)
+
+
 @torch.no_grad()
 def rerank(
     h: Tensor,
@@ -469,7 +488,8 @@ def rerank(
     Args:
         h: [B, d].
         weight: [C, d].
-        ids: int64 [B, n], the candidates of each row, no class twice; -1 for none.
+        ids: int64 [B, n], the candidates of each row, no class twice; -1 for none. An id out of range is an IndexError
+            on the CPU; on a GPU, where the host does not look, its logit is nan, which counts as the largest.
         k: how many, 1 to n.
         bias: [C].
         scale: inverse temperature.
@@ -493,32 +513,37 @@ def rerank(
     if ids.dtype != torch.int64 or ids.shape != (batch, count):
         raise ValueError(f"rerank: ids must be [{batch}, n] int64, got {describe(ids)}")
     check_int("rerank", "k", k, 1, count)
-    exporting = torch.compiler.is_exporting()  # a program has no numbers to look at
-    if not exporting and bool(((ids < -1) | (ids >= weight.shape[0])).any()):
-        got = int(ids[(ids < -1) | (ids >= weight.shape[0])][0])
+    # A program has no numbers to look at, and those of a device are not looked at.
+    unseen = torch.compiler.is_exporting() or _device.host_waits(ids)
+    outside = (ids < -1) | (ids >= weight.shape[0])
+    if not unseen and bool(outside.any()):
+        got = int(ids[outside][0])
         raise IndexError(f"rerank: ids must be -1 or in [0, {weight.shape[0]}), got {got}")
     wide = wide_dtype(h, weight)
     # By id first: a stable order by logit then keeps ties ascending. Those that are none stand in front.
     some, order = ids.sort(dim=1)
+    rows = some.clamp(0, weight.shape[0] - 1)
     with torch.autocast(h.device.type, enabled=False):
         if h.dtype == weight.dtype:
             logits = predict_dots(h.contiguous(), weight.contiguous(), some)
         else:  # a query of another type, e.g. float64 against rows of float32
-            logits = torch.bmm(weight[some.clamp(min=0)].to(wide), h.to(wide).unsqueeze(2)).squeeze(2)
+            logits = torch.bmm(weight[rows].to(wide), h.to(wide).unsqueeze(2)).squeeze(2)
         if normalize:
-            classes, places = some.clamp(min=0).unique(return_inverse=True)
-            logits *= inverse_norms(weight[classes])[places]
+            logits *= _inverse_norms_at(weight, rows, unseen)
         if bias is not None:
-            logits += bias[some.clamp(min=0)]
+            logits += bias[rows]
         if scale != 1.0:
             logits *= scale
         if absolute:
             logits.abs_()
         if added is not None:
             logits += added.gather(1, order)
-    logits, order = torch.where(some < 0, -torch.inf, logits).sort(dim=1, descending=True, stable=True)
+    logits = torch.where(some < 0, -torch.inf, logits)
+    if unseen:
+        logits = torch.where(outside.gather(1, order), torch.nan, logits)
+    logits, order = logits.sort(dim=1, descending=True, stable=True)
     found = some.gather(1, order)
-    if exporting or bool((some < 0).any()):  # behind every candidate, also one whose logit is -inf
-        last = (found < 0).to(torch.int8).sort(dim=1, stable=True).indices
+    if unseen or bool((some < 0).any()):  # behind every candidate, also one whose logit is -inf
+        last = (found == -1).to(torch.int8).sort(dim=1, stable=True).indices
         logits, found = logits.gather(1, last), found.gather(1, last)
     return logits[:, :k].contiguous(), found[:, :k].contiguous()

@@ -23,6 +23,9 @@ FOLLOWING += ["per row mixture", "shared softmax sampler"]
 SPHERE = [f"{draws} {name}" for draws in ("per row", "shared") for name in ("sphere", "arcface")]
 SPHERE += ["shared learned scale"]
 BATCHED = ["shared in-batch", "shared in-batch mixed"]
+# A number per example with draws that are made outside of the op.
+EXAMPLE = ["per row kernel sampler augment_reduce"]
+FULL = ["full softmax", "full softmax weighted"]  # no draws, no row optimizer
 
 
 def _sampler(kind: str) -> sx.samplers.Sampler:
@@ -30,7 +33,7 @@ def _sampler(kind: str) -> sx.samplers.Sampler:
         frequency = sx.samplers.StreamingFrequency(FEW)
         extra = sx.samplers.Uniform(CLASSES) if kind.endswith("mixed") else None
         return sx.samplers.InBatch(CLASSES, frequency, extra=extra)
-    if kind not in FOLLOWING:
+    if kind not in FOLLOWING + EXAMPLE:
         return sx.samplers.LogUniform(CLASSES)
     weight = torch.nn.functional.normalize(torch.randn(FEW, DIM), dim=1)
     if kind.endswith("midx"):
@@ -56,6 +59,8 @@ def _head_options(kind: str) -> dict[str, Any]:
 
 def make_step(kind: str, *, device: str = "cpu", capturable: bool = False) -> Callable[[], None]:
     """Forward, backward and update in one call."""
+    if kind in FULL:
+        return _full_step(kind, device)
     dtype = torch.bfloat16 if kind.endswith("bf16") else torch.float32
     sampler, options = _sampler(kind), _head_options(kind)
     draws = None if kind.endswith("in-batch") else DRAWS
@@ -65,7 +70,8 @@ def make_step(kind: str, *, device: str = "cpu", capturable: bool = False) -> Ca
     rule = sx.optim.RowAdam if kind == "adam" else sx.optim.RowAdagrad
     scaler = torch.amp.GradScaler(device, init_scale=1024.0) if kind == "grad scaler" else None
     head.fuse_optimizer(rule(rows, lr=0.1, capturable=capturable), grad_scaler=scaler)
-    head.fused.at_once = False  # a GPU has no such step; here it would look at the upstream gradient
+    if device == "cpu":
+        head.fused.at_once = False  # a GPU has no such step; here it would look at the upstream gradient
     h = torch.randn(BATCH, DIM).to(device, dtype).requires_grad_(True)
     y = torch.randint(sampler.num_classes, (BATCH,)).to(device)
     index = torch.randint(EXAMPLES, (BATCH,)).to(device) if head.loss.needs.example_index else None
@@ -76,5 +82,20 @@ def make_step(kind: str, *, device: str = "cpu", capturable: bool = False) -> Ca
         (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is not None and device != "cpu":
             scaler.update()
+
+    return step
+
+
+def _full_step(kind: str, device: str) -> Callable[[], None]:
+    """Forward and backward over all classes."""
+    loss = sx.losses.FullSoftmax(label_smoothing=0.1) if kind.endswith("weighted") else "full_softmax"
+    weight = torch.rand(FEW) if kind.endswith("weighted") else None
+    head = sx.SampledClassifier(DIM, FEW, loss=loss, class_weight=weight).to(device)
+    h = torch.randn(BATCH, DIM).to(device).requires_grad_(True)
+    y = torch.randint(FEW, (BATCH,)).to(device)
+
+    def step() -> None:
+        h.grad = head.weight.grad = head.bias.grad = None
+        head(h, y).backward()
 
     return step

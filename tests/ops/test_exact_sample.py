@@ -398,3 +398,21 @@ def test_the_sampler_on_every_backend(backend):
         assert torch.equal(sampler.log_prob(h, draw.ids, exclude=excluded), draw.log_q)
     pool = sampler.sample(h, 50, shared=True, key=sx.Key(1))
     torch.testing.assert_close(pool.log_q.double(), p.mean(0).log()[pool.ids], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [256, 257, 769, 1023])
+@pytest.mark.parametrize("biased", [False, True])
+def test_space_behind_the_rows_changes_no_bit(backend, count, biased):
+    """Rows of a GPU begin at multiples of 64 bytes; the bias has no space behind it."""
+    if backend.name == "cpu":
+        pytest.skip("rows of the CPU are contiguous")
+    g = torch.Generator().manual_seed(0)
+    dots = torch.randn(5, count, generator=g).to(backend.device)
+    bias = torch.randn(count, generator=g).to(backend.device) if biased else None
+    spaced = torch.full((5, -(-count // 16) * 16), torch.nan, device=backend.device)[:, :count].copy_(dots)
+    found = []
+    for rows in (dots, spaced):
+        mass = torch.zeros(5, -(-count // 256), dtype=torch.float64, device=backend.device)
+        ops.exact_mass(rows, bias, 0, count, ops.SOFTMAX, 1.0, 0.0, None, None, 0, mass)
+        found.append(mass)
+    assert torch.equal(*found)

@@ -14,7 +14,7 @@ import softmax_cases
 import torch
 from loss_cases import run_ours
 
-from samplex_cuda import _native, functional, losses
+from samplex_cuda import _native, functional, losses, prediction
 from samplex_cuda.prediction import softmax_sums
 
 CLASSES, ROW = 40, 2
@@ -217,6 +217,81 @@ def test_full_softmax(value, device):
     target = torch.tensor([[1], [value], [2]], device=device)
     _, positive, _ = softmax_sums(h, weight, target, chunk_size=16)
     assert positive.isnan().flatten().tolist() == [False, True, False]
+
+
+@pytest.fixture
+def unseen(device, monkeypatch):
+    """The device, of which Python code does not look at numbers either."""
+    monkeypatch.setattr("samplex_cuda._device.host_waits", lambda _: True)
+    return device
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"class_weight": True}], ids=str)
+def test_full_softmax_loss(options, value, unseen):
+    """Loss and gradient of the row are nan, those of other rows what they were; the class weight is not read there."""
+    g = torch.Generator().manual_seed(4)
+    h, weight = torch.randn(4, 8, generator=g), torch.randn(CLASSES, 8, generator=g).to(unseen)
+    if options.get("class_weight"):
+        options = {"class_weight": torch.rand(CLASSES, generator=g).to(unseen)}
+    got = []
+    for target in ([1, 2, 3, 4], [1, 2, value, 4]):
+        x = h.to(unseen).requires_grad_()
+        loss = functional.full_softmax(
+            x, weight, torch.tensor(target, device=unseen), reduction="none", chunk_size=16, **options
+        )
+        loss.sum().backward()
+        got.append((loss.detach(), x.grad))
+    kept = torch.arange(4) != ROW
+    for good, bad in zip(*got, strict=True):
+        assert bad[ROW].isnan().all()
+        assert torch.equal(bad[kept], good[kept])
+
+
+def test_a_bad_row_that_nobody_uses_spoils_no_gradient(unseen):
+    h, weight = torch.randn(3, 8, device=unseen), torch.randn(CLASSES, 8, device=unseen).requires_grad_()
+    loss = functional.full_softmax(h, weight, torch.tensor([1, CLASSES, 2], device=unseen), reduction="none")
+    torch.where(loss.isnan(), 0.0, loss).sum().backward()
+    assert weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_exact_answers(value, unseen):
+    h, weight = torch.randn(3, 8, device=unseen), torch.randn(CLASSES, 8, device=unseen)
+    bias, cost = torch.randn(CLASSES, device=unseen), torch.rand(CLASSES, device=unseen)
+    nll = prediction.exact_nll(h, weight, torch.tensor([1, value, 2], device=unseen), bias, class_weight=cost)
+    assert nll.isnan().tolist() == [False, True, False]
+    ids = torch.tensor([[3, 1, -1], [3, value, 2], [-1, -1, -1]], device=unseen)
+    logits, found = prediction.rerank(h, weight, ids, 3, bias, normalize=True)
+    known = value == -1
+    assert logits.isnan().sum() == (0 if known else 1)
+    if not known:
+        assert logits[1, 0].isnan()  # as in torch.topk nan is the largest
+        assert found[1, 0] == value
+    assert sorted(found[0].tolist()) == [-1, 1, 3]
+    assert found[2].tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("wrong", [[20, -1], [1 << 40, 3]])
+def test_numbers_of_examples_of_a_dynamic_sampler(wrong, unseen):
+    """The rows of an index out of range are nan; the numbers of the others move as if these rows were not there."""
+    import samplex_cuda as sx
+
+    after = []
+    for index in ([4, 0, 7, 7], [4, 0, *wrong]):
+        torch.manual_seed(0)
+        sampler = sx.samplers.Quadratic(torch.zeros(CLASSES, 8))
+        loss = sx.losses.AugmentReduce(num_examples=20)
+        head = sx.SampledClassifier(8, CLASSES, sampler, 5, loss=loss, reduction="none").to(unseen)
+        h, y = torch.randn(4, 8).to(unseen), torch.tensor([1, 2, 3, 4], device=unseen)
+        out = head(h, y, key=sx.Key(1), index=torch.tensor(index, device=unseen))
+        after.append((out.detach(), head.log_eta.clone()))
+    (good, all_four), (bad, two) = after
+    assert torch.equal(bad[:2], good[:2])
+    assert bad[2].isnan()
+    assert torch.equal(two[[4, 0]], all_four[[4, 0]])
+    moved = (two != two[1]).nonzero().flatten().tolist()
+    assert set(moved) <= {0, 3, 4}
 
 
 @pytest.mark.parametrize("value", BAD)

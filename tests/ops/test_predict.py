@@ -444,3 +444,51 @@ def test_the_same_bits_in_two_runs_and_for_every_thread_count():
 def test_errors(cpu, call, message):
     with pytest.raises(RuntimeError, match=re.escape(message)):
         call(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64))
+
+
+# ------------------------------------------------------------------------------------------------ aligned rows
+def padded(dots, device, spare=16):
+    """The same numbers in rows with nan behind them."""
+    rows = torch.full((dots.shape[0], -(-dots.shape[1] // spare) * spare), NAN, dtype=dots.dtype, device=device)
+    rows[:, : dots.shape[1]] = dots.to(device)
+    return rows[:, : dots.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 37, 1025, 20_001])
+def test_space_behind_the_rows_changes_no_bit(backend, count, dtype):
+    if backend.name == "cpu":
+        pytest.skip("rows of the CPU are contiguous")
+    dots, bias, target, weight, *law = to(backend.device, *make(count=count, dtype=dtype))
+    state = [torch.randn(3, dtype=torch.float64), torch.full(target.shape, 7.0, dtype=dtype), torch.zeros(3).double()]
+    coef, per_target = torch.randn(3, dtype=dtype), torch.randn(target.shape, dtype=dtype)
+    coef, per_target, lse = to(backend.device, coef, per_target, state[0])
+    found = []
+    for rows in (dots.clone(), padded(dots, backend.device)):
+        made = [t.clone() for t in to(backend.device, *state)]
+        ops.predict_lse(rows, bias, target, weight, *law, *made)
+        values, ids = torch.zeros(3, 8, dtype=dtype), torch.zeros(3, 8, dtype=torch.int64)
+        values, ids = to(backend.device, values, ids)
+        ops.predict_topk(rows, bias, 0, *law[1:], values, ids)
+        ops.predict_grad(rows, bias, target, weight, *law, lse, coef, per_target, coef)
+        held = [values[:, : min(8, count)], ids[:, : min(8, count)]]
+        found.append([t.clone() for t in (*made, *held, rows)])
+        behind = rows.as_strided((3, rows.stride(0) - count), (rows.stride(0), 1), count)
+        assert behind.isnan().all()
+    for plain, spaced in zip(*found, strict=True):
+        assert torch.equal(plain, spaced)
+
+
+def test_rows_apart_are_refused_on_the_cpu():
+    rows = torch.zeros(2, 16)[:, :5]
+    with pytest.raises(RuntimeError, match=r"ValueError: predict_topk: dots must be \[B, n\] = .* contiguous"):
+        ops.predict_topk(rows, None, 0, 1.0, False, torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int64))
+
+
+def test_rows_that_overlap_are_refused(backend):
+    for rows in (torch.zeros(64).as_strided((2, 5), (3, 1)), torch.zeros(64).as_strided((2, 5), (10, 2))):
+        with pytest.raises(RuntimeError, match="ValueError: predict_topk: dots must be"):
+            ops.predict_topk(
+                rows.to(backend.device) if not backend.emulated else rows, None, 0, 1.0, False,
+                torch.zeros(2, 1, device=backend.device), torch.zeros(2, 1, dtype=torch.int64, device=backend.device),
+            )  # fmt: skip

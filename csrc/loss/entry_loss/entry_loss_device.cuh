@@ -64,15 +64,18 @@ SX_DEVICE inline A share_of(const EntryLossParams& p, const EntryLossRow<A>& row
   return class_scalar<A>(p.class_weight, id, p.num_classes, A(1)) / row.count;
 }
 
+// By the whole warp; `asks`: whether the lane has a draw.
 template <EntryMode kMode>
-SX_DEVICE inline bool draw_masked(const EntryLossParams& p, int64_t b, int64_t id) {
+SX_DEVICE inline bool draw_masked(const EntryLossParams& p, int64_t b, int64_t id, bool asks) {
+  bool masked = false;
   if (kMode == EntryMode::kRelative) {
-    for (int64_t k = 0; k < p.num_targets; ++k) {
+    for (int64_t k = 0; !masked && k < p.num_targets; ++k) {
       const int64_t target = p.target[b * p.num_targets + k];
-      if (target == id && counts_as_target(p, target)) return true;
+      masked = target == id && counts_as_target(p, target);
     }
   }
-  return is_known_positive(p.known_offsets, p.known_ids, p.known_size, b, id);
+  const bool known = is_known_positive(p.known_offsets, p.known_ids, p.known_size, b, id, asks && !masked);
+  return masked || known;
 }
 
 // ------------------------------------------------------------------------------------------------ entries of a row
@@ -84,22 +87,24 @@ struct EntryLossEntry {
   A share;  // of its term; in kNoise only
 };
 
-// kStaged: a shared draw, whose bias may have been staged.
+// Entry k of a lane; by the whole warp. kStaged: a shared draw, whose bias may have been staged.
 template <EntryMode kMode, bool kStaged = false, typename A>
 SX_DEVICE inline EntryLossEntry<A> load_entry(const EntryLossParams& p, const EntryLossRow<A>& row,
                                               const EntryLossFactors<A>& f, int64_t b, int64_t k) {
   constexpr bool kGeneral = kMode != EntryMode::kPlain;
   const int64_t P = kGeneral ? p.num_targets : 1;
   EntryLossEntry<A> entry{-1, A(0), A(0), A(0)};
-  if (k >= P + p.num_samples) return entry;
+  const bool there = k < P + p.num_samples, target = k < P;
   const int64_t at = (p.shared ? 0 : b * p.num_samples) + k - P;
-  const bool target = k < P;
-  entry.id = target ? p.target[b * P + k] : p.ids[at];
+  if (there) entry.id = target ? p.target[b * P + k] : p.ids[at];
+  bool masked = false;
   if (kGeneral) {
-    if (target ? !counts_as_target(p, entry.id) : draw_masked<kMode>(p, b, entry.id)) {
-      entry.id = -1;
-      return entry;
-    }
+    masked = draw_masked<kMode>(p, b, entry.id, there && !target);
+    if (target) masked = !counts_as_target(p, entry.id);
+  }
+  if (!there || masked) {
+    entry.id = -1;
+    return entry;
   }
   entry.id = class_or_unknown(entry.id, p.num_classes);
   if (kMode == EntryMode::kNoise) entry.share = target ? share_of(p, row, entry.id) : row.weight * f.share;

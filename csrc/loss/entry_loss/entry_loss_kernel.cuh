@@ -269,8 +269,12 @@ SX_DEVICE inline void entry_wide_row(const EntryLossParams& p) {
       warp_sync();  // what lane 0 wrote
     }
   }
-  for (int64_t k = kRelative ? targets : 0; k < rows_read; ++k) {
-    const EntryLossEntry<A> entry = load_entry<kMode>(p, row, f, b, k);
+  EntryLossEntry<A> held{-1, A(0), A(0), A(0)};  // of 32 entries, one a lane
+  for (int64_t k = kRelative ? targets : 0, i = 0; k < rows_read; ++k, ++i) {
+    const int holder = int(i % kWarpSize);
+    if (holder == 0) held = load_entry<kMode>(p, row, f, b, k + lane_id());
+    const EntryLossEntry<A> entry{shuffle_from(held.id, holder), shuffle_from(held.bias, holder),
+                                  shuffle_from(held.log_q, holder), shuffle_from(held.share, holder)};
     if (kGeneral && entry.id < 0) {  // the whole warp
       if (p.need_grad && lane_id() == 0) coefs[k] = A(0);
       continue;

@@ -24,16 +24,25 @@ void launch_row_norms(const RowNormsParams& params, void* stream) {
   if (blocks == 0) return;
   dispatch_dtype("row norms", params.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    SX_LAUNCH("row norms", (row_norms_kernel<T>), blocks, kGatherThreads, 0, stream, params);
+    constexpr int kWidth = vector_width<T>;
+    if (params.dim % kWidth == 0 && vector_aligned(params.weight))
+      SX_LAUNCH("row norms", (row_norms_kernel<T, kWidth>), blocks, kGatherThreads, 0, stream, params);
+    else
+      SX_LAUNCH("row norms", (row_norms_kernel<T, 1>), blocks, kGatherThreads, 0, stream, params);
   });
 }
 
 void launch_loss_bwd(const LossBwdParams& params, void* stream) {
+  bool wide = params.dim % 4 == 0;
+  for (const void* rows : {params.d_loss, params.d_lse, params.draws_loss, params.draws_lse, params.hidden,
+                           static_cast<const void*>(params.d_hidden), static_cast<const void*>(params.clean_hidden)}) {
+    wide = wide && vector_aligned(rows);
+  }
   const int64_t bias_blocks = params.draw_bias == nullptr ? 0 : (params.num_samples + kBiasColumns - 1) / kBiasColumns;
   dispatch_dtype("fused loss backward", params.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     SX_LAUNCH("fused loss backward", (loss_bwd_kernel<T>), unsigned(params.batch + bias_blocks), kBwdThreads, 0, stream,
-              params, int(bias_blocks));
+              params, int(bias_blocks), wide);
   });
 }
 

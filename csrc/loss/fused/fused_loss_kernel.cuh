@@ -40,15 +40,51 @@ SX_DEVICE inline A class_scalar(const ScalarTable& table, int64_t id, int64_t nu
   return id < num_classes ? load_scalar<A>(table, id, absent) : quiet_nan<A>();
 }
 
-// Whether a class is one of the row's known positives. Offsets are clamped: those of a device come unchecked, too.
-SX_DEVICE inline bool is_known_positive(const int64_t* offsets, const int64_t* ids, int64_t size, int64_t b,
-                                        int64_t id) {
-  if (offsets == nullptr) return false;
+constexpr int kKnownLoads = 4;  // of a lane, under way at once
+
+// Whether each lane's class is one of the row's known positives; by the whole warp. `asks`: whether the lane wants to
+// know. Offsets are clamped: those of a device come unchecked, too.
+//
+// The warp reads the list once for all of its lanes, 32 entries a load. A filter of 1,024 bits, a word a lane, says
+// which of them may be asked for: few, and only those go round.
+SX_DEVICE inline bool is_known_positive(const int64_t* offsets, const int64_t* ids, int64_t size, int64_t b, int64_t id,
+                                        bool asks) {
+  if (offsets == nullptr || !warp_any(asks)) return false;
   const int64_t begin = offsets[b] < 0 ? 0 : offsets[b], end = offsets[b + 1] < size ? offsets[b + 1] : size;
-  for (int64_t k = begin; k < end; ++k) {
-    if (ids[k] == id) return true;
+  const auto bit_of = [](int64_t x) { return uint32_t(x) * 2654435761u >> 22; };
+  unsigned word = 0xFFFFFFFFu;  // a list of one load passes as it is
+  if (end - begin > kWarpSize) {
+    word = 0;
+    const unsigned own = asks ? bit_of(id) : 1024u;
+#pragma unroll 4
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+      const unsigned bit = shuffle_from(own, lane);
+      if (int(bit >> 5) == lane_id()) word |= 1u << (bit & 31u);
+    }
   }
-  return false;
+  bool known = false;
+#pragma unroll 1
+  for (int64_t at = begin; at < end; at += kKnownLoads * kWarpSize) {
+    int64_t listed[kKnownLoads];
+#pragma unroll
+    for (int i = 0; i < kKnownLoads; ++i) {
+      const int64_t k = at + i * kWarpSize + lane_id();
+      listed[i] = ids[k < end ? k : end - 1];
+    }
+#pragma unroll
+    for (int i = 0; i < kKnownLoads; ++i) {
+      if (at + i * kWarpSize >= end) break;  // the whole warp
+      const unsigned bit = bit_of(listed[i]);
+      const unsigned found = shuffle_from(word, int(bit >> 5)) >> (bit & 31u) & 1u;
+      const bool inside = at + i * kWarpSize + lane_id() < end;
+#pragma unroll 1
+      for (unsigned rest = warp_ballot(inside && found != 0); rest != 0; rest &= rest - 1) {
+        const int64_t other = shuffle_from(listed[i], __ffs(int(rest)) - 1);
+        known = known || other == id;
+      }
+    }
+  }
+  return known && asks;
 }
 
 // ------------------------------------------------------------------------------------------------ over the batch
@@ -91,14 +127,20 @@ __global__ void __launch_bounds__(kGatherThreads) gather_rows_kernel(GatherRowsP
   if (at < p.width) gather_row<Word>(p, words, at, at < p.n ? p.ids[at] : 0);  // the whole warp
 }
 
-template <typename T>
+template <typename T, int kWidth>
 __global__ void __launch_bounds__(kGatherThreads) row_norms_kernel(RowNormsParams p) {
   using A = acc_t<T>;
   const int64_t at = int64_t(blockIdx.x) * kGatherWarps + warp_id();
   const int64_t id = at < p.n ? class_or_unknown(p.ids[at], p.num_classes) : p.num_classes;
   const T* row = static_cast<const T*>(p.weight) + id * p.dim;
   A sum = 0;
-  for (int64_t c = lane_id(); id < p.num_classes && c < p.dim; c += kWarpSize) sum += to_acc(row[c]) * to_acc(row[c]);
+#pragma unroll 4
+  for (int64_t c = lane_id() * kWidth; id < p.num_classes && c < p.dim; c += kWarpSize * kWidth) {
+    A w[kWidth];
+    load_columns<kWidth>(row + c, w);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) sum += w[i] * w[i];
+  }
   sum = group_sum<kWarpSize>(sum);
   if (at >= p.n || lane_id() != 0) return;
   static_cast<A*>(p.inverse)[at] = id < p.num_classes ? inverse_norm(sum) : quiet_nan<A>();
@@ -156,9 +198,72 @@ SX_DEVICE inline void sum_draw_coefs(const LossBwdParams& p, int64_t first) {
   static_cast<A*>(p.draw_bias)[first + column] = sum;
 }
 
+// `Width` numbers that are read or written at once.
+template <typename T, int Width>
+struct alignas(Width * sizeof(T)) Columns {
+  T x[Width];
+};
+template <int Width, typename T>
+SX_DEVICE inline Columns<T, Width> columns_at(const void* from, int64_t at) {
+  return *reinterpret_cast<const Columns<T, Width>*>(static_cast<const T*>(from) + at);
+}
+template <int Width, typename T>
+SX_DEVICE inline void store_at(void* to, int64_t at, const Columns<T, Width>& x) {
+  *reinterpret_cast<Columns<T, Width>*>(static_cast<T*>(to) + at) = x;
+}
+
+// What the backward does with h and its gradient in row b; `Width` columns of a thread at a time. Returns the largest
+// |h| if a loss scale asks for it.
+template <int Width, typename T, typename A>
+SX_DEVICE inline A hidden_columns(const LossBwdParams& p, const LossUpstream<A>& up, int64_t b) {
+  const bool none = up.none(p, b), asks = p.found_inf != nullptr;
+  A widest = 0;
+  for (int64_t c = int64_t(threadIdx.x) * Width; c < p.dim; c += kBwdThreads * Width) {
+    const int64_t at = b * p.dim + c;
+    Columns<T, Width> d;
+    A parts[Width] = {};
+    // As LossUpstream::combine_hidden, number for number.
+    const auto add = [&](A factor, const void* own, const void* draws, bool first) {
+      if (factor == A(0)) return;
+      const auto x = columns_at<Width, A>(own, at);
+      Columns<A, Width> more{};
+      if (draws != nullptr) more = columns_at<Width, A>(draws, at);
+#pragma unroll
+      for (int i = 0; i < Width; ++i) {
+        const A term = factor * (draws != nullptr ? x.x[i] + more.x[i] : x.x[i]);
+        parts[i] = first ? term : parts[i] + term;
+      }
+    };
+    if (!none) {
+      add(up.of_loss, p.d_loss, p.draws_loss, true);
+      add(up.of_lse, p.d_lse, p.draws_lse, false);
+    }
+#pragma unroll
+    for (int i = 0; i < Width; ++i) d.x[i] = from_acc<T>(parts[i]);
+    store_at<Width, T>(p.d_hidden, at, d);
+    if (p.clean_hidden == nullptr && !asks) continue;
+    const auto h = columns_at<Width, T>(p.hidden, at);
+#pragma unroll
+    for (int i = 0; i < Width; ++i) widest = max_nan(widest, A(fabs(to_acc(h.x[i]))));
+    if (p.clean_hidden == nullptr) continue;
+    if (p.draw_parts.parts != nullptr) {
+      const auto twice = none ? Columns<T, Width>{} : h;
+      store_at<Width, T>(p.clean_hidden, at + b * p.dim, twice);
+      store_at<Width, T>(p.clean_hidden, at + (b + 1) * p.dim, twice);
+      continue;
+    }
+    Columns<A, Width> clean;
+#pragma unroll
+    for (int i = 0; i < Width; ++i) clean.x[i] = none ? A(0) : A(p.hidden_factor) * A(to_acc(h.x[i]));
+    store_at<Width, A>(p.clean_hidden, at, clean);
+  }
+  return widest;
+}
+
 // One block per batch row, behind the blocks that sum the biases, which take longest.
 template <typename T>
-__global__ void __launch_bounds__(kBwdThreads, kBwdResident) loss_bwd_kernel(LossBwdParams p, int bias_blocks) {
+__global__ void __launch_bounds__(kBwdThreads, kBwdResident)
+    loss_bwd_kernel(LossBwdParams p, int bias_blocks, bool wide) {
   using A = acc_t<T>;
   if (int(blockIdx.x) < bias_blocks) return sum_draw_coefs<A>(p, int64_t(blockIdx.x) * kBiasColumns);
   const int64_t b = int64_t(blockIdx.x) - bias_blocks, P = p.num_targets, m = p.num_samples, entries = P + m;
@@ -188,33 +293,19 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdResident) loss_bwd_kernel(Los
     }
   }
   for (int64_t j = first; with_keys && j < p.keys.num_counters; j += threads) p.keys.counters[j] = 0;
-  T* d_hidden = static_cast<T*>(p.d_hidden) + b * p.dim;
-  const bool none = up.none(p, b);
-  for (int64_t c = threadIdx.x; c < p.dim; c += kBwdThreads) {
-    d_hidden[c] = from_acc<T>(none ? A(0) : up.combine_hidden(p, b * p.dim + c));
-  }
-  const T* hidden = static_cast<const T*>(p.hidden) + b * p.dim;
-  if (p.found_inf != nullptr) {
-    __shared__ A scratch[kBwdThreads / kWarpSize];
-    A widest = 0;
-    for (int64_t c = threadIdx.x; c < p.dim; c += kBwdThreads) widest = max_nan(widest, A(fabs(to_acc(hidden[c]))));
-    largest = block_max<kBwdThreads / kWarpSize>(largest, scratch);
-    widest = block_max<kBwdThreads / kWarpSize>(widest, scratch);
-    // Every block that writes writes the same number.
-    if (threadIdx.x == 0 && may_overflow(p, largest, widest)) *p.found_inf = 1.0f;
-  }
-  if (p.clean_hidden == nullptr) return;
-  if (p.draw_parts.parts != nullptr) {
-    T* twice = static_cast<T*>(p.clean_hidden) + b * 2 * p.dim;
-    for (int64_t c = threadIdx.x; c < p.dim; c += kBwdThreads) {
-      twice[c] = twice[p.dim + c] = none ? from_acc<T>(A(0)) : hidden[c];
-    }
-    return;
-  }
-  A* clean = static_cast<A*>(p.clean_hidden) + b * p.dim;
-  for (int64_t c = threadIdx.x; c < p.dim; c += kBwdThreads) {
-    clean[c] = none ? A(0) : A(p.hidden_factor) * A(to_acc(hidden[c]));
-  }
+  // Four numbers at a time: 16 bytes of the accumulation type.
+  constexpr int kWidth = sizeof(A) == 4 ? 4 : 1;
+  A widest;
+  if (kWidth > 1 && wide)
+    widest = hidden_columns<kWidth, T>(p, up, b);
+  else
+    widest = hidden_columns<1, T>(p, up, b);
+  if (p.found_inf == nullptr) return;
+  __shared__ A scratch[kBwdThreads / kWarpSize];
+  largest = block_max<kBwdThreads / kWarpSize>(largest, scratch);
+  widest = block_max<kBwdThreads / kWarpSize>(widest, scratch);
+  // Every block that writes writes the same number.
+  if (threadIdx.x == 0 && may_overflow(p, largest, widest)) *p.found_inf = 1.0f;
 }
 
 // ------------------------------------------------------------------------------------------------ debug check

@@ -6,10 +6,10 @@ namespace samplex {
 namespace SX_BACKEND_NS {
 namespace {
 
-template <typename T, int kWidth, int kChunks, int kGroup, bool kFull, int kRowWarps = 1>
+template <typename T, int kWidth, int kChunks, int kGroup, bool kFull, int kRowWarps = 1, bool kUnit = false>
 void launch_one_pass(const SampledSoftmaxParams& params, void* stream) {
-  using Body = OnePass<T, kWidth, kChunks, kGroup, kFull, kRowWarps>;
-  SX_LAUNCH("sampled_softmax", (sampled_softmax_kernel<T, kWidth, kChunks, kGroup, kFull, kRowWarps>),
+  using Body = OnePass<T, kWidth, kChunks, kGroup, kFull, kRowWarps, kUnit>;
+  SX_LAUNCH("sampled_softmax", (sampled_softmax_kernel<T, kWidth, kChunks, kGroup, kFull, kRowWarps, kUnit>),
             unsigned(params.batch), Body::kThreads, params.need_grad ? sizeof(float) * Body::kBuffer : 0, stream,
             params);
 }
@@ -20,12 +20,32 @@ void launch_wide(const SampledSoftmaxParams& params, void* stream) {
             params);
 }
 
+// Class rows on the sphere, 16 bytes at a time.
+template <typename T>
+void launch_unit(const SampledSoftmaxParams& params, void* stream) {
+  constexpr int kWidth = vector_width<T>;
+  const int64_t d = params.dim;
+  if (d <= 128)
+    launch_one_pass<T, kWidth, 16 / kWidth, 8, false, 1, true>(params, stream);
+  else if (d <= 256)
+    launch_one_pass<T, kWidth, 8 / kWidth, 32, false, 1, true>(params, stream);
+  else if (d <= 512)
+    launch_one_pass<T, kWidth, 16 / kWidth, 32, false, 1, true>(params, stream);
+  else if (d <= 1024)
+    launch_one_pass<T, kWidth, 8 / kWidth, 32, false, 4, true>(params, stream);
+  else
+    launch_one_pass<T, kWidth, 8 / kWidth, 32, false, 16, true>(params, stream);
+}
+
 template <typename T>
 void launch(const SampledSoftmaxParams& params, void* stream) {
   constexpr int kWidth = vector_width<T>;
   const bool vectors = params.dim % kWidth == 0 && vector_aligned(params.hidden) && vector_aligned(params.weight);
   const int64_t d = params.dim;
-  if (params.shared || params.normalize || d > 4096) {
+  const bool seeded = params.num_targets == 1 && params.label_smoothing == 0;
+  if (!params.shared && params.normalize && vectors && d > 0 && d <= 4096 && (seeded || !params.has_margin)) {
+    launch_unit<T>(params, stream);
+  } else if (params.shared || params.normalize || d == 0 || d > 4096) {
     if (vectors)
       launch_wide<T, kWidth>(params, stream);
     else

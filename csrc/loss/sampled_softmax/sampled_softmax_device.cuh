@@ -13,30 +13,52 @@ SX_DEVICE inline bool counts_as_target(const SampledSoftmaxParams& p, int64_t id
   return id != p.ignore_index && !(p.num_targets > 1 && id == kPadding);
 }
 
-SX_DEVICE inline bool draw_masked(const SampledSoftmaxParams& p, int64_t b, int64_t id) {
-  for (int64_t k = 0; k < p.num_targets; ++k) {
+// Whether a lane's draw is left out; by the whole warp. `asks`: whether the lane has a draw.
+SX_DEVICE inline bool draw_masked(const SampledSoftmaxParams& p, int64_t b, int64_t id, bool asks) {
+  bool masked = false;
+  for (int64_t k = 0; !masked && k < p.num_targets; ++k) {
     const int64_t target = p.target[b * p.num_targets + k];
-    if (target == id && counts_as_target(p, target)) return true;
+    masked = target == id && counts_as_target(p, target);
   }
-  return is_known_positive(p.known_offsets, p.known_ids, p.known_size, b, id);
+  const bool known = is_known_positive(p.known_offsets, p.known_ids, p.known_size, b, id, asks && !masked);
+  return masked || known;
 }
 
-// Class of entry k (target, then draws), -1 where it takes no part; see class_or_unknown for an id out of range.
-SX_DEVICE inline int64_t entry_id(const SampledSoftmaxParams& p, int64_t b, int64_t k) {
-  if (k < p.num_targets) {
-    const int64_t id = p.target[b * p.num_targets + k];
-    return counts_as_target(p, id) ? class_or_unknown(id, p.num_classes) : -1;
-  }
-  const int64_t draw = k - p.num_targets;
-  const int64_t id = p.ids[(p.shared ? 0 : b * p.num_samples) + draw];
+// Class of target k, -1 where it takes no part; see class_or_unknown for an id out of range.
+SX_DEVICE inline int64_t target_id(const SampledSoftmaxParams& p, int64_t b, int64_t k) {
+  const int64_t id = p.target[b * p.num_targets + k];
+  return counts_as_target(p, id) ? class_or_unknown(id, p.num_classes) : -1;
+}
+
+// Drawn class of entry k, whether it takes part or not.
+SX_DEVICE inline int64_t drawn_id(const SampledSoftmaxParams& p, int64_t b, int64_t k) {
+  return p.ids[(p.shared ? 0 : b * p.num_samples) + k - p.num_targets];
+}
+
+// Class of a lane's entry k (target, then draws), -1 where it takes no part or is not there; by the whole warp.
+SX_DEVICE inline int64_t entry_id(const SampledSoftmaxParams& p, int64_t b, int64_t k, bool there) {
+  const bool draw = there && k >= p.num_targets;
+  const int64_t id = draw ? drawn_id(p, b, k) : -1;
   bool masked;
-  if (p.draw_labels == nullptr) {
-    masked = draw_masked(p, b, id);
+  if (p.draw_labels != nullptr) {
+    const int64_t label = draw ? p.draw_labels[k - p.num_targets] : -1;
+    const bool own = draw && label == p.row_labels[b];
+    const bool known = is_known_positive(p.known_offsets, p.known_ids, p.known_size, b, label, draw && !own);
+    masked = own || known;
   } else {
-    const int64_t label = p.draw_labels[draw];
-    masked = label == p.row_labels[b] || is_known_positive(p.known_offsets, p.known_ids, p.known_size, b, label);
+    masked = draw_masked(p, b, id, draw);
   }
-  return masked ? -1 : class_or_unknown(id, p.num_classes);
+  if (draw) return masked ? -1 : class_or_unknown(id, p.num_classes);
+  return there ? target_id(p, b, k) : -1;
+}
+
+// body(k, whether it is below `end`) for k = first + this thread, in steps of kBlock threads. All lanes of a warp come
+// to the body together.
+template <int kBlock, typename F>
+SX_DEVICE inline void for_entries(int64_t first, int64_t end, const F& body) {
+  for (int64_t base = first + int64_t(threadIdx.x) - lane_id(); base < end; base += kBlock) {
+    body(base + lane_id(), base + lane_id() < end);
+  }
 }
 
 // What is added to scale * h.w before and after the absolute value.
@@ -115,9 +137,9 @@ SX_DEVICE inline RowSetup<A> setup_row(const SampledSoftmaxParams& p, int64_t b,
   if (p.label_smoothing > 0) {
     // Counted in the accumulation type: exact up to 2^24 draws, the most a key allows.
     A entries = 0;
-    for (int64_t k = threadIdx.x; k < p.num_targets + p.num_samples; k += kBlockWarps * kWarpSize) {
-      entries += entry_id(p, b, k) >= 0 ? A(1) : A(0);
-    }
+    for_entries<kBlockWarps * kWarpSize>(0, p.num_targets + p.num_samples, [&](int64_t k, bool there) {
+      entries += entry_id(p, b, k, there) >= 0 ? A(1) : A(0);
+    });
     row.every_share = A(p.label_smoothing) / block_sum<kBlockWarps>(entries, scratch);
   }
   return row;
@@ -141,12 +163,10 @@ SX_DEVICE inline void zero_row(const SampledSoftmaxParams& p, int64_t b) {
   clear(p.d_lse, p.dim, p.dim);
 }
 
-// What entry k pulls with: scale sign_k a_k.
+// What entry k of class `id` pulls with: scale sign_k a_k.
 template <typename A>
-SX_DEVICE inline A entry_pull(const SampledSoftmaxParams& p, const RowSetup<A>& row, int64_t b, int64_t k) {
-  if (k >= p.num_targets && row.every_share == A(0)) return A(0);
-  const int64_t id = entry_id(p, b, k);
-  if (id < 0) return A(0);
+SX_DEVICE inline A entry_pull(const SampledSoftmaxParams& p, const RowSetup<A>& row, int64_t b, int64_t k, int64_t id) {
+  if (id < 0 || (k >= p.num_targets && row.every_share == A(0))) return A(0);
   const A share = entry_share(p, row, b, k, id);
   if (share == A(0)) return A(0);
   return A(p.scale) * share * (has_slopes(p) ? static_cast<const A*>(p.signs)[b * p.coefs.stride + k] : A(1));

@@ -1,8 +1,8 @@
 // Fused sampled softmax on the GPU: one block per batch row. Formulas in sampled_softmax_params.h.
 //
 //   sampled_softmax_kernel         float, half, bfloat16 storage, d <= 4096: one pass, of one warp or of several
-//   sampled_softmax_wide_kernel    any other d, double, class rows on the sphere, and shared draws (whose products come
-//                                  from a GEMM)
+//   sampled_softmax_wide_kernel    any other d, double, and shared draws (whose products come from a GEMM); rows on the
+//                                  sphere that are not aligned, or with a margin and several targets or smoothing
 //   sampled_softmax_check_kernel   SAMPLEX_DEBUG=1: stops with a message at the first id out of range
 #pragma once
 
@@ -16,10 +16,10 @@ constexpr int kThreads = kWarps * kWarpSize;
 
 // Blocks an SM shall hold: eight of one warp; of wider ones sixteen warps, fewer where single columns take address
 // registers.
-template <typename T, int kWidth, int kChunks, int kGroup, bool kFull, int kRowWarps>
+template <typename T, int kWidth, int kChunks, int kGroup, bool kFull, int kRowWarps, bool kUnit>
 __global__ void __launch_bounds__(kRowWarps* kWarpSize, kRowWarps == 1 ? 8 : (kWidth == 1 ? 12 : 16) / kRowWarps)
     sampled_softmax_kernel(SampledSoftmaxParams p) {
-  using Body = OnePass<T, kWidth, kChunks, kGroup, kFull, kRowWarps>;
+  using Body = OnePass<T, kWidth, kChunks, kGroup, kFull, kRowWarps, kUnit>;
   __shared__ typename Body::Shared shared;
   SX_DYN_SMEM(float, buffer);  // Body::kBuffer, with gradients
   Body body(p, shared, buffer, blockIdx.x);
@@ -94,8 +94,13 @@ SX_DEVICE inline void wide_row(const SampledSoftmaxParams& p, acc_t<T>* scratch)
   };
 
   const int64_t scored_by_warps = p.shared ? P : entries;
-  for (int64_t k = warp_id(); k < scored_by_warps; k += kWarps) {
-    const int64_t id = entry_id(p, b, k);
+  int64_t held = -1;  // of 32 entries of the warp, one a lane
+  for (int64_t k = warp_id(), i = 0; k < scored_by_warps; k += kWarps, ++i) {
+    if (i % kWarpSize == 0) {
+      const int64_t own = k + lane_id() * kWarps;
+      held = entry_id(p, b, own, own < scored_by_warps);
+    }
+    const int64_t id = shuffle_from(held, int(i % kWarpSize));
     A dot = 0, squares = 0;
     if (id >= 0) {
       const T* class_row = id < p.num_classes ? weight + id * p.dim : hidden;
@@ -120,14 +125,14 @@ SX_DEVICE inline void wide_row(const SampledSoftmaxParams& p, acc_t<T>* scratch)
     }
   }
   if (p.shared) {
-    for (int64_t k = P + threadIdx.x; k < entries; k += kThreads) {
-      const int64_t id = entry_id(p, b, k);
+    for_entries<kThreads>(P, entries, [&](int64_t k, bool there) {
+      const int64_t id = entry_id(p, b, k, there);
       if (id >= 0)
         score(k, id, static_cast<const A*>(p.dots)[b * p.dots_stride + k - P],
               p.normalize ? static_cast<const A*>(p.draw_inverse)[k - P] : A(1));
-      else if (p.need_grad)
+      else if (there && p.need_grad)
         logits[k] = negative_infinity<A>();
-    }
+    });
   }
 
   const A block_max_value = block_max<kWarps>(online.max, scratch);
@@ -142,28 +147,31 @@ SX_DEVICE inline void wide_row(const SampledSoftmaxParams& p, acc_t<T>* scratch)
     static_cast<A*>(p.denom)[b] = row.denom;
   }
   if (!p.need_grad) return;  // the whole block
-  // Logits become coefficients. Masked entries hold -inf; in a nan row they are asked again.
+  // Logits become coefficients. Masked entries hold -inf; in a nan row, and where all pull, they are asked again.
   A* coef_lse = p.coef_lse == nullptr ? nullptr : static_cast<A*>(p.coef_lse) + b * p.coefs.stride;
   // With a margin: what the targets add to the gradients of h in its own direction.
   A along_loss = 0, along_lse = 0;
-  for (int64_t k = threadIdx.x; k < entries; k += kThreads) {
+  const bool asked = lse != lse || row.every_share != A(0);  // the same in every thread
+  for_entries<kThreads>(0, entries, [&](int64_t k, bool there) {
+    const int64_t id = asked ? entry_id(p, b, k, there) : there && k < P ? target_id(p, b, k) : -1;
+    if (!there) return;
     const A logit = logits[k];
-    const bool part = lse == lse ? logit != negative_infinity<A>() : entry_id(p, b, k) >= 0;
+    const bool part = lse == lse ? logit != negative_infinity<A>() : id >= 0;
     A x = part ? A(p.scale) * exp_acc(logit - lse) : A(0);
     if (p.has_margin && part && k < P) {
       const A radial = static_cast<const A*>(p.radial)[b * P + k];
-      const A pull = trivial ? A(0) : A(p.scale) * entry_share(p, row, b, k, entry_id(p, b, k));
+      const A pull = trivial ? A(0) : A(p.scale) * entry_share(p, row, b, k, id);
       along_lse += x * radial;
       along_loss += (weighted(total, x) - pull) * radial;
     }
     if (has_slopes(p) && part) x *= signs[k];
     if (coef_lse != nullptr) coef_lse[k] = x;
-    const A coef = weighted(total, x) - (trivial ? A(0) : entry_pull(p, row, b, k));
+    const A coef = weighted(total, x) - (trivial ? A(0) : entry_pull(p, row, b, k, id));
     logits[k] = coef;
-    if (k < P) continue;
+    if (k < P) return;
     store_parts<T>(p.parts_loss, b, k - P, coef);
     store_parts<T>(p.parts_lse, b, k - P, x);
-  }
+  });
   __syncthreads();
   if (p.has_margin) {  // the whole block
     along_loss = block_sum<kWarps>(along_loss, scratch);
@@ -178,9 +186,12 @@ SX_DEVICE inline void wide_row(const SampledSoftmaxParams& p, acc_t<T>* scratch)
     for (int64_t begin = 0; begin < scored_by_warps; begin += kThreads) {
       const int64_t k = begin + threadIdx.x;
       if (k < scored_by_warps) {
-        ids[threadIdx.x] = entry_id(p, b, k);
-        coefs[threadIdx.x] = logits[k];
-        coefs_lse[threadIdx.x] = coef_lse != nullptr ? coef_lse[k] : A(0);
+        const A of_entry = logits[k], of_its_lse = coef_lse != nullptr ? coef_lse[k] : A(0);
+        // What takes no part has coefficients of 0, and who has those adds nothing.
+        const bool none = of_entry == A(0) && of_its_lse == A(0);
+        ids[threadIdx.x] = none ? -1 : k < P ? target_id(p, b, k) : class_or_unknown(drawn_id(p, b, k), p.num_classes);
+        coefs[threadIdx.x] = of_entry;
+        coefs_lse[threadIdx.x] = of_its_lse;
       }
       __syncthreads();
       const int64_t n = scored_by_warps - begin < kThreads ? scored_by_warps - begin : kThreads;

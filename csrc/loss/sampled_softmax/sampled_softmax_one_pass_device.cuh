@@ -25,7 +25,10 @@ SX_DEVICE inline float quick_exp(float x) { return exp2f(x * 1.44269504f); }
 // kSeats, … of it. Those are the kGroup lanes of a group, or, of a wide row, all kWarps warps of the block (kGroup is
 // 32 then). There are no branches around register arrays: an entry that takes no part reads h instead of a class row
 // and has logit -inf, a column that is not there reads column 0 against h = 0.
-template <typename T, int kWidth, int kChunks, int kGroup, bool kFull, int kWarps>
+//
+// kUnit: class rows on the unit sphere, whose squares are summed beside their products; a margin needs a single target
+// without smoothing.
+template <typename T, int kWidth, int kChunks, int kGroup, bool kFull, int kWarps, bool kUnit>
 struct OnePass {
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kElements = kWidth * kChunks;  // columns of a lane
@@ -153,12 +156,21 @@ struct OnePass {
     return whole_product(x, row, part == 0);
   }
 
+  // Slope of the logit of a row of a length whose square this is: 1 / |w|, or 1.
+  SX_DEVICE static float slope_of([[maybe_unused]] float squares) {
+    if constexpr (kUnit)
+      return inverse_norm(squares);
+    else
+      return 1.0f;
+  }
+
   // Scores entries first .. first + kCount - 1 of the stage for this lane's group; kCount is kRows, or 1 for the rest.
   template <int kCount>
   SX_DEVICE void tile(int first, int stage_begin) {
     constexpr int kSame = kCount == 1 ? kGroup : kHolders;  // lanes that speak for the same entry
     float rows[kCount][kElements];
     float products[kCount];
+    [[maybe_unused]] float squares[kCount];
     // All class rows are requested before any is used: the gather is bound by latency.
 #pragma unroll
     for (int r = 0; r < kCount; ++r) load_row(s.rows[first + r], rows[r]);
@@ -167,19 +179,30 @@ struct OnePass {
       products[r] = h[0] * rows[r][0];
 #pragma unroll
       for (int i = 1; i < kElements; ++i) products[r] += h[i] * rows[r][i];
+      if constexpr (kUnit) {
+        squares[r] = rows[r][0] * rows[r][0];
+#pragma unroll
+        for (int i = 1; i < kElements; ++i) squares[r] += rows[r][i] * rows[r][i];
+      }
     }
-    float dot;
-    if constexpr (kCount == 1)
+    float dot, square = 0;
+    if constexpr (kCount == 1) {
       dot = whole_product(group_sum<kGroup>(products[0]), 0, lane == 0);
-    else
+      if constexpr (kUnit) square = whole_product(group_sum<kGroup>(squares[0]), 0, lane == 0);
+    } else {
       dot = exchange(products);
+      if constexpr (kUnit) {
+        warp_sync();  // the products have been read
+        square = exchange(squares);
+      }
+    }
 
     // From here on a lane speaks for one entry of its group.
     const int mine = first + place / kSame;
-    float value = scale * dot + s.inside[mine];
-    float sign = 1;
+    float sign = slope_of(square);
+    float value = scale * (kUnit ? dot * sign : dot) + s.inside[mine];
     if (absolute) {
-      sign = sign_of(value);
+      sign *= sign_of(value);
       value = fabsf(value);
     }
     const float logit = value + s.outside[mine];
@@ -206,7 +229,7 @@ struct OnePass {
     if (need_grad && place % kSame == 0) {
       if (warp == 0 && (kCount > 1 || stage_begin + mine < p.num_targets + p.num_samples)) {
         logits[stage_begin + mine] = logit;
-        if (absolute) signs()[stage_begin + mine] = sign;
+        if (kUnit || absolute) signs()[stage_begin + mine] = sign;
       }
       if (kCount > 1) coefs[place / kSame] = mass * sign;
     }
@@ -226,14 +249,27 @@ struct OnePass {
     const int64_t id = class_or_unknown(p.target[b], p.num_classes);
     float w[kElements];
     load_row(row_of(id), w);
-    float dot = h[0] * w[0];
+    const auto product = [&](const float (&a)[kElements], const float (&b)[kElements]) {
+      float sum = a[0] * b[0];
 #pragma unroll
-    for (int i = 1; i < kElements; ++i) dot += h[i] * w[i];
-    float value =
-        scale * (whole_product(group_sum<kGroup>(dot), 0, lane == 0) + class_scalar(p.bias, id, p.num_classes, 0.0f));
-    float sign = 1;
+      for (int i = 1; i < kElements; ++i) sum += a[i] * b[i];
+      return whole_product(group_sum<kGroup>(sum), 0, lane == 0);
+    };
+    float dot = product(h, w), sign = 1, radial = 0;
+    if constexpr (kUnit) {
+      sign = slope_of(product(w, w));
+      dot *= sign;
+      if (p.has_margin) {
+        const float length = sqrt_of(product(h, h)), of_hidden = length > 0 ? 1.0f / length : 0.0f;
+        const MarginValue<float> margin = margin_value(p.margin, dot * of_hidden);
+        dot = length * margin.value;
+        sign *= margin.slope;
+        radial = margin.radial * of_hidden;
+      }
+    }
+    float value = scale * (dot + class_scalar(p.bias, id, p.num_classes, 0.0f));
     if (absolute) {
-      sign = sign_of(value);
+      sign *= sign_of(value);
       value = fabsf(value);
     }
     if (value > max) max = value;
@@ -243,9 +279,11 @@ struct OnePass {
     pulled = lane == 0 && share != 0 ? share * value * float(kHolders) : 0.0f;
     if (!need_grad) return;
     const float c = group == 0 ? mass * sign : 0.0f, a = share * sign;
+    // With a margin both directions of the target's slope: along its class row, and along h.
+    [[maybe_unused]] const float along_c = group == 0 ? mass * radial : 0.0f, along_a = share * radial;
     if (thread == 0) {
       logits[0] = value;
-      if (absolute) signs()[0] = sign;
+      if (kUnit || absolute) signs()[0] = sign;
     }
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -254,6 +292,10 @@ struct OnePass {
       for (int i = 0; i < kWidth; ++i) {
         push[chunk * kWidth + i] = c * w[chunk * kWidth + i];
         pulled_by[i] = a * w[chunk * kWidth + i];
+        if constexpr (kUnit) {
+          push[chunk * kWidth + i] += along_c * h[chunk * kWidth + i];
+          pulled_by[i] += along_a * h[chunk * kWidth + i];
+        }
       }
       if (chunk % kGroups == group) store_floats<kWidth>(pull + column(chunk), pulled_by);
     }
@@ -302,7 +344,7 @@ struct OnePass {
     for (int i = thread; i < staged_targets + padded - n; i += kThreads) {
       const bool target = i < staged_targets;
       const int k = begin + i;
-      const int64_t id = target ? entry_id(p, b, k) : -1;
+      const int64_t id = target ? target_id(p, b, k) : -1;
       const bool part = id >= 0;
       const float share = part ? entry_share(p, row, b, k, id) : 0.0f;
       const float inside = part ? scale * class_scalar(p.bias, id, p.num_classes, 0.0f) : 0.0f;
@@ -315,17 +357,19 @@ struct OnePass {
     const float log_m = float(p.log_num_samples);
     const int64_t target = p.target[b * targets];
     const bool simple = targets == 1 && p.known_offsets == nullptr;
-    for (int k = (begin > targets ? begin : targets) + thread; k < begin + n; k += kThreads) {
+    for_entries<kThreads>(begin > targets ? begin : targets, begin + n, [&](int64_t at, bool there) {
+      const int k = there ? int(at) : begin + n - 1;
       const int64_t given = ids[k - targets], id = class_or_unknown(given, p.num_classes);
       const float q = log_q[k - targets];
-      const bool part = !(simple ? given == target : draw_masked(p, b, given));
+      const bool part = !(simple ? given == target : draw_masked(p, b, given, there));
       const float outside = is_finite(q) ? -q - log_m : quiet_nan<float>();
       float share = row.every_share;
       const float inside = part ? scale * class_scalar(p.bias, id, p.num_classes, 0.0f) : 0.0f;
       if (share != 0 && part) share = entry_share(p, row, b, k, id);
+      if (!there) return;
       put(k - begin, part ? id : -1, inside, part ? outside : kNone, part ? share : 0.0f);
       drawn = drawn || part;
-    }
+    });
   }
 
   // One number of both gradients: `pushed` is divided by the sum already.
@@ -374,21 +418,25 @@ struct OnePass {
   // Logits become coefficients. An entry that takes no part holds -inf, or anything in a nan row: then it is asked
   // again.
   SX_DEVICE void finish_coefs(const RowSetup<float>& row, int entries, float lse, float total, bool trivial) const {
-    if (lse == lse && !absolute && p.coef_lse == nullptr) {
+    if (lse == lse && !kUnit && !absolute && p.coef_lse == nullptr) {
       const float factor = total * scale;
       for (int k = thread; k < entries; k += kThreads) logits[k] = factor * quick_exp(logits[k] - lse);
     } else {
-      for (int k = thread; k < entries; k += kThreads) {
-        float x = quick_exp(logits[k] - lse) * scale;
-        if (absolute) x *= signs()[k];
-        if (lse != lse) x = entry_id(p, b, k) < 0 ? 0.0f : quiet_nan<float>();
+      for_entries<kThreads>(0, entries, [&](int64_t k, bool there) {
+        float x = there ? quick_exp(logits[k] - lse) * scale : 0.0f;
+        if (there && (kUnit || absolute)) x *= signs()[k];
+        if (lse != lse) x = entry_id(p, b, k, there) < 0 ? 0.0f : quiet_nan<float>();  // the whole block
+        if (!there) return;
         if (p.coef_lse != nullptr) static_cast<float*>(p.coef_lse)[b * entries + k] = x;
         logits[k] = weighted(total, x);
-      }
+      });
     }
     if (trivial) return;
     const int pulling = row.every_share != 0 ? entries : int(p.num_targets);
-    for (int k = thread; k < pulling; k += kThreads) logits[k] -= entry_pull(p, row, b, k);
+    for_entries<kThreads>(0, pulling, [&](int64_t k, bool there) {
+      const int64_t id = entry_id(p, b, k, there);
+      if (there) logits[k] -= entry_pull(p, row, b, k, id);
+    });
   }
 
   SX_DEVICE void run([[maybe_unused]] float* buffer) {
@@ -432,10 +480,10 @@ struct OnePass {
     float total = row.weight_sum * row.target_share;
     if (p.label_smoothing > 0) {
       float mine = 0;
-      for (int k = thread; k < entries; k += kThreads) {
-        const int64_t id = entry_id(p, b, k);
+      for_entries<kThreads>(0, entries, [&](int64_t k, bool there) {
+        const int64_t id = entry_id(p, b, k, there);
         if (id >= 0) mine += entry_share(p, row, b, k, id);
-      }
+      });
       total = block_total(mine);
     }
     if (trivial) total = 0;

@@ -23,7 +23,17 @@ struct Pairs {
   SX_DEVICE bool masked(int64_t i, int64_t j) const {
     if (p.labels == nullptr || i == j) return false;
     const int64_t label = p.labels[j];
-    return label == p.labels[i] || is_known_positive(p.known_offsets, p.known_ids, p.known_size, i, label);
+    return label == p.labels[i] || is_known(i, label);
+  }
+  // Whether a label is one of the row's known positives. Offsets are clamped: those of a device come unchecked.
+  SX_DEVICE bool is_known(int64_t i, int64_t label) const {
+    if (p.known_offsets == nullptr) return false;
+    const int64_t first = p.known_offsets[i], last = p.known_offsets[i + 1];
+    const int64_t end = last < p.known_size ? last : p.known_size;
+    for (int64_t k = first < 0 ? 0 : first; k < end; ++k) {
+      if (p.known_ids[k] == label) return true;
+    }
+    return false;
   }
   SX_DEVICE static A shift(const void* shifts, int64_t i, int64_t j, int64_t at) {
     return shifts == nullptr || i == j ? A(0) : static_cast<const A*>(shifts)[at];

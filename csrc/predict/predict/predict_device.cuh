@@ -123,7 +123,7 @@ struct PredictRow {
   bool aligned;  // row and bias
 
   SX_DEVICE PredictRow(const PredictChunk& chunk, int64_t b)
-      : map(chunk), dots(static_cast<A*>(chunk.dots) + b * chunk.count), count(chunk.count) {
+      : map(chunk), dots(static_cast<A*>(chunk.dots) + b * chunk.stride), count(chunk.count) {
     aligned = predict_aligned(dots) && predict_aligned(map.bias);
   }
   // Logits of a tile, with their sign.

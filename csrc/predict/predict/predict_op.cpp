@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "common/glue.h"
+#include "common/logits.h"
 #include "common/numeric.h"
 #include "predict/predict/predict_params.h"
 
@@ -21,12 +21,12 @@ PredictChunk chunk_of(const char* op, const Tensor& dots, const MaybeTensor& bia
   const char* const shape = by_class ? "[n, B]" : "[B, n]";
   check_type(acc == ScalarType::Float || acc == ScalarType::Double, op, ": dots must be ", shape,
              " float32 or float64, got ", describe(dots));
-  check_tensor(op, "dots", dots, {-1, -1}, shape, acc, dots);
+  check_logits(op, "dots", dots, shape, acc);
   check_value(!by_class || backend_of(op, dots) == Backend::kCpu, op, ": by_class must be False on a GPU, got True");
   const int64_t batch = dots.size(by_class ? 1 : 0), count = dots.size(by_class ? 0 : 1);
   if (bias) check_tensor(op, "bias", *bias, {count}, "[n]", acc, dots);
   check_value(first >= 0 && first <= kMostClasses, op, ": first must be in [0, 2^52], got ", first);
-  return {nullptr, nullptr, batch, count, first, scale, absolute, acc == ScalarType::Double, by_class};
+  return {nullptr, nullptr, batch, count, dots.stride(0), first, scale, absolute, acc == ScalarType::Double, by_class};
 }
 
 void check_rows(const char* op, const char* arg, const Tensor& t, const PredictChunk& chunk, ScalarType dtype,
@@ -115,7 +115,7 @@ void predict_lse(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor class
   check_tensor(op, "positive", positive, {p.chunk.batch, p.num_targets}, "[B, P]", dots.scalar_type(), dots);
   if (total) check_rows(op, "total", *total, p.chunk, ScalarType::Double, dots);
   if (nothing(p.chunk)) return;
-  fill(p.chunk, in_any(dots), bias);
+  fill(p.chunk, in_logits(dots), bias);
   p.target = in<int64_t>(target);
   p.class_weight = class_weight ? in_any(*class_weight) : nullptr;
   p.lse = out<double>(lse);
@@ -153,7 +153,7 @@ void predict_grad(Tensor dots, MaybeTensor bias, Tensor target, MaybeTensor clas
     check_value(backend_of(op, dots) != Backend::kCpu, op, ": parts must be None on the CPU, got ", describe(*parts));
   }
   if (nothing(p.chunk)) return;
-  fill(p.chunk, parts ? in_any(dots) : out_any(dots), bias);
+  fill(p.chunk, parts ? in_logits(dots) : out_logits(dots), bias);
   if (parts) {
     p.parts = out_any(*parts);
     p.parts_width = parts->size(1);
@@ -180,7 +180,7 @@ void predict_topk(Tensor dots, MaybeTensor bias, int64_t first, double scale, bo
               describe(values));
   check_tensor(op, "ids", ids, {dots.size(0), p.k}, "[B, k]", ScalarType::Long, dots);
   if (nothing(p.chunk)) return;
-  fill(p.chunk, in_any(dots), bias);
+  fill(p.chunk, in_logits(dots), bias);
   p.values = out_any(values);
   p.ids = out<int64_t>(ids);
   // Each part of a row has k entries to give: it is worth many more columns than that.
@@ -216,7 +216,7 @@ Tensor predict_dots(Tensor hidden, Tensor weight, Tensor ids) {
   p.hidden = in_any(hidden);
   p.weight = in_any(weight);
   p.ids = in<int64_t>(ids);
-  p.dots = out_any(dots);
+  p.dots = out_logits(dots);
   SX_RUN(op, weight, launch_predict_dots, p);
   return dots;
 }

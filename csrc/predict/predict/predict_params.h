@@ -46,10 +46,11 @@ inline PredictCut predict_cut(int64_t batch, int64_t count, int64_t unit, int64_
 }
 
 struct PredictChunk {
-  void* dots;        // A [B, count], or [count, B] with `by_class`
+  void* dots;        // A [B, count], rows `stride` numbers apart, or [count, B] with `by_class`
   const void* bias;  // A [count], or nullptr
   int64_t batch, count;
-  int64_t first;  // class of the first column
+  int64_t stride;  // at least count; on the CPU equal to it
+  int64_t first;   // class of the first column
   double scale;
   bool absolute;
   bool is_double;  // A is double, else float

@@ -32,13 +32,10 @@ SX_DEVICE inline int exact_column(int i) { return i / 4 * 4 * kWarpSize + 4 * la
 template <bool Wide, typename A>
 SX_DEVICE inline void exact_load(const A* row, int column, int count, A* values) {
   if constexpr (Wide) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) values[j] = A(0);
-    if (column < count) load_floats<4>(row + column, values);
-  } else {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) values[j] = column + j < count ? row[column + j] : A(0);
+    if (column + 4 <= count) return load_floats<4>(row + column, values);
   }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) values[j] = column + j < count ? row[column + j] : A(0);
 }
 
 // Two blocks of the double kernel, 0: the compiler's own choice. That is 64 registers for double on sm_120, which
@@ -51,7 +48,7 @@ __global__ void __launch_bounds__(kExactThreads, sizeof(A) == 8 ? 2 : 0) exact_m
     const int64_t b = task / groups, from = (task % groups * kExactWarps + warp_id()) * kExactBlock;
     if (from >= p.count) continue;  // the whole warp
     const int count = int(p.count - from < kExactBlock ? p.count - from : kExactBlock);
-    const A* dots = static_cast<const A*>(p.dots) + b * p.count + from;
+    const A* dots = static_cast<const A*>(p.dots) + b * p.stride + from;
     A size[kExactPerLane];
 #pragma unroll
     for (int i = 0; i < kExactPerLane; i += 4) exact_load<Wide>(dots, exact_column(i), count, size + i);

@@ -10,6 +10,7 @@
 
 #include "common/calls.h"
 #include "common/ids.h"
+#include "common/logits.h"
 #include "common/numeric.h"
 #include "common/philox.h"
 #include "sampler/exact_sample/exact_sample_params.h"
@@ -130,10 +131,11 @@ void exact_mass(Tensor dots, MaybeTensor bias, int64_t first, int64_t num_classe
   const ScalarType logits = dots.scalar_type();
   check_type(logits == ScalarType::Float || logits == ScalarType::Double, op,
              ": dots must be [B, n] float32 or float64, got ", describe(dots));
-  check_tensor(op, "dots", dots, {-1, -1}, "[B, n]", logits, dots);
+  check_logits(op, "dots", dots, "[B, n]", logits);
   ExactMassParams p{};
   p.batch = dots.size(0);
   p.count = dots.size(1);
+  p.stride = dots.stride(0);
   p.first = first;
   if (bias) check_tensor(op, "bias", *bias, {p.count}, "[n]", logits, dots);
   check_value(num_classes >= 1, op, ": num_classes must be at least 1, got ", num_classes);
@@ -147,9 +149,9 @@ void exact_mass(Tensor dots, MaybeTensor bias, int64_t first, int64_t num_classe
   check_tensor(op, "mass", mass, {p.batch, p.blocks}, "[B, ceil(C / 256)]", ScalarType::Double, dots);
   take_exclude(op, p.law, exclude, exclude_offsets, p.batch, dots);
   if (p.batch == 0 || p.count == 0) return;
-  p.dots = in_any(dots);
+  p.dots = in_logits(dots);
   p.bias = bias ? in_any(*bias) : nullptr;
-  p.wide = !p.law.is_double && p.count % 4 == 0 && aligned(p.dots) && aligned(p.bias);
+  p.wide = !p.law.is_double && p.stride % 4 == 0 && aligned(p.dots) && aligned(p.bias);
   p.mass = out<double>(mass);
   SX_RUN(op, dots, launch_exact_mass, p);
 }

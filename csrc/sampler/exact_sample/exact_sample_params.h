@@ -48,12 +48,13 @@ struct ExactTable {
 
 struct ExactMassParams {
   ExactLaw law;
-  const void* dots;      // A [B, count]
+  const void* dots;      // A [B, count], rows `stride` numbers apart
   const void* bias;      // A [count], or nullptr
   int64_t batch, count;  // B, classes of the chunk
+  int64_t stride;        // at least count; on the CPU equal to it
   int64_t first;         // its first class, a multiple of kExactBlock
   int64_t blocks;        // of all classes
-  bool wide;             // dots and bias may be read 16 bytes at a time
+  bool wide;             // rows of dots and the bias may be read 16 bytes at a time
   double* mass;          // [B, blocks] out, the columns of the chunk
 };
 

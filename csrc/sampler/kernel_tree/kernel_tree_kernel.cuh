@@ -86,12 +86,12 @@ SX_DEVICE inline double kernel_tree_scan(double x) {
 }
 
 // ------------------------------------------------------------------------------------------------ a leaf
-// What a warp knows of a leaf: class j's numbers lie with lane j % 32, which alone reads them.
+// What a warp knows of a leaf; lane j % 32 writes the numbers of class j.
 struct KernelTreeLeaf {
   float* scores;    // [leaf_size up to 32s]
-  double* weights;  // the same; 0 for excluded classes
+  double* running;  // the same: weights up to and with class j, 0 for excluded classes
   int64_t first;
-  int count;
+  int count, last;  // classes; the last one of positive weight
   float most;
   double total, log_total, kept;  // weight of all classes, and without the excluded ones
 };
@@ -110,38 +110,40 @@ SX_DEVICE inline void kernel_tree_score_leaf(const KernelTree& tree, const Kerne
   }
   leaf.most = group_max<kWarpSize>(most);
   double total = 0.0, kept = 0.0;
+  leaf.last = leaf.count - 1;
   for (int tile = 0; tile < leaf.count; tile += kWarpSize) {
     const int j = tile + lane_id();
     const bool real = j < leaf.count;
     const double weight = kernel_tree_leaf_weight(tree, real ? leaf.scores[j] : leaf.most, leaf.most);
     const double left = out.count > 0 && kernel_tree_is_excluded(out, leaf.first + j) ? 0.0 : weight;
-    leaf.weights[j] = real ? left : 0.0;
+    const double sum = kernel_tree_scan(real ? left : 0.0);
+    const unsigned positive = warp_ballot(real && left > 0.0);
+    leaf.running[j] = kept + sum;
+    if (positive != 0) leaf.last = tile + 31 - __clz(int(positive));
     total += group_sum<kWarpSize>(real ? weight : 0.0);
-    kept += shuffle_from(kernel_tree_scan(real ? left : 0.0), kWarpSize - 1);
+    kept += shuffle_from(sum, kWarpSize - 1);
   }
+  warp_sync();  // every lane may read what the others wrote
   leaf.total = total;
   leaf.log_total = kernel_tree_log(total, 0);
   leaf.kept = kept;
 }
 
-// The class in which mass `mark` of what is left lies.
+// The class in which a lane's mass `mark` of what is left lies; by the whole warp. One after the other: running sums
+// are rounded, so that they need not ascend.
 SX_DEVICE inline int kernel_tree_choose(const KernelTreeLeaf& leaf, double mark) {
-  double before = 0.0;
-  int last = leaf.count - 1;
-  for (int tile = 0; tile < leaf.count; tile += kWarpSize) {
-    const double weight = leaf.weights[tile + lane_id()];
-    const double sum = kernel_tree_scan(weight);
-    const unsigned over = warp_ballot(mark < before + sum), positive = warp_ballot(weight > 0.0);
-    if (over != 0) return tile + __ffs(int(over)) - 1;
-    if (positive != 0) last = tile + 31 - __clz(int(positive));
-    before += shuffle_from(sum, kWarpSize - 1);
+  int found = -1;
+  for (int j = 0; j < leaf.count && warp_any(found < 0);) {
+    for (const int end = j + 8 < leaf.count ? j + 8 : leaf.count; j < end; ++j) {
+      if (found < 0 && mark < leaf.running[j]) found = j;
+    }
   }
-  return last;  // rounding, or a nan
+  return found < 0 ? leaf.last : found;  // rounding, or a nan
 }
 
 // log of class j's share of the leaf.
 SX_DEVICE inline double kernel_tree_leaf_share(const KernelTree& tree, const KernelTreeLeaf& leaf, int j) {
-  const float score = shuffle_from(leaf.scores[j - j % kWarpSize + lane_id()], j % kWarpSize);
+  const float score = leaf.scores[j < 0 ? 0 : j];
   const double weight = kernel_tree_leaf_weight(tree, score, leaf.most);
   return kernel_tree_leaf_log(tree, score, leaf.most, weight) - leaf.log_total;
 }
@@ -230,10 +232,10 @@ __global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
   const int tid = int(threadIdx.x), tiles = int((tree.leaf_size + 31) / 32 * 32);
   const bool small = tree.leaf_size <= kKernelTreeSharedLeaf;
   KernelTreeLeaf leaf = {};
-  leaf.weights = small ? memory + warp_id() * tiles
+  leaf.running = small ? memory + warp_id() * tiles
                        : p.leaf + (int64_t(blockIdx.x) * kKernelTreeWarps + warp_id()) * (tiles / 2 * 3);
   float* row_memory = reinterpret_cast<float*>(memory + (small ? kKernelTreeWarps * tiles : 0));
-  leaf.scores = small ? row_memory + warp_id() * tiles : reinterpret_cast<float*>(leaf.weights + tiles);
+  leaf.scores = small ? row_memory + warp_id() * tiles : reinterpret_cast<float*>(leaf.running + tiles);
   if (small) row_memory += kKernelTreeWarps * tiles;
   for (int64_t b = blockIdx.x; b < p.batch; b += gridDim.x) {
     const float* phi = p.phi + b * tree.stride;
@@ -324,17 +326,22 @@ __global__ void __launch_bounds__(kKernelTreeThreads, Shared ? 2 : 1)
               return;
             }
             kernel_tree_score_leaf(tree, out, h, here, leaf);
-            for (uint64_t rest = members; rest != 0; rest &= rest - 1) {
-              const int member = __ffsll(static_cast<long long>(rest)) - 1;
+            // The members choose together, a lane each.
+            for (int member = lane_id(); member < kKernelTreeDraws; member += kWarpSize) {
+              const bool is_one = (members >> member) & 1;
+              if (!warp_any(is_one)) continue;
               const int64_t wanted = s.target[member];
-              const int j = wanted >= 0 ? int(wanted - leaf.first)
-                                        : kernel_tree_choose(leaf, uniform53(s.number[member]) * leaf.kept);
-              const double share = kernel_tree_leaf_share(tree, leaf, j);
-              if (lane_id() == 0) {
-                s.id[member] = leaf.first + j;
-                s.share[member] = share;
+              const bool free = is_one && wanted < 0;
+              int j = is_one && wanted >= 0 ? int(wanted - leaf.first) : 0;
+              if (warp_any(free)) {
+                const int chosen = kernel_tree_choose(leaf, free ? uniform53(s.number[member]) * leaf.kept : -1.0);
+                j = free ? chosen : j;
               }
+              if (!is_one) continue;
+              s.id[member] = leaf.first + j;
+              s.share[member] = kernel_tree_leaf_share(tree, leaf, j);
             }
+            warp_sync();  // the next group's numbers take the place of these
           });
           __syncthreads();
         }

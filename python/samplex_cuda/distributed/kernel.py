@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from samplex_cuda import _device
+from samplex_cuda import _device, chunking
 from samplex_cuda._checks import describe
 from samplex_cuda.distributed.collectives import Exchange
 from samplex_cuda.distributed.heap import Heap
@@ -29,7 +29,6 @@ from samplex_cuda.tables import empty_table
 
 __all__ = ["ShardedKernel"]
 
-_BLOCK = 1 << 22  # numbers of a walk that are held at once
 _DENSE = 128  # own nodes of a level that are scored for the whole batch by one product
 _NOTHING = 1e-290  # smaller probabilities count as 0
 _UNIFORM_BLOCK = 255  # Philox block that chooses between tree and uniform distribution
@@ -121,7 +120,8 @@ class ShardedKernel(ShardedSampler, KernelRows):
     # -------------------------------------------------------------------------------------------- walks
     def _parts(self, batch: int, count: int) -> Iterator[slice]:
         """Rows of a batch whose walks are held at once."""
-        some = max(1, _BLOCK // max(1, count * max(self.leaf_size, 2 * self.heap.depth)))
+        most = chunking.probabilities_at_once(self._place())  # numbers of a walk
+        some = max(1, most // max(1, count * max(self.leaf_size, 2 * self.heap.depth)))
         return (slice(begin, min(begin + some, batch)) for begin in range(0, batch, some))
 
     def _values(self, phi: Tensor, level: int, rows: Tensor, common: Tensor) -> Tensor:
@@ -363,7 +363,7 @@ class ShardedKernel(ShardedSampler, KernelRows):
         """See `ShardedSampler.log_prob_local`."""
         query, phi = self._query(h)
         slots = torch.arange(self.layout.start, self.layout.stop, device=query.device)
-        some = max(1, _BLOCK // max(1, query.shape[0]))
+        some = max(1, chunking.probabilities_at_once(query.device) // max(1, query.shape[0]))
         parts = [self._scored(query, phi, part.expand(query.shape[0], -1), None) for part in slots.split(some)]
         return torch.cat(parts, 1) if parts else torch.empty(query.shape[0], 0, device=query.device)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from samplex_cuda import _device
+from samplex_cuda import _device, chunking
 from samplex_cuda.draw import Draw, Negatives
 from samplex_cuda.functional._inputs import target_weights
 from samplex_cuda.losses import Loss
@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 _NAME = "SampledClassifier"
-_BLOCK, _NUMBERS = 4096, 1 << 24  # class rows that are held at a time; on a GPU numbers, for few kernels
 
 
 def inverse_at(weight: Tensor, rows: Tensor) -> Tensor:
@@ -59,11 +58,11 @@ def inverse_at(weight: Tensor, rows: Tensor) -> Tensor:
     found = torch.zeros(flat.shape, dtype=acc_dtype(weight.dtype), device=weight.device)
     if not weight.shape[0]:
         return found.view(rows.shape)
+    size = chunking.rows_at_once(weight)
     if _device.host_waits(flat):
-        block = max(_BLOCK, _NUMBERS // weight.shape[1])
-        parts = [inverse_norms(weight[some.clamp_min(0)]) for some in flat.split(block)]
+        parts = [inverse_norms(weight[some.clamp_min(0)]) for some in flat.split(size)]
         return torch.where(flat >= 0, torch.cat(parts) if parts else found, 0.0).view(rows.shape)
-    for at in (flat >= 0).nonzero().squeeze(1).split(_BLOCK):
+    for at in (flat >= 0).nonzero().squeeze(1).split(size):
         found[at] = inverse_norms(weight[flat[at]])
     return found.view(rows.shape)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from samplex_cuda import _device
+from samplex_cuda import _device, chunking
 from samplex_cuda._checks import describe
 from samplex_cuda.distributed.collectives import Exchange
 from samplex_cuda.distributed.exact import exact_log
@@ -27,7 +27,6 @@ from samplex_cuda.samplers.static import DeferredUnigram, Unigram
 
 __all__ = ["ShardedSampler", "ShardedUnigram"]
 
-_BLOCK = 1 << 22  # numbers of [B, n] at a time
 _COUNTED = 1 << 53  # added to a slot by each rank that claims it
 
 
@@ -126,7 +125,8 @@ class ShardedSampler(Sampler):
         """Log-probability of every class, [B, C] float32: for tests and small C."""
         batch = 1 if h is None else self._rows_of(h)
         ids = torch.arange(self.num_classes, device=self._place())
-        parts = [self.log_prob(h, some.expand(batch, -1)) for some in ids.split(max(1, _BLOCK // max(1, batch)))]
+        size = max(1, chunking.probabilities_at_once(ids.device) // max(1, batch))
+        parts = [self.log_prob(h, some.expand(batch, -1)) for some in ids.split(size)]
         return torch.cat(parts, 1)
 
     def _excluded_slots(self, exclude: Exclude | None, batch: int) -> Tensor | None:
@@ -216,7 +216,7 @@ class ShardedUnigram(ShardedSampler):
         Integer counts are the weights. Others are multiplied by a power of two over the largest of all, which does not
         depend on the number of ranks; a positive count weighs 1 at least.
         """
-        parts = [sampler.counts(some) for some in layout.classes(device).split(_BLOCK)]
+        parts = [sampler.counts(some) for some in layout.classes(device).split(chunking.probabilities_at_once(device))]
         counts = torch.cat(parts) if parts else torch.zeros(0, device=device)
         wrong = (~counts.isfinite() | (counts < 0)).sum().reshape(1)
         kinds = exchange.stack(torch.stack([wrong[0], torch.tensor(int(counts.is_floating_point()), device=device)]))

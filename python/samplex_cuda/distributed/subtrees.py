@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from samplex_cuda import chunking
 from samplex_cuda._checks import call, check_dense, describe
 from samplex_cuda.distributed.collectives import Exchange
 from samplex_cuda.distributed.exact import exact_log, tree_exp
@@ -25,7 +26,6 @@ from samplex_cuda.samplers.tree import Tree
 
 __all__ = ["ShardedTree"]
 
-_BLOCK = 1 << 22  # numbers of gathered nodes that are held at once
 _LANES = 16  # partial sums of a product, see tree_math.h
 _NOTHING = 1e-290  # smaller probabilities count as 0
 _MOVED = 1 << 18  # rows that ranks tell each other at once, for a state dict
@@ -121,7 +121,8 @@ class ShardedTree(ShardedSampler):
         return lanes[..., 0] + nodes[..., self.dim]
 
     def _parts(self, batch: int, count: int) -> Iterator[slice]:
-        some = max(1, _BLOCK // max(1, count * self.nodes.shape[1]))
+        most = chunking.probabilities_at_once(self.nodes.device)  # numbers of gathered nodes
+        some = max(1, most // max(1, count * self.nodes.shape[1]))
         return (slice(begin, min(begin + some, batch)) for begin in range(0, batch, some))
 
     def _walk(

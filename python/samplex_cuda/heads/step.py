@@ -56,6 +56,26 @@ class LossSpec(NamedTuple):
     plain: bool  # it also takes h and the class table as they are
 
 
+def _read_state(state: Tensor, index: Tensor) -> Tensor:
+    """`state[index]`; nan where the index is out of range, on a device, where the host does not look."""
+    if not _device.host_waits(index):
+        return state[index]
+    last = state.shape[0] - 1
+    return torch.where((index < 0) | (index > last), torch.nan, state[index.clamp(0, last)])
+
+
+def _update_state(loss: Loss, state: Tensor, index: Tensor, used: Tensor, extra: Tensor) -> None:
+    """`loss.update_state`. On a device a row whose index is out of range repeats the first one that is not."""
+    if _device.host_waits(index) and index.numel():
+        last = state.shape[0] - 1
+        inside = (index >= 0) & (index <= last)
+        rows = torch.where(inside, torch.arange(index.shape[0], device=index.device), inside.byte().argmax())
+        index = index[rows].clamp(0, last)
+        # Where no index is in range, nan: it leaves a number as it is.
+        used, extra = state[index], torch.where(inside[rows], extra[rows], torch.nan)
+    loss.update_state(state, index, used, extra)
+
+
 class StepOfHead(ClassesOfHead):
     """The training step of `SampledClassifier`."""
 
@@ -261,7 +281,7 @@ class StepOfHead(ClassesOfHead):
         offsets, known = (None, None)
         if positives is not None:
             offsets, known = known_positives(spec.loss.name, positives, h.shape[0], weight.device)
-        used = None if state is None else state[index]
+        used = None if state is None else _read_state(state, index)
         log_q = draw.log_q if weight.dtype is not torch.float64 else draw.log_q.double()
         x = Inputs(
             query if query.is_contiguous() else query.contiguous(),
@@ -282,7 +302,7 @@ class StepOfHead(ClassesOfHead):
         if following:  # after the loss has accepted the ids: a refused batch leaves no trace
             follower.touch(torch.where(self._valid(target), target, -1).reshape(-1), draw.ids.reshape(-1))
         if state is not None and index is not None and used is not None and extra is not None:
-            spec.loss.update_state(state, index, used, extra.detach())
+            _update_state(spec.loss, state, index, used, extra.detach())
         return loss
 
     def _own_negatives(self, spec: LossSpec, given: Any, target: Tensor, lead: torch.Size, width: int = 0) -> Draw:
@@ -395,7 +415,7 @@ class StepOfHead(ClassesOfHead):
             raise ValueError(f"{_NAME}: index must be {list(lead)} int64 with {self.loss!r}, got {describe(index)}")
         if index.device != self.weight.device:
             raise ValueError(f"{_NAME}: index must be on {self.weight.device}, got {index.device}")
-        # On a GPU a look at the numbers would wait for the device; torch's own indexing stops there.
+        # On a GPU a look at the numbers would wait for the device: there the row is nan, see `_read_state`.
         if not _device.host_waits(index) and index.numel() and not torch.compiler.is_compiling():
             low, high = (int(t) for t in index.aminmax())
             if low < 0 or high >= examples:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samplex_cuda import chunking
+from samplex_cuda import _device, chunking
 from samplex_cuda._checks import check_int, check_number, check_tensor, describe
 from samplex_cuda.chunking import KeptLogits, cut, logit_chunks, row_blocks
 from samplex_cuda.ops.loss_types import acc_dtype
@@ -50,6 +50,7 @@ def _shares(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row: what its targets weigh [B, P], what any class weighs [B], and the sum of both over all classes [B].
 
+    Targets are those of `flat_targets`; one out of range weighs nan.
     With them the loss is `sum * lse - sum of target share * logit - class share * sum of class_weight * logit`. All in
     fp64.
     """
@@ -61,8 +62,10 @@ def _shares(
         mass: float | Tensor = float(num_classes)
     else:
         class_weight = class_weight.double()
-        share = share * class_weight[target.clamp(min=0)]
+        share = share * class_weight[target.clamp(0, num_classes - 1)]
         mass = class_weight.sum()
+    if _device.host_waits(target):  # a target out of range has not been refused: loss and gradient are nan
+        share = torch.where(target == num_classes, torch.nan, share)
     return share, every, share.sum(1) + every * mass
 
 
@@ -125,7 +128,7 @@ def _rows(
         class_weight is None
         and target_weight is None
         and options.label_smoothing == 0.0
-        and target.device.type == "cpu"
+        and not _device.host_waits(target)
         and target.numel() == target.shape[0] > 0
     ):
         low, high = (int(bound) for bound in target.aminmax())
@@ -215,6 +218,9 @@ def _gradients(
         # A row that does not count adds nothing, whatever its gradient is.
         grad = torch.where(weights.counts, grad.to(acc), 0.0)
         coef, target_coef = grad * weights.whole.to(acc), (grad.unsqueeze(1) * weights.share.to(acc)).contiguous()
+        if _device.host_waits(grad):  # a row whose loss nobody uses stays out of it, even one of weight nan
+            coef = torch.where(grad == 0, 0.0, coef)
+            target_coef = torch.where(grad.unsqueeze(1) == 0, 0.0, target_coef)
         if options.label_smoothing > 0.0:
             smooth = grad * weights.every.to(acc)
         # Nor must the nan of an ignored row reach every row of the weight gradient by way of 0 * nan.

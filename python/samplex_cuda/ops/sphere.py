@@ -15,8 +15,6 @@ from samplex_cuda.ops.loss_types import acc_dtype
 
 __all__ = ["inverse_norms", "project_rows_", "unit_rows"]
 
-_BLOCK = 4096  # rows whose class rows are held at a time
-
 
 def inverse_norms(rows: Tensor) -> Tensor:
     """1 / |w| of rows [n, d], fp32 or fp64 [n]; 0 for a row of zeros.
@@ -83,8 +81,10 @@ def project_rows_(rows: Tensor, row_ids: Tensor, weight: Tensor) -> None:
         >>> rows
         tensor([[0., 2.]])
     """
-    size = rows.shape[0] if torch.compiler.is_compiling() else _BLOCK
-    for begin in range(0, rows.shape[0], max(size, 1)):
+    from samplex_cuda import chunking  # which takes `inverse_norms` from here
+
+    size = max(rows.shape[0], 1) if torch.compiler.is_compiling() else chunking.rows_at_once(rows)
+    for begin in range(0, rows.shape[0], size):
         part = rows[begin : begin + size]
         w = weight.detach()[row_ids[begin : begin + size].clamp(min=0)].to(rows.dtype)
         norm = (w * w).sum(1)

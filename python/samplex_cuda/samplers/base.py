@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from samplex_cuda import chunking
 from samplex_cuda._checks import check_dense, check_int, check_tensor, describe
 from samplex_cuda.draw import Draw
 from samplex_cuda.ops.static_sample import sort_exclude, uniform_sample
@@ -23,7 +24,6 @@ Excluded: TypeAlias = tuple[Tensor | None, Tensor | None]
 MAX_BATCH = 1 << 32
 MAX_SAMPLES = 1 << 24
 _UNIFORM_BITS = 52
-_BLOCK = 1 << 22  # numbers of [B, n] at a time
 
 
 # What belongs to a module whatever it computes.
@@ -219,7 +219,7 @@ class Sampler(torch.nn.Module):
         rows, there = self._lawful(h, context)
         flat = ids.reshape(1, -1)
         out = torch.empty(flat.shape[1], dtype=torch.float32, device=ids.device)
-        some = max(1, _BLOCK // max(1, rows))
+        some = max(1, chunking.probabilities_at_once(ids.device) // max(1, rows))
         for begin in range(0, flat.shape[1], some):
             part = flat[:, begin : begin + some].expand(rows, -1)
             log_p = self.log_prob(h, part, context=context).double()

@@ -407,7 +407,8 @@ class MIDX(Sampler):
         if bias is not None and self.bias is not None:
             self.bias.copy_(torch.where(bias.isfinite(), bias.float(), self.bias))
         self._table = weight, bias
-        self._grow_older(-self._age)
+        self._age = 0
+        self.age.zero_()
         self._order()
 
     def _codes_of(self, rows: Tensor, start: Tensor | None) -> Tensor:
@@ -430,7 +431,7 @@ class MIDX(Sampler):
     def _grow_older(self, rows: int) -> None:
         if rows:
             self._age += rows
-            self.age.fill_(self._age)
+            self.age.add_(rows)  # on the device: a replay of a CUDA graph counts too
 
     def _cells_of(self, rows: Tensor) -> Tensor:
         """Cells [n] int32 of class rows [n, d], by the codes as they are."""
