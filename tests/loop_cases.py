@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import samplex_cuda as sx
-from samplex_cuda.rng import fold_in
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "integrations" / "loops.md"
 CLASSES, DIM, BATCH = 60, 8, 12
@@ -79,12 +78,14 @@ def ddp_loop(group: Any, clip: float, accumulate: int, embedding: str = "none") 
 
 
 def one_process(world: int, clip: float, accumulate: int, embedding: str = "none") -> dict[str, Tensor]:
-    """The same steps without ranks: each part with the draws of its rank."""
+    """The same steps without ranks: each part with the draws of its rows among those of all ranks."""
     model, optimizer = made(embedding)
     norms = []
     for step in range(6):
-        for rank, (x, y) in enumerate(batch(step, world)):
-            (model(x, y, fold_in(torch.tensor([7, step]), rank)) * (len(y) / BATCH)).backward()
+        first = 0
+        for x, y in batch(step, world):
+            (model(x, y, torch.tensor([7, step, first])) * (len(y) / BATCH)).backward()
+            first += len(y)
         if (step + 1) % accumulate == 0:
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
             optimizer.step()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import samplex_cuda as sx
-from samplex_cuda.rng import fold_in
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -140,7 +139,7 @@ def ranks(tmp_path_factory):
 
 
 def by_hand(tied, clip, accumulate, batches, first):
-    """The same steps on one process: the batches of both ranks, each with the draws of its rank."""
+    """The same steps on one process: the batches of both ranks, with the same shared draws."""
     model, data, losses = model_of(tied), Uneven(), []
     optimizer = hf.make_optimizer(model, **RATES)
     number = 0
@@ -148,7 +147,7 @@ def by_hand(tied, clip, accumulate, batches, first):
         parts = []
         for micro in range(accumulate):
             at = step * accumulate + micro
-            parts += [(batches[rank][at], fold_in(torch.tensor([7, at]), rank)) for rank in range(2)]
+            parts += [(batches[rank][at], torch.tensor([7, at])) for rank in range(2)]
         rows = [[int((data.ids == row).all(1).nonzero()) for row in ids] for ids, _ in parts]
         labels = [data.labels[r] for r in rows]
         total = sum(int((one[:, first:] != -100).sum()) for one in labels)

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplex_cuda as sx
-from samplex_cuda.rng import fold_in
 
 lightning = pytest.importorskip("lightning")
 module_of = sx.integrations.lightning.SampledModule
@@ -85,14 +84,14 @@ def ranks(tmp_path_factory):
 
 
 def by_hand(clip):
-    """The same steps on one process, each part with the draws of its rank."""
+    """The same steps on one process, each part with the draws of its rows among those of both."""
     module, (x, y) = made(False), data().tensors
     dense, rows = sx.optim.split_parameters(module)
     optimizer = sx.optim.Combined(dense=torch.optim.AdamW(dense, lr=0.05), rows=sx.optim.RowAdam(rows, lr=0.05))
     for step in range(STEPS):
         for rank in range(2):
             part = torch.arange(rank, 64, 2)[BATCH * step : BATCH * (step + 1)]
-            loss = module.head(module.encoder(x[part]), y[part], key=fold_in(torch.tensor([7, step]), rank))
+            loss = module.head(module.encoder(x[part]), y[part], key=torch.tensor([7, step, BATCH * rank]))
             (loss / 2).backward()
         if clip:
             torch.nn.utils.clip_grad_norm_(module.parameters(), clip)

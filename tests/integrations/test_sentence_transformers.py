@@ -245,7 +245,7 @@ def test_refused():
     with pytest.raises(TypeError, match="InBatchLoss: frequency must be a StreamingFrequency or None, got"):
         adapter.InBatchLoss(made, frequency=sx.samplers.Uniform(3))
     counted = adapter.InBatchLoss(made, torch.ones(3))
-    for labels, got in ((None, "None"), (torch.arange(4), r"\[4\]"), (torch.zeros(3, 2), r"\[3, 2\]")):
+    for labels, got in ((None, "None"), (torch.arange(4), r"\[4\]"), (torch.zeros(4, 1), r"\[4, 1\]")):
         with pytest.raises(ValueError, match=rf"InBatchLoss: labels must be \[3\] or \[3, 1\] with counts .*{got}"):
             counted([one, one], labels)
     with pytest.raises(IndexError, match=r"InBatchLoss: labels must be in \[0, 3\), got 3"):

@@ -281,7 +281,7 @@ class StepOfHead(ClassesOfHead):
         offsets, known = (None, None)
         if positives is not None:
             offsets, known = known_positives(spec.loss.name, positives, h.shape[0], weight.device)
-        used = None if state is None else _read_state(state, index)
+        used = None if state is None or index is None else _read_state(state, index)
         log_q = draw.log_q if weight.dtype is not torch.float64 else draw.log_q.double()
         x = Inputs(
             query if query.is_contiguous() else query.contiguous(),
