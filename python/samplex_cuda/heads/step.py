@@ -105,6 +105,7 @@ class StepOfHead(ClassesOfHead):
             or h.dtype is not weight.dtype
             or not ((h.is_cpu and y.is_cpu and weight.is_cpu) or h.device == weight.device == y.device)
             or self.follower.active
+            or _names_row(key)
             or _ddp._active_ddp_module is not None
             or transformed()
             or forward_ad._current_level >= 0
@@ -253,6 +254,7 @@ class StepOfHead(ClassesOfHead):
         query = self._query(h)
         follower = self.follower
         alone = positives is None and negatives is None and target.dim() == 1 and target_weight is None
+        alone = alone and not _names_row(key)
         state = None
         if index is not None and self._state_name is not None:
             state = self.get_buffer(self._state_name)
@@ -421,3 +423,8 @@ class StepOfHead(ClassesOfHead):
             if low < 0 or high >= examples:
                 raise IndexError(f"{_NAME}: index must be in [0, {examples}), got {low if low < 0 else high}")
         return index.reshape(-1)
+
+
+def _names_row(key: Key | Tensor | None) -> bool:
+    """Whether a key has a third number, that of the first row in a larger batch: the ops that also draw take two."""
+    return key is not None and type(key) is Tensor and key.numel() == 3
