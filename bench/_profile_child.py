@@ -123,6 +123,7 @@ def run_sampled_softmax(case: str, launches: list[dict[str, Any]]) -> dict[str, 
     """Forward, training and no_grad, of rows of a width and dtype; `sphere:128`: of unit rows with a margin."""
     import samplex_cuda as sx
     from samplex_cuda import functional as sxf
+    from samplex_cuda.ops.sphere import unit_rows
 
     # All ids different: then no row is shared and the fewest possible sectors are known exactly.
     unit, case = case.startswith("sphere:"), case.removeprefix("sphere:")
@@ -136,8 +137,9 @@ def run_sampled_softmax(case: str, launches: list[dict[str, Any]]) -> dict[str, 
     log_q = torch.full((BATCH, M), -math.log(classes))
     exact = weight.double()
     exact = exact / exact.norm(dim=1, keepdim=True) if unit else exact
-    logits = torch.einsum("bmd,bd->bm", exact[ids], h.double()) + math.log(classes) - math.log(M)
-    positive = (exact[target] * h.double()).sum(1) - (0.25 * h.double().norm(dim=1) if unit else 0.0)
+    query = (unit_rows(h) if unit else h).double()
+    logits = torch.einsum("bmd,bd->bm", exact[ids], query) + math.log(classes) - math.log(M)
+    positive = (exact[target] * query).sum(1) - (0.25 * query.norm(dim=1) if unit else 0.0)
     want = (torch.logsumexp(torch.cat([positive[:, None], logits], 1), 1) - positive).mean()
     result: dict[str, Any] = {}
     for mode in ("training", "no_grad"):
