@@ -498,7 +498,7 @@ def page() -> str:
             wrapped(
                 """What the emulated runtime counts in a whole step of the head; a sort is one launch. `capturable=True`
                 adds one. Where launches take longer than the work of a step, as with samplers that follow the class
-                table, a CUDA graph is worth most."""
+                table, a CUDA graph gains most."""
             ),
             "",
             *counted_table(),
