@@ -237,3 +237,21 @@ def test_a_loss_scale_of_zero(backend, shared, m, scale):
     )[1]
     assert float(found_inf) == 1.0
     assert not bool(coefs.isfinite().any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_without_columns(backend, dtype, bias):
+    """d = 0: the logits are the biases, and no row is read, which may be a null pointer."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    h, weight = (torch.empty(n, 0, dtype=dtype, device=backend.device).requires_grad_() for n in (3, 9))
+    b = torch.arange(9.0, device=backend.device).to(wide) if bias else None
+    ids, target = torch.tensor([[1, 2], [3, 4], [5, 6]]), torch.tensor([0, 8, 7])
+    log_q = torch.full((3, 2), -1.0, dtype=wide)
+    given = [t.to(backend.device) for t in (target, ids, log_q)]
+    loss = functional.sampled_softmax(h, weight, *given, b, reduction="none")
+    s = torch.arange(9.0, dtype=torch.float64) * bias
+    entries = torch.cat([s[target, None], s[ids] + 1.0 - torch.tensor(2.0).double().log()], 1)
+    torch.testing.assert_close(loss.detach().cpu().double(), entries.logsumexp(1) - s[target], atol=1e-2, rtol=1e-2)
+    loss.sum().backward()
+    assert h.grad.shape == (3, 0)
