@@ -27,7 +27,7 @@ def test_the_page_is_what_the_script_writes(model):
 
 
 def test_the_page_says_that_nothing_was_measured(model):
-    assert "**Computed, not measured.**" in model.page()
+    assert "**Estimated, not measured.**" in model.page()
 
 
 def test_a_kernel_takes_the_longer_of_memory_and_arithmetic(model):
