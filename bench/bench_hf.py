@@ -4,7 +4,7 @@ Rows:
   hf_step     time of the model as it was / with `replace_lm_head`, 2,048 shared log-uniform draws; both with clipping
   hf_memory   peak memory of the two processes, the same ratio
 
-The steps are those of examples/hf_large_vocabulary.py, each side in a process of its own. It needs transformers
+The steps are those of examples/hf_large_vocabulary.py, each side in a separate process. It needs transformers
 (`make test-integrations` has it). refcheck: the exact loss of both models on one batch.
 """
 

@@ -201,7 +201,7 @@ def target_shares(head: SampledClassifier, given: Tensor | None, y: Tensor, targ
 def without_rows(
     head: SampledClassifier, h: Any, y: Any, more: dict[str, Any]
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """The arguments of a call with 0 rows in the place of its own: the same sizes travel.
+    """The arguments of a call with 0 rows instead of this rank's rows: the same sizes are sent.
 
     For a rank on a GPU that refuses its batch, while the others go on.
 

@@ -116,7 +116,7 @@ class InBatchLoss(nn.Module):
         return (loss + contrastive(columns[0], anchor, scale=self.scale, key_ids=own, group=group)) / 2
 
     def _ids(self, labels: Tensor | None, rows: int, columns: int, device: torch.device, group: Any) -> Tensor:
-        """What each key is, int64 [columns * rows]; one that is not known has a negative number of its own."""
+        """What each key is, int64 [columns * rows]; one that is not known has a distinct negative number."""
         first = rows * columns * (0 if group is None else dist.get_rank(group))
         ids = -2 - torch.arange(first, first + rows * columns, device=device)
         if self.log_q is None and self.frequency is None:

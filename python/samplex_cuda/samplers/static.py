@@ -596,7 +596,7 @@ class DeferredUnigram(Sampler):
         self.num_classes, self.counts_of = num_classes, counts
 
     def counts(self, classes: Tensor) -> Tensor:
-        """The counts [n] of classes, int64 [n]; checked, but for their values."""
+        """The counts [n] of classes, int64 [n]; checked except for their values."""
         found = self.counts_of(classes)
         if not isinstance(found, Tensor) or found.shape != classes.shape or found.is_complex():
             raise ValueError(f"unigram: counts must give {list(classes.shape)} numbers, got {describe(found)}")

@@ -195,7 +195,7 @@ class Stepper:
         return self._miner[1]
 
     def forget_index(self) -> None:
-        """The next step makes an index of its own: so does a run that is resumed from here."""
+        """The next step builds a new index; so does a run that is resumed from here."""
         self._miner = None
 
     def _known(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
