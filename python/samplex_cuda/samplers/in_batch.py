@@ -221,6 +221,8 @@ class InBatch(Sampler):
                 if least < 0 or most >= self.num_classes:
                     wrong = least if least < 0 else most
                     raise IndexError(f"in_batch: {name} must be in [0, {self.num_classes}), got {wrong}")
+        if targets.dim() != 1:
+            raise ValueError(f"in_batch: targets must be [B], got {describe(targets)}")
         if hard is not None and (hard.dim() != 2 or hard.shape[:1] != targets.shape):
             raise ValueError(f"in_batch: hard must be [{targets.shape[0]}, k] to fit targets, got {describe(hard)}")
         ids, log_q, _ = self.sample(h, num_samples, targets=targets, key=key, context=context, update=update)

@@ -64,3 +64,32 @@ def _queue(d: Dice) -> Call:
         expect(sorted(out.ids.tolist()) == sorted(a.ids[a.ids.shape[0] - kept :].tolist()), "the last ids must be held")
 
     return Call(Args(args), run, check, words=("queue", "dim"))
+
+
+@generator("samplers.TowerKeys", 0.3)
+def _tower_keys(d: Dice) -> Call:
+    classes, batch, dim = d.int(2, 12), d.int(1, 6), d.int(1, 5)
+    extra = sx.samplers.Uniform(classes) if d.maybe(0.5) else None
+    sampler = sx.samplers.InBatch(classes, sx.samplers.Unigram(torch.arange(1, classes + 1)), extra=extra)
+    items, queries = d.normal(classes, dim), d.normal(batch, dim)
+    args = {
+        "targets": d.ids(classes, batch), "num_samples": d.int(0, 5),
+        "hard": d.ids(classes, batch, 3) if d.maybe(0.5) else None, "key": d.key(),
+    }  # fmt: skip
+
+    def run(a: Args) -> Any:
+        keys = sampler.tower_keys(a.targets, a.num_samples, hard=a.hard, key=a.key)
+        return keys, sx.functional.contrastive(queries, items[keys.ids], negatives=keys)
+
+    def check(a: Args, out: Any, after: Args, changed: set[str]) -> None:
+        keys, loss = out
+        if is_meta(*a.values(), keys.ids, loss):
+            return
+        count = a.targets.shape[0]
+        expect(torch.equal(keys.ids[:count], a.targets), "the targets must come first")
+        expect(a.hard is None or torch.equal(keys.ids[keys.hard], a.hard), "hard must be rows of the mined items")
+        expect(count != batch or bool(loss.isfinite()), f"the loss must be finite, got {loss}")
+
+    return Call(
+        Args(args), run, check, words=("extra", "batch", "num_classes", "in_batch", "queries", "targets", "TowerKeys")
+    )
