@@ -40,7 +40,7 @@ SX_DEVICE inline A class_scalar(const ScalarTable& table, int64_t id, int64_t nu
   return id < num_classes ? load_scalar<A>(table, id, absent) : quiet_nan<A>();
 }
 
-constexpr int kKnownLoads = 4;  // of a lane, under way at once
+constexpr int kKnownLoads = 2;  // of a lane, under way at once
 
 // Whether each lane's class is one of the row's known positives; by the whole warp. `asks`: whether the lane wants to
 // know. Offsets are clamped: those of a device come unchecked, too.

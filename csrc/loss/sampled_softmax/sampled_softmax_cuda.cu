@@ -20,6 +20,10 @@ void launch_wide(const SampledSoftmaxParams& params, void* stream) {
             params);
 }
 
+// Widest rows on the sphere of one pass: several warps a row would spill on sm_86 with half precision.
+template <typename T>
+constexpr int64_t kUnitColumns = std::is_same_v<T, Half> ? 512 : 4096;
+
 // Class rows on the sphere, 16 bytes at a time.
 template <typename T>
 void launch_unit(const SampledSoftmaxParams& params, void* stream) {
@@ -31,10 +35,12 @@ void launch_unit(const SampledSoftmaxParams& params, void* stream) {
     launch_one_pass<T, kWidth, 8 / kWidth, 32, false, 1, true>(params, stream);
   else if (d <= 512)
     launch_one_pass<T, kWidth, 16 / kWidth, 32, false, 1, true>(params, stream);
-  else if (d <= 1024)
-    launch_one_pass<T, kWidth, 8 / kWidth, 32, false, 4, true>(params, stream);
-  else
-    launch_one_pass<T, kWidth, 8 / kWidth, 32, false, 16, true>(params, stream);
+  else if constexpr (kUnitColumns<T> > 1024) {
+    if (d <= 1024)
+      launch_one_pass<T, kWidth, 8 / kWidth, 32, false, 4, true>(params, stream);
+    else
+      launch_one_pass<T, kWidth, 8 / kWidth, 32, false, 16, true>(params, stream);
+  }
 }
 
 template <typename T>
@@ -43,7 +49,8 @@ void launch(const SampledSoftmaxParams& params, void* stream) {
   const bool vectors = params.dim % kWidth == 0 && vector_aligned(params.hidden) && vector_aligned(params.weight);
   const int64_t d = params.dim;
   const bool seeded = params.num_targets == 1 && params.label_smoothing == 0;
-  if (!params.shared && params.normalize && vectors && d > 0 && d <= 4096 && (seeded || !params.has_margin)) {
+  if (!params.shared && params.normalize && vectors && d > 0 && d <= kUnitColumns<T> &&
+      (seeded || !params.has_margin)) {
     launch_unit<T>(params, stream);
   } else if (params.shared || params.normalize || d == 0 || d > 4096) {
     if (vectors)

@@ -47,19 +47,27 @@ SX_DEVICE inline void predict_lse_merge(const PredictLseParams& p, int64_t b) {
   if (p.total != nullptr) p.total[b] += total;
 }
 
+// Before sm_86 a third block would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 860
 template <typename A>
-__global__ void __launch_bounds__(kPredictThreads, kPredictResident<A>) predict_lse_kernel(PredictLseParams p) {
+constexpr int kLseResident = 2;
+#else
+template <typename A>
+constexpr int kLseResident = kPredictResident<A>;
+#endif
+
+template <typename A>
+__global__ void __launch_bounds__(kPredictThreads, kLseResident<A>) predict_lse_kernel(PredictLseParams p) {
   using Tile = PredictTile<A, kWarpSize>;
   constexpr int kOwn = kPredictOwn<A>, kWidth = kPredictWidth<A>;
   const int64_t b = blockIdx.x / p.cut.parts, part = blockIdx.x % p.cut.parts;
   const PredictRow<A> row(p.chunk, b);
   const A* class_weight = static_cast<const A*>(p.class_weight);
   const bool weights_aligned = predict_aligned(class_weight);
-  const int64_t pieces = (row.count + kPredictLseWarp - 1) / kPredictLseWarp;
-  const int64_t last = row.count < (part + 1) * p.cut.size ? row.count : (part + 1) * p.cut.size;
+  const int64_t last = p.chunk.count < (part + 1) * p.cut.size ? p.chunk.count : (part + 1) * p.cut.size;
   for (int64_t begin = part * p.cut.size + warp_id() * kPredictLseWarp; begin < last;
        begin += kPredictWarps * kPredictLseWarp) {
-    const int64_t end = row.count < begin + kPredictLseWarp ? row.count : begin + kPredictLseWarp;
+    const int64_t end = p.chunk.count < begin + kPredictLseWarp ? p.chunk.count : begin + kPredictLseWarp;
     OnlineSoftmax<A> own = online_empty<A>();
     A total = 0;
     for (int64_t tile = begin; tile < end; tile += Tile::kColumns) {
@@ -87,6 +95,7 @@ __global__ void __launch_bounds__(kPredictThreads, kPredictResident<A>) predict_
     const A sum = group_sum<kWarpSize>(own.sum * shifted_exp(own.max, most));
     total = group_sum<kWarpSize>(total);
     if (lane_id() == 0) {
+      const int64_t pieces = (p.chunk.count + kPredictLseWarp - 1) / kPredictLseWarp;
       A* sums = static_cast<A*>(p.sums) + 3 * (b * pieces + begin / kPredictLseWarp);
       sums[0] = most;
       sums[1] = sum;
@@ -96,7 +105,7 @@ __global__ void __launch_bounds__(kPredictThreads, kPredictResident<A>) predict_
   if (part == 0) {
     for (int64_t t = b * p.num_targets + threadIdx.x; t < (b + 1) * p.num_targets; t += kPredictThreads) {
       const int64_t column = p.chunk.column_of(p.target[t]);
-      if (column >= 0 && column < row.count) {
+      if (column >= 0 && column < p.chunk.count) {
         static_cast<A*>(p.positive)[t] = row.map.logit(row.dots[column], column);
       }
     }
