@@ -127,7 +127,7 @@ def mapped_table(
     if width is not None:
         check_int(op, "width", width, 1, 1 << 32)
     dtype = torch.float32 if dtype is None else dtype
-    if dtype not in _NPY:
+    if not isinstance(dtype, torch.dtype) or dtype not in _NPY:
         raise TypeError(f"{op}: dtype must be one of {', '.join(str(d)[6:] for d in _NPY)}, got {describe(dtype)}")
     path = Path(file)
     shape = (rows,) if width is None else (rows, width)
