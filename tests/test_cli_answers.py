@@ -75,7 +75,7 @@ def test_a_row_that_is_not_finite_has_no_answer(dense_run, tmp_path, suffix, bad
     x[[270, 290], 2] = bad
     np.save(tmp_path / "rows.npy", x)
     result = samplex("predict", dense_run, tmp_path / "rows.npy", "--out", tmp_path / f"top{suffix}", code=1)
-    assert "rows.npy: row 270 must be finite numbers" in result.stderr
+    assert "rows.npy: row 270 must have finite values" in result.stderr
     assert "(2 such rows in this batch); nothing was written" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["rows.npy"]
 

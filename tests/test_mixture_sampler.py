@@ -279,7 +279,7 @@ def test_errors():
             "mixture: samplers must have num_classes = 40, got 3",
         ),
         (lambda: make("static").sample(None, 3), ValueError, "mixture: batch_size must be given if h is None"),
-        (lambda: make("static").sample(None, -3, batch_size=1), ValueError, "mixture: num_samples must be in"),
+        (lambda: make("static").sample(None, -3, batch_size=1), ValueError, "mixture: num_samples must be an int in"),
         (
             lambda: make("static").sample(None, 3, exclude="ab"),
             TypeError,

@@ -278,7 +278,7 @@ def test_a_tree_beside_a_sampler_that_looks_at_h_does_so_too(other):
 def test_a_stored_tree_looks_at_the_input_and_cannot_stand_beside_one_that_does_not(tmp_path):
     run, train, _ = case("mlp", "mixture", 'sampler.components=["tree", "quadratic"]', "sampler.dim=4",
                          f"sampler.path={tmp_path / 'tree.safetensors'}")  # fmt: skip
-    with pytest.raises(ConfigError, match="path must be empty in a mixture with quadratic, which looks at h"):
+    with pytest.raises(ConfigError, match="path must be empty in a mixture with quadratic, which uses h"):
         build(run, train)
 
 

@@ -168,7 +168,7 @@ def test_distinct_draws_of_a_bigram_in_a_head():
     head = make(5, 4, 4, sampler=bigram(), unique=True, reduction="none")
     h, y, context = torch.randn(6, 4), torch.randint(5, (6,)), torch.tensor([0, 1, 2, -1, 0, 1])
     torch.testing.assert_close(head(h, y, context=context), head.eval()(h, y), rtol=1e-5, atol=1e-5)  # all classes
-    with pytest.raises(ValueError, match="num_samples must be at most 2 with unique, the classes left, got 3"):
+    with pytest.raises(ValueError, match="with unique, num_samples must be at most 2, the remaining classes, got 3"):
         bigram(0.0).unique(3, context=torch.tensor([1]))
     with pytest.raises(ValueError, match="num_samples must be at most 5 with unique, got 6"):
         bigram().unique(6, context=context)

@@ -306,7 +306,6 @@ def test_labels_are_for_shared_draws_of_rows_with_one_target():
     for target, draws, known, labels in (
         (ids, ids.expand(2, 2).contiguous(), (None, None), (ids, ids)),
         (ids.expand(2, 2).contiguous(), ids, (None, None), (ids, ids)),
-        (ids, ids, (torch.tensor([0, 0, 0]), ids[:0]), (ids, ids)),
         (ids, ids, (None, None), (ids, None)),
         (ids, ids, (None, None), (torch.arange(3), ids)),
         (ids, ids, (None, None), (ids, ids.float())),

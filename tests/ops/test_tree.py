@@ -385,7 +385,7 @@ ERRORS = {
     "not floating": (lambda t, x: t.sample(torch.zeros(3, 4, dtype=torch.int64), 2), ValueError, "h must be [*, 4] floating point, got [3, 4] int64"),
     "no h": (lambda t, x: t.sample(None, 2), ValueError, "h must be [*, 4], got None"),
     "shared": (lambda t, x: t.sample(x, 2, shared=True, exclude=torch.arange(3)), ValueError, "exclude must be None with shared=True"),
-    "samples": (lambda t, x: t.sample(x, -1), ValueError, "num_samples must be in [0, 2^24], got -1"),
+    "samples": (lambda t, x: t.sample(x, -1), ValueError, "num_samples must be an int in [0, 2^24], got -1"),
     "exclude range": (lambda t, x: t.sample(x, 2, exclude=torch.tensor([1, 2, 10])), IndexError, "exclude must be -1 or in [0, 10), got 10"),
     "exclude rows": (lambda t, x: t.sample(x, 2, exclude=torch.tensor([1])), ValueError, "exclude must be [B] or [B, P] with B = 3"),
     "ids range": (lambda t, x: t.log_prob(x, torch.tensor([0, 1, 99])), IndexError, "ids must be in [0, 10), got 99"),

@@ -240,7 +240,7 @@ def test_what_is_refused():
     args = torch.zeros(2, dtype=torch.int64), torch.randn(2, 6), full.nodes, full.leaf_class, full.class_leaf, 3
     op = torch.ops.samplex.tree_sample
     for base, said in (
-        ((full.base_table, None, 0.5), "come together"),
+        ((full.base_table, None, 0.5), "given together"),
         ((full.base_table[:5], full.base_prefix, 0.5), "base_table must be"),
         ((full.base_table, full.base_prefix, 0.0), "base_weight must be"),
     ):
