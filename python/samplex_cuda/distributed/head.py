@@ -506,7 +506,8 @@ class ShardedClassifier(ShardedAnswers):
         """Bring the sampler up to date with the tables of all ranks now. Every rank must call it."""
         follow_table(self.follower, self.sampler, self.weight, self.bias)
 
-    def _mark_rows(self, ids: list[Tensor]) -> None:
+    def mark_rows(self, ids: list[Tensor]) -> None:
+        """`mark_changed` by rows of this rank's `weight`."""
         self.mark_changed([torch.where(i >= 0, self.layout.class_at(i + self.layout.start), -1) for i in ids])
 
     # -------------------------------------------------------------------------------------------- as a module

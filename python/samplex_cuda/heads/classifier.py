@@ -427,7 +427,7 @@ class SampledClassifier(StepOfHead):
         """
         fusion = None
         if optimizer is not None:
-            fusion = Fusion(self.weight, self.bias, optimizer, accumulate, grad_scaler, self._mark_rows)
+            fusion = Fusion(self.weight, self.bias, optimizer, accumulate, grad_scaler, self.mark_rows)
         if self._fusion is not None:
             self._fusion.remove()
         self._fusion = fusion

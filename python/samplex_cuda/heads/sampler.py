@@ -146,8 +146,20 @@ class SamplerOfHead(ExactAnswers):
             ids = [torch.where((i >= 0) & (i < self.num_classes), i, -1).reshape(-1) for i in several]
         self.follower.mark(ids)
 
-    def _mark_rows(self, ids: list[Tensor]) -> None:
-        """Rows of `weight` that a late update of the fused optimizer changed."""
+    def mark_rows(self, ids: list[Tensor]) -> None:
+        """`mark_changed` by rows of `weight`: those of a sharded head are numbered on each rank, from its first class.
+
+        Args:
+            ids: lists of rows, int64; negative ones are skipped.
+
+        Example:
+            >>> import torch, samplex_cuda as sx
+            >>> head = sx.SampledClassifier(8, 100, sx.samplers.Quadratic(torch.zeros(100, 8)), 5, bias=False)
+            >>> head.update_sampler()
+            >>> head.mark_rows([torch.tensor([3, -1])])
+            >>> head.staleness().rows
+            1
+        """
         self.mark_changed(ids)
 
     def train(self, mode: bool = True) -> Self:

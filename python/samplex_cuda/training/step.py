@@ -225,7 +225,7 @@ class Stepper:
         follows = head.sampler_update is not None and (t.accumulate > 1 or self.config.model.tied)
         if follows and not self.config.fused and head.weight.grad is not None:
             if head.weight.grad.is_sparse:
-                head.mark_changed([head.weight.grad.coalesce().indices()[0]])
+                head.mark_rows([head.weight.grad.coalesce().indices()[0]])
             else:
                 head.mark_changed()
         for name, optimizer in optimizers.items():
