@@ -395,7 +395,7 @@ def test_on_a_device_bad_rows_are_left_out_and_reported(as_on_gpu):
     want[3], want_bias[3] = 1.0, 1.0
     assert torch.equal(sampler.weight, want)
     assert torch.equal(sampler.bias, want_bias)
-    with pytest.raises(ValueError, match=r"softmax: ids must be in \[0, 700\) and rows finite, got 4 that were not"):
+    with pytest.raises(ValueError, match=r"softmax: ids must be in \[0, 700\) and rows finite, got 4 invalid ones"):
         sampler.update(ids[:1], rows[:1], shifts[:1])
     sampler.update(ids[:1], 2 * rows[:1], shifts[:1])  # said once
     assert sampler.weight[3].eq(2).all()

@@ -127,7 +127,7 @@ def test_samplers_are_resized_in_place(name):
     sampler.resize(7)
     assert sampler.log_prob_all().shape == (1, 7)
     for wrong in (0, -1, 1 << 60):
-        with pytest.raises(ValueError, match="num_classes must be in"):
+        with pytest.raises(ValueError, match="num_classes must be an int"):
             sampler.resize(wrong)
     assert sampler.num_classes == 7
 
