@@ -112,7 +112,7 @@ def test_ids_with_text_are_no_header(tmp_path):
 
 def test_times_as_items_are_said_before_memory_runs_out(tmp_path):
     path = write(tmp_path / "a.txt", [0, 1, 2, 3], " ")
-    with pytest.raises(ValueError, match=r"got item 978300200 in 12 interactions; pass relabel=True .* layout and fields"):
+    with pytest.raises(ValueError, match=r"got item 978300200 .*; pass relabel=True .* layout and fields"):
         data.open(path, format="interactions", layout="lists")
 
 
