@@ -140,7 +140,7 @@ def test_static_and_tree_draws_are_the_same_bits_on_any_number_of_ranks(ranks, k
 @pytest.mark.parametrize("order", ["class", "spread"])
 @pytest.mark.parametrize("kind", ["integers", "fractions"])
 def test_frequencies_that_no_rank_holds_as_a_whole(ranks, kind, order):
-    """Each rank asks for the counts of its own classes; draws have the same bits on any number of ranks."""
+    """Each rank asks only for the counts of the classes it holds; draws have the same bits on any number of ranks."""
     counts = make_sampler("unigram", 203).prefix.diff()
     wanted = sx.samplers.Unigram((counts >> 12).double() if kind == "integers" else counts.double())
     (one,) = run(ranks, 1, "deferred", kind, order)

@@ -537,3 +537,20 @@ def test_a_fused_head_and_its_table_are_freed():
     del head
     gc.collect()
     assert watched() is None
+
+
+def test_a_changed_accumulate_counts_from_the_next_backward():
+    torch.manual_seed(0)
+    head = sx.SampledClassifier(8, 100, sx.samplers.Uniform(100), num_samples=5)
+    head.fuse_optimizer(sx.optim.RowSGD(head.parameters(), lr=0.1))
+    head.fused.accumulate = 2
+    before = head.weight.detach().clone()
+    for number, same in ((1, True), (0, False)):
+        head(torch.randn(4, 8), torch.arange(4)).backward()
+        assert (head.fused.pending, torch.equal(head.weight, before)) == (number, same)
+    head.fused.accumulate = 1
+    before = head.weight.detach().clone()
+    head(torch.randn(4, 8), torch.arange(4)).backward()
+    assert not torch.equal(head.weight, before)
+    with pytest.raises(ValueError, match="accumulate must be an int of at least 1, got 0"):
+        head.fused.accumulate = 0

@@ -90,7 +90,7 @@ def bytes_by_route(sizes: Sizes) -> dict[str, float]:
 
 
 def crossover(route: str, other: str, sizes: Sizes, field: str, most: int = 1 << 20) -> int | None:
-    """The least value of a size from which a route sends fewer bytes than another; None: up to `most` there is none.
+    """The least value of a size from which a route sends fewer bytes than another; None if none up to `most`.
 
     Args:
         route: as in `bytes_sent`.
